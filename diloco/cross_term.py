@@ -2,7 +2,7 @@
 
     Aᵢ = A − ΔAᵢ      Bᵢ = B − ΔBᵢ      of each body that the commit lists, as every reader decodes it;  Σ wᵢ = 1
     C  = Σ wᵢ BᵢAᵢ − B̄Ā = Σ wᵢ (Bᵢ − B̄)(Aᵢ − Ā)
-    cross term = ‖C‖_F / ‖Σ wᵢ BᵢAᵢ‖_F                 0 with freeze_a, whatever the replicas do
+    cross term = ‖C‖_F / ‖Σ wᵢ BᵢAᵢ‖_F                 0 with freeze_a, for all Bᵢ
 
 The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first part of
 a sharded step, whose owner alone logs the number there; in a direct step all replicas do, the same one.  No request is

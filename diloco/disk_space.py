@@ -2,7 +2,7 @@
 
     retry_when_full(session, "the start model", fetch)
         ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
-    full_disk_words(error, "the start model")      where nobody waits: a command, a container, the child that publishes
+    full_disk_words(error, "the start model")      for processes that do not wait: command, container, publishing child
 
 Not promised: space that is free when asked for and gone when used.
 """

@@ -1,7 +1,7 @@
 """`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
 
     the rules of collecting replicas (rendezvous/garbage.py), another budget, a store that only notes ──▶ Plan
-    Plan ──▶ a control record with `keep`, so that whoever reads the run knows ──▶ DELETE, oldest first
+    Plan ──▶ a control record with `keep`, so that readers of the run know ──▶ DELETE, oldest first
 
 Blobs that a replica may need to heal stay under any SIZE, and so do registers: commits, offers, manifests, logs.  After
 a kill in the middle, the same command goes on; the record came first, so no reader takes missing blobs for damage.

@@ -1,7 +1,7 @@
 """The last sweep of a run, by its supervisor, which has its credentials and outlives its replicas.
 
     replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
-                                                                └ killed before it did: nobody sweeps after it
+                                                                └ killed before it did: no replica sweeps after it
 
 No torch here.   Not promised: a sweep where no supervisor runs (a library run, or a supervisor that was killed).
 """

@@ -1,7 +1,7 @@
 """The eight names that torchft's DiLoCo asks of a Manager, answered from a bucket.
 
     torchft                        StoreManager                      rendezvous
-    start_quorum()            ──▶  (nothing: nobody to ask)
+    start_quorum()            ──▶  (nothing: no server to ask)
     allreduce(Δ)              ──▶  offer ─────────────────────────▶  blob, offer.json
     Work.wait()               ──▶  settle, mean ──────────────────▶  commit.json, blobs
     should_commit()           ──▶  True (bare, after a reported error: False)

@@ -5,8 +5,8 @@
 The thread ticks the membership (rendezvous/membership.py) and watches what keeps us here: the process that launched
 us, if there is one to watch, and the budget's lease, if there is one:
 
-    control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
-    launcher gone ───────────────────────────────────▶ the same, and its inner step may end first
+    control: until ──▶ passed, and not put off ──▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
+    launcher gone ───────────────────────────────▶ the same, and its inner step may end first
     watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
 
 Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its

@@ -7,7 +7,7 @@
     pairs         every line is a preference pair
     text          is there · is not empty
 
-    check_data    reads the files without running anybody's code      no torch: for the laptop
+    check_data    reads the files without running the user's code     no torch: for the laptop
     check_inner   everything but what needs the model (inner/dry_run.py)        runs the user's code
 
 Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.

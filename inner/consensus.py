@@ -2,7 +2,7 @@
 
     p_X = support(X) / support of all answers          X: one action, Y: the student's          (pairs.py has support)
 
-    "plurality"   1 if Y is the action with most support, else 0;  a tie for most: None, nobody can say
+    "plurality"   1 if Y is the action with most support, else 0;  a tie for most: None, undecided
     "weighted"    p_Y
     "variance"    p_Y · (1 − V / V_max)                V, V_max as in pairs.py: 0 where all teachers differ
 

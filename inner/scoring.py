@@ -2,7 +2,7 @@
 
     rows ──▶ TRL's generation, tools and rewards, in eval mode, one completion each ──▶ {"reward": [.5, 0, NaN, …], …}
 
-    weights        θ as committed, whatever the live weights have become since (`committed_weights`)
+    weights        θ as committed, not the live weights, which may have moved since (`committed_weights`)
     randomness     torch, numpy and random are seeded by the caller and put back afterwards
     numbers        TRL's metrics of evaluation are thrown away; nothing of training's is touched
 

@@ -2,7 +2,7 @@
 
     steps/{t}/mean/{nonce}.bin      first, under a name of its own
     steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the committer
-    steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or who replaces it
+    steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or its replacement
 
 All replicas that compute a mean get the same bytes, so the register may name any copy; a copy that is lost or damaged
 is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced: then

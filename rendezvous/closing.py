@@ -2,7 +2,7 @@
 
     at every look   fresh offers ── fewer than m ──────────────────▶ wait
                          │ m or more
-                    is anybody worth waiting for? ── yes ──────────▶ wait          rules.waiting_for
+                    is a replica worth waiting for? ── yes ────────▶ wait          rules.waiting_for
                          │ no
                     did the operator's wishes change? ── yes ──────▶ look again
                          │ no

@@ -2,8 +2,8 @@
 
     snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
     means                                   ├───────────────────▶       as far back as fits: means_from
-    deltas                                          ├───────────▶       with what is left: deltas_from
-                                                        ├───┼───▶       the window: kept whatever the budget is
+    deltas                                          ├───────────▶       with the bytes left: deltas_from
+                                                        ├───┼───▶       the window: kept under any budget
                                                         f   s   head    the two newest complete snapshots
     of a step from f to s the window has the mean alone, where it is announced: deltas would be needed only if both that
     mean and snapshot s were damaged; from s on, where the mean is

@@ -2,7 +2,7 @@
 
     steps/{s}/offer/{slot}.0, .1, …    write-once; a slot's offer for step s is the first eligible one
        │
-       ├─ none of this run: another step, slot or codec; a digest of another kind; a generation that nobody claimed
+       ├─ none of this run: another step, slot or codec; a digest of another kind; a generation never claimed
        ├─ not eligible: made from another state than the chain's, or by a generation that was fenced before
        └─ eligible, and so for ever: it is read once
 

@@ -1,8 +1,8 @@
 """The pseudogradients that this replica has uploaded: its codec's memory, and blobs that others may still miss.
 
-    Δ ── codec, with what it has not sent yet ──▶ body ──▶ steps/{t}/delta/…       upload
-                                                   │
-          in memory until the body after the next  └─▶ read here instead of there, and put back where the store lost it
+    Δ ── codec, with its unsent remainder ──▶ body ──▶ steps/{t}/delta/…       upload
+                                               │
+      in memory until the body after the next  └─▶ read here instead of there, and put back where the store lost it
 
     a commit that lists it, and a reader of that commit that is neither dead nor past the step    it may be missed
     its mean is announced and a newer snapshot stands                                             it may be collected

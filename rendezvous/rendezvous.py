@@ -9,7 +9,7 @@
     settle     one commit per step, for ever          closing.py, chain.py; step_wait.py
     mean       the same bits for every replica        averaging.py, reduce.py, sharded.py
     advance    the next step is open                  snapshot_duty.py
-    finish     in time, with what others need         leaving.py
+    finish     in time, with all that others need     leaving.py
 
 Everything durable is write-once, so repair means reading again, never failing a step.  The engine starts no thread and
 has no timer: the store and the clock are its only ways to wait.  Work beside it (`background`) and requests made at the

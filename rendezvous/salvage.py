@@ -1,6 +1,6 @@
 """Reading and ending of a run whose control records were lost.
 
-    control/000000 gone, or no record ─┬─▶ nobody joins, and no other wish is written   (membership.py: RecordsLost)
+    control/000000 gone, or no record ─┬─▶ no replica joins, no other wish is written   (membership.py: RecordsLost)
                                        ├─▶ `read_standing_wishes`  the wishes that stand, and every claimed slot
                                        └─▶ `write_stop`            a stop, under a number that living replicas will read
 

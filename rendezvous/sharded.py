@@ -6,7 +6,7 @@
     the others':  poll mean/{j}.json ─▶ GET
                   its owner is gone, or silent for longer than `patience` ─▶ compute it here: same bits, and the first
                   register counts
-    bad blob:     its writer puts it back or takes over; who could? nobody any more ─▶ Corrupt, after `dead_after`
+    bad blob:     its writer puts it back or takes over; no replica left that could ─▶ Corrupt, after `dead_after`
 
 Not promised: that a part is computed once.  Its register says which copy is fetched.
 """

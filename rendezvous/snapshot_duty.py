@@ -2,7 +2,7 @@
 
     commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t beside round t (snapshot_writer.py)
     commit t read      ──▶ its base is ours: the manifest follows     else: abandoned
-                       └─▶ this replica wrote commit t: sweep what nobody needs any more (garbage.py)
+                       └─▶ this replica wrote commit t: sweep blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
 Not promised: that this replica knows of the newest snapshot.  Commits name it, its writer knows at once.

@@ -1,7 +1,7 @@
 """An independent reading of a run: json, numpy and the files, none of the product's code.
 
 θ₀ = snapshots/0 ;  for every commit: check the chain, weigh and sum the listed blobs, step with Nesterov in fp32
-and compare the digest of (θ, momentum, what "auto" remembers) with what the next commit says it started from.
+and compare the digest of (θ, momentum, the memory of "auto") with the base that the next commit names.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class Audit:
 
 @dataclass
 class Auto:
-    """What lr = "auto" remembers of one fragment: some of the last mean, ρ̂ and how many values that is made of."""
+    """The memory of lr = "auto" for one fragment: some of the last mean, ρ̂ and the number of values in it."""
 
     some: np.ndarray
     rho: float = 1.0
@@ -73,7 +73,7 @@ def _total(products: np.ndarray) -> float:
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray], autos: list[Auto]) -> str:
-    """Of each fragment's digest, which is of its arrays'."""
+    """The digest of the fragments' digests, each of which is of its arrays' digests."""
     each, xxh3 = list[str](), xxhash.xxh3_128_hexdigest
     for i, (t, m) in enumerate(zip(theta, momentum, strict=True)):
         arrays = [t, m, *(autos[i].arrays() if autos else [])]
@@ -174,7 +174,7 @@ def _check_listed(commit: dict[str, Any], found: Audit) -> None:
 
 
 def _check_weights(commit: dict[str, Any], outer: dict[str, Any], found: Audit) -> None:
-    """w = share · γ^age · factor, from what the offers say of themselves."""
+    """w = share · γ^age · factor, from the offers' own words."""
     offers, limit = commit["offers"], outer["norm_gate"]
     long = sorted(o["norm"] for o in offers if o["norm"] > 0)
     per_step = sorted(o["norm"] / o["h"] for o in offers if o["norm"] > 0)
@@ -221,7 +221,7 @@ def _check_body(body: bytes, o: dict[str, Any], name: str) -> None:
 
 
 def _requantised(root: Path, commit: dict[str, Any], name: str, mean: np.ndarray) -> np.ndarray:
-    """What was announced for a mean that was reduced in shards: its own, second, rounding, and no more than that."""
+    """The announced bytes of a mean that was reduced in shards: its own, second, rounding, and no more than that."""
     announced = _announced(root, commit, name, mean.size)
     steps = {"bf16": 256, "int8": 254, "int4": 14}[name]
     assert announced.size == mean.size and np.abs(announced - mean).max() <= 1.01 * np.abs(mean).max() / steps

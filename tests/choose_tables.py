@@ -102,7 +102,7 @@ def gpu_for(device: int) -> str:
 
 
 def usd_per_hour(gpu: str, parameters: int) -> float:
-    """Of one container at its limits, as `diloco plan` reckons it."""
+    """The price of one container at its limits, as `diloco plan` reckons it."""
     limit = memory_limit_mib(parameters)
     kind = Kind((gpu,), DAY_S, (), "", cores=2.0, memory_mib=8192, max_cores=4.0, max_memory_mib=limit)
     return kind.usd_per_hour({}) or 0.0

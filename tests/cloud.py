@@ -1,6 +1,6 @@
 """A platform that rents machines, in memory and in virtual time: what it does is written in the test.
 
-    cloud = Cloud(store, clock)          jobs, whoever launched them; outlives executors and supervisors
+    cloud = Cloud(store, clock)          jobs, of all launchers; outlives executors and supervisors
     CloudExecutor(cloud)                 the executor; new ones find everything again
     cloud.begin("r00")                   its machine is there: the replica claims its slot
     cloud.live(seconds)                  time passes, replicas beat, `each` is called at every step
@@ -38,7 +38,7 @@ from tests.fakes import ManualClock
 
 @dataclass
 class Job:
-    """One launch.   alive: its process runs.   deaf: it ignores cancels.   down: nobody can ask how it is."""
+    """One launch.   alive: its process runs.   deaf: it ignores cancels.   down: no query for its state is answered."""
 
     spec: ReplicaSpec
     handle: Handle
@@ -55,8 +55,8 @@ class Cloud:
     def __init__(self, store: Store, clock: ManualClock, name: str = "cloud", price: float | None = 4.0) -> None:
         self.store, self.clock, self.name, self.price = store, clock, name, price
         self.jobs: dict[tuple[str, int], Job] = {}
-        self.down = ""  # why nobody can reach it
-        self.refused = ""  # why it lets nobody in
+        self.down = ""  # why it cannot be reached
+        self.refused = ""  # why it refuses every login
         self.no_launch: ExecutorError | None = None  # what it says to a launch
         self.deaf = False  # cancels are answered, and do nothing
         self.calls: list[str] = []

@@ -1,7 +1,7 @@
-"""What the replicas of the executors' tests run: small functions that say what happened to them in files.
+"""The functions that the replicas of the executors' tests run: small, each leaves the story of its run in files.
 
-    folder/marks   "start 4711 r00.1", "left 4711 r00.1", …   one line each, whoever wrote it
-    folder/go      everybody may end
+    folder/marks   "start 4711 r00.1", "left 4711 r00.1", …   one line each, from every replica
+    folder/go      all replicas may end
 
 Containers of the test servers are processes of this machine, so that they reach the same folder.
 """
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE_S = 100.0  # nobody outlives its test by more
+PATIENCE_S = 100.0  # no process outlives its test by more
 
 
 def main(folder: str = "", base: int = 0, last_first: int = 0) -> dict[str, int]:
@@ -58,7 +58,7 @@ def exits(folder: str, who: str, code: int) -> None:
 
 
 def waits(folder: str, who: str) -> str:
-    """Until everybody may end."""
+    """Wait until all replicas may end."""
     print("here I am", flush=True)
     mark(folder, "start", who)
     _wait(Path(folder) / "go")

@@ -44,7 +44,7 @@ def context() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(PRELOAD)
-    with patch.dict(os.environ):  # its children inherit what it starts with, whatever the first test has set
+    with patch.dict(os.environ):  # its children inherit its first environment, so no variable of the first test
         for name in [name for name in os.environ if name.startswith("DILOCO_")]:
             del os.environ[name]
         ensure_running()

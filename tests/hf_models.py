@@ -60,7 +60,7 @@ class HubModels:
         self._http.server_close()
 
     def commit(self, name: str) -> str:
-        """Of the files as they are in the folder now, whatever is swapped."""
+        """The commit hash of the files that are in the folder now, swapped ones included."""
         return hashlib.sha1("".join(hash_of(p) for p in self._files(name)).encode()).hexdigest()
 
     def downloaded(self) -> list[str]:

@@ -91,7 +91,7 @@ class Fault:
 
 @dataclass
 class Job:
-    """asked: the body of the request.   why: what somebody did to it, so that its end is told as theirs."""
+    """asked: the body of the request.   why: what a test did to it, so that its end is told as the test's."""
 
     id: str
     namespace: str
@@ -125,7 +125,7 @@ class Job:
 class HFServer:
     """token: who may ask.   page: jobs in one page of a list.   grace_s: between SIGTERM and SIGKILL.
 
-    held: new jobs stay SCHEDULING.   limit_s: given to every job whatever it asked for (0: what it asked for).
+    held: new jobs stay SCHEDULING.   limit_s: given to every job instead of its own (0: its own).
     tells_limit: does a job tell its time-out?   blind_after: 503 to lists after so many (0: never).
     plain: variables of every job, as a place sets them.   python: of every job.
     requests: (method, path) of all, in order of arrival.
@@ -350,7 +350,7 @@ class HFServer:
                 if found.exists():
                     break
                 part = found.with_name(f"{digest}.{number}")
-                with suppress(Exception):  # the store of somebody who was killed has no file, or an empty one
+                with suppress(Exception):  # the store of a killed job has no file, or an empty one
                     with XetSession().new_file_download_group(endpoint=store) as group:
                         group.start_download_file(XetFileInfo(digest), str(part))
                     if part.stat().st_size:

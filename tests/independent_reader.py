@@ -97,7 +97,7 @@ def cuts(shards: int, owners: int) -> list[int]:
 
 
 def span(codec: str, start: int, stop: int) -> slice:
-    """Where these elements are in a body."""
+    """The place of these elements in a body."""
     align, width = ROWS[codec]
     return slice(-(-start // align) * width, -(-stop // align) * width)
 
@@ -199,7 +199,7 @@ def _from_gaps(coded: bytes) -> list[int]:
 
 
 def apply_patch(bits: np.ndarray, body: bytes) -> None:
-    """Weights for engines: a part's values over what is there, uint16."""
+    """Weights for engines: a part's values over the present ones, uint16."""
     while body:
         magic, start, count, changed, *sizes = struct.unpack_from("<4sQIIIII", body)
         assert magic == b"bf16" and changed <= count <= 1 << 22
@@ -220,7 +220,7 @@ def _largest(levels: int) -> np.float32:
 
 
 def encode(codec: str, s: np.ndarray, theta: np.ndarray | None = None) -> bytes:
-    """What the page says that a body of s is; not for topk."""
+    """The body of s by the page; not for topk."""
     if codec == "fp32":
         return s.tobytes()
     if codec == "bf16":
@@ -262,7 +262,7 @@ def _gate_block(s: np.ndarray, theta: np.ndarray) -> bytes:
 
 @dataclass
 class Residual:
-    """What a sender keeps of one fragment: e, and for topk the rounds since each element was sent."""
+    """The state that a sender keeps of one fragment: e, and for topk the rounds since each element was sent."""
 
     e: np.ndarray
     age: np.ndarray
@@ -272,7 +272,7 @@ class Residual:
         return cls(np.zeros(n, np.float32), np.zeros(n, np.uint8))
 
     def after(self, codec: str, x: np.ndarray, body: bytes) -> "Residual":
-        """What is kept when x was sent as `body`."""
+        """The residual that is kept when x was sent as `body`."""
         if codec == "fp32":
             return self
         sent = decode(codec, body, x.size)
@@ -385,7 +385,7 @@ class Folder:
         return (self._root / key).exists()
 
     def blob(self, record: dict[str, Any], shards: list[slice] | None = None) -> bytes:
-        """What a record names.   shards: where the pieces are that it may have a digest of, each."""
+        """The blob that a record names.   shards: where the pieces are that it may have a digest of, each."""
         body, digests = (self._root / record["blob"]).read_bytes(), record.get("shards") or []
         whole, sealed = "".join(digests).encode() if digests else body, bool(self._secret)
         assert len(body) == record["size"] and is_named(whole, record["digest"], sealed=sealed), record

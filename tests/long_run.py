@@ -20,7 +20,7 @@ from tests.s3_server import S3Server
 from tests.test_diloco_report import BYTES, T0, Bucket
 
 STEP_S = 30.0
-NUMBERS = {  # of a GRPO replica's outer step, beside what Bucket.step_event says
+NUMBERS = {  # of a GRPO replica's outer step, beside those of Bucket.step_event
     "loss": 0.0123456, "entropy": 1.234567, "kl": 0.001234, "grad_norm": 0.4567891, "completion_length": 211.25,
     "rho": 0.71, "effective_step": 0.9, "cos_pair": 0.31, "mean_norm": 1.25, "outer_lr": 0.7,
 }  # fmt: skip

@@ -47,7 +47,7 @@ def executor(platform: ModalPlatform) -> Iterator[ModalExecutor]:
 
 @pytest.fixture
 def run(platform: ModalPlatform, executor: ModalExecutor, tmp_path: Path) -> Iterator[str]:
-    """A run's URL.  Whatever was started for it has ended after the test."""
+    """A run's URL.  All processes that were started for it have ended after the test."""
     url = platform.url(f"{tmp_path.parent.name}/{tmp_path.name}")
     yield url
     (tmp_path / "go").touch()

@@ -1,4 +1,4 @@
-"""Modal on loopback: what the real client (modal 1.6) and the real container runtime talk to.
+"""Modal on loopback, for the real client (modal 1.6) and the real container runtime.
 
     client ──gRPC──▶ ModalServer ── per call: `python -P -m modal._container_entrypoint`, a process of its own ──gRPC──┐
                           ▲──────────────────────────────────────────────────────────────────────────────────────────┘
@@ -12,7 +12,7 @@ A container has the environment that Modal gives it, and no more: its packages a
 secrets.  It may not deploy: what a container asks for that builds apps is in `deploys`, and fails the test.
 A crashed container of a deployed app starts again for ever, as the real ones do.
 
-Not promised: how the live service words its messages, how many seconds of grace it gives, and who wins its races.
+Not promised: how the live service words its messages, its seconds of grace, and which side wins its races.
 """
 
 import asyncio
@@ -97,14 +97,14 @@ class Container:
     delivered: bool = False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Everybody in it, as the end of a container does."""
+        """Kill all processes in it, as the end of a container does."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 @dataclass
 class Call:
-    """One input.   lost: its host is gone and nobody starts it again."""
+    """One input.   lost: its host is gone and it is not started again."""
 
     id: str
     function: Function
@@ -173,7 +173,7 @@ class Objects:
         self.secrets: dict[str, tuple[str, dict[str, str]]] = {}  # id -> name, values
         self.dicts: dict[str, tuple[str, dict[bytes, bytes]]] = {}
         self.blobs: dict[str, bytes] = {}
-        self.asked_in: set[str] = set()  # environments in which somebody asked for a dict
+        self.asked_in: set[str] = set()  # environments in which a client asked for a dict
         self.build_fails: list[str] = []  # its last lines
         self.lines: list[Line] = []
         self._numbers = Counter[str]()
@@ -460,7 +460,7 @@ class ModalServer(Volumes, Logs):
         self.hooks: dict[str, Callable[[], object]] = {}
         self.requests = Counter[str]()
         self.watch: Callable[[str, Any, str], object] = lambda name, request, who: None  # called before each answer
-        self.has_gpus = True  # machines with GPUs show them, to whoever looks at the driver
+        self.has_gpus = True  # machines with GPUs show them, to processes that look at the driver
         self.deploys: list[str] = []  # what containers asked for, though only a laptop may
         self.token = "ts-secret"
         self.turnstiles: dict[str, tuple[Turnstile, Callable[[Any], bool]]] = {}

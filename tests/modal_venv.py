@@ -3,7 +3,7 @@
     FROM … / RUN uv pip install torch==2.13.0 …  ──packages_of──▶ {torch, …} + modal and what it needs
                                                       └─venv_of──▶ bin/python, lib/…/site-packages: links to ours
 
-    with_gpu: its torch says that it was built for CUDA, else for the CPU alone, whichever is installed here
+    with_gpu: its torch says that it was built for CUDA, else for the CPU alone, independent of the one here
     stub_driver: a libcuda.so.1 that shows one GPU
 
 This project is installed here (its dist-info, an editable path); it is in no image of Modal's, so it is never linked.

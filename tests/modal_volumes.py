@@ -2,7 +2,7 @@
 
     VolumePutFiles2 ──▶ which are missing ── PUT each ──▶ a token ──▶ VolumePutFiles2 with the tokens: the file appears
     VolumeGetFile2 ──▶ one URL for each block of the range; a body without the zeros at its end
-    an entry of a dict that nobody has read or written for seven days is gone
+    an entry of a dict that was not read or written for seven days is gone
 
 Faults: `block_faults` ("503", "short", "cut") hit the next blocks; `ahead_s` moves the service's clock.
 

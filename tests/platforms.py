@@ -46,7 +46,7 @@ class Platform(Protocol):
         ...
 
     def spoil(self, spec: ReplicaSpec) -> ReplicaSpec:
-        """The same, but nobody can start it."""
+        """The same spec, but one that cannot start."""
         ...
 
     def kill(self, handle: Handle) -> None:
@@ -75,7 +75,7 @@ class Platform(Protocol):
 
 
 class OwnMachine(ABC):
-    """What platforms without a server have in common."""
+    """The common part of platforms without a server."""
 
     environ: dict[str, str]
 

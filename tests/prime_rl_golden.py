@@ -102,7 +102,7 @@ def outcome(sample: Sample, loss: Any) -> dict[str, Any]:
 
 
 def probe() -> list[int]:
-    """exp of what the samples have, on this CPU."""
+    """exp of the samples' log-probabilities, on this CPU."""
     return bits(torch.exp(torch.cat([sample.trainer_logprobs for sample, _ in samples().values()])))
 
 

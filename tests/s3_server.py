@@ -112,7 +112,7 @@ class Upload:
 
 
 class Link:
-    """Bytes per second, shared by whoever sends or receives through it; None: no limit."""
+    """Bytes per second, shared by all clients that send or receive through it; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self.rate, self._free_at, self._lock = rate, 0.0, threading.Lock()
@@ -149,7 +149,7 @@ class S3Server:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []  # (operation, key), in order of arrival
         self.uploads: dict[str, Upload] = {}
-        self.bodies: list[str] = []  # of error replies in place of the usual ones, for tests of what leaks
+        self.bodies: list[str] = []  # of error replies in place of the usual ones, for tests of leaks
         self._dice, self._lock = random.Random(seed), threading.Lock()
         self.tmp = self.root / ".tmp"
         self.tmp.mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "CreateMultipartUpload" if "uploads" in self.query else "CompleteMultipartUpload"
 
     def _refused(self) -> bool:
-        """Answered, because of who asks or where."""
+        """Whether an error was answered because of the client's credentials or the bucket."""
         if self.s3.expired:
             return self._error(400, "ExpiredToken")
         said = self.headers.get("Authorization", "")
@@ -344,7 +344,7 @@ class _Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------------ bytes in, bytes out
 
     def _body(self) -> Iterator[memoryview]:
-        """The request's body in pieces of one buffer; whoever answers without reading it must hang up."""
+        """The request's body in pieces of one buffer; a handler that answers without reading it must hang up."""
         self.unread = False
         source: Any = self.rfile
         left: float = int(self.headers.get("Content-Length") or 0)

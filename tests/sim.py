@@ -11,10 +11,10 @@
                             ├─ Fleet     double launches, joins, leaves, control records, loss of the whole fleet
                             └─ Observer  checks the promises of the protocol at each write, with its own arithmetic
 
-    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME] [--lost]      a table of what happened, and how often;
+    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME] [--lost]      a table of the events, with counts;
                                                                       for a red seed, the command that replays it
 
-Only `World.rng` decides anything, so a seed is a schedule, whatever PYTHONHASHSEED says.
+Only `World.rng` decides anything, so a seed is a schedule under every PYTHONHASHSEED.
 
 Not promised: that a green seed proves anything; thousands of them, and planted bugs that turn them red, convince.
 """
@@ -63,7 +63,7 @@ TIMING = Timing(poll=0.5, beat=1.5, dead_after=5.0, start_patience=10.0, give_up
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a seed means.  Probabilities are per store call, durations in virtual seconds."""
+    """The meaning of a seed.  Probabilities are per store call, durations in virtual seconds."""
 
     seed: int
     replicas: int = 3
@@ -87,10 +87,10 @@ class Schedule:
     rots: tuple[str, ...] = ("delta", "mean blob", "snapshot blob")
     rot_after: float = 5.0
     foreign: float = 0.0  # exceptions of a store that are no RendezvousError
-    malformed: float = 0.0  # registers taken by what is no record, and beats overwritten, per second
+    malformed: float = 0.0  # registers taken by bytes that are no record, and beats overwritten, per second
     vanish: float = 0.0  # share of objects that vanish after a while
     key: str = ""  # of the run
-    forge: float = 0.0  # registers overwritten by somebody without the key, per second
+    forge: float = 0.0  # registers overwritten by a writer without the key, per second
     flip: float = 0.0  # per outer step and place
     list_lag: float = 0.0
     churn: bool = False
@@ -99,7 +99,7 @@ class Schedule:
     slow: float = 0.0
     zeros: float = 0.0  # share of rounds in which nothing is learned
     tau: int = 0  # inner steps during which a round is in flight
-    keep: int | None = None  # bytes of blobs, beside what a reader may need
+    keep: int | None = None  # bytes of blobs, beside those that a reader may need
     sizes: tuple[int, ...] = (5, 3, 4)  # elements of each fragment
     poison: bool = True  # the trainer uses its buffers again, for other things
     far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
@@ -110,7 +110,7 @@ class Schedule:
     actions: tuple[tuple[float, str, int], ...] = ()  # scripted: (time, "kill" | "term" | "pause" | "launch", slot)
 
     def under_attack(self, r: random.Random) -> "Schedule":
-        """Somebody without the key overwrites what he finds, in some runs that have one."""
+        """A writer without the key overwrites registers, in some runs that have one."""
         return replace(self, forge=r.choice((0.0, 0.1))) if self.key else self
 
 
@@ -185,7 +185,7 @@ def trouble(plan: Schedule, r: random.Random) -> Schedule:
 
 
 class World:
-    """Virtual time, the bucket, and whoever lives between them."""
+    """Virtual time, the bucket, and the processes between them."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.plan, self.now = schedule, 0.0
@@ -251,7 +251,7 @@ class World:
                 what.switch()
 
     def park(self) -> None:
-        """The calling greenlet stands still until somebody gives it a time again (`at`)."""
+        """The calling greenlet stands still until another one gives it a time again (`at`)."""
         self._hub.switch()
 
     def _bury(self) -> None:
@@ -280,14 +280,14 @@ class World:
         return TAG.sub(b"}", body) if self.plan.key else body
 
     def record(self, key: str) -> bytes:
-        """What was written into a register."""
+        """The record that was written into a register."""
         return self.plain(self.truth(key) or b"")
 
     def clock(self, process: Process) -> SimClock:
         return SimClock(self, process)
 
     def effect(self, process: Process, verb: str, key: str, body: bytes | None) -> Any:
-        """What a request does to the bucket, at one instant."""
+        """Apply a request to the bucket, at one instant."""
         self.calls += 1
         if self.places is not None and self.places.befalls(process):
             return self.places.serve(process, verb, key, body)
@@ -328,7 +328,7 @@ class World:
             those.pop(key, None)
 
     def truth(self, key: str) -> bytes | None:
-        """What was written under a key, whatever has become of it since."""
+        """The bytes that were written under a key, also where they have rotted or vanished since."""
         return self.originals.get(key, self.vanished.get(key, self.objects.get(key)))
 
 
@@ -389,7 +389,7 @@ def run_seed(seed: int, bug: str = "", lost: bool = False) -> Result:
 
 
 def table(fired: Counter[str], columns: int = 3) -> str:
-    """What happened, and how often."""
+    """A table of the events, with counts."""
     cells = [f"{n:>10,}  {name:<28}" for name, n in sorted(fired.items())]
     rows = -(-len(cells) // columns)
     return "\n".join("".join(cells[i::rows]).rstrip() for i in range(rows))

@@ -1,7 +1,7 @@
-"""Who writes into the bucket without being one of the run, and objects that vanish.
+"""Writers into the bucket that do not belong to the run, and objects that vanish.
 
     malformed   a register that does not exist yet is taken by bytes that are no record; beats are overwritten
-    forged      in a run under a key: a register that stands is overwritten by somebody who has not the key
+    forged      in a run under a key: a register that stands is overwritten by a writer without the key
     vanished    an expiry rule, or a person, deletes an object of the run
 
 A run goes on with the right bits, or a replica ends loudly and the operator acts: puts back what stood there, and takes
@@ -9,7 +9,7 @@ away what never was the run's.  Which of the two, says `LOUD`.
 
 Not promised: control records that vanish or are overwritten, and the newest commit.  What the operator wished, or what
 was decided, cannot be known any more then; docs/operations.md says so.  Nor a commit that vanishes between a closer's
-last look for a gap and its `put_once`: a deleted register can be won by who slept (seed 41003320).
+last look for a gap and its `put_once`: a deleted register can be won by a replica that slept (seed 41003320).
 """
 
 import json

@@ -210,7 +210,7 @@ def one_attempt(book: Any, mine: Any) -> Any:
 
 @contextmanager
 def early_snapshot() -> Iterator[None]:
-    """θ_{t+1} is written by whoever closed t, before anybody else had that digest."""
+    """The closer of t writes θ_{t+1}, before any other replica has that digest."""
     start = SnapshotWriter.start
 
     def eager(writer: Any, *args: Any, **more: Any) -> None:
@@ -224,7 +224,7 @@ def early_snapshot() -> Iterator[None]:
 
 @contextmanager
 def writer_carries() -> Iterator[None]:
-    """Who was left out adds the old work to the new, which the committer carries as well."""
+    """A replica that was left out adds the old work to the new, which the committer carries as well."""
     offer, advance = Rendezvous.offer, Rendezvous.advance
 
     def both(rv: Any, delta: np.ndarray, *args: Any, **more: Any) -> Any:
@@ -242,7 +242,7 @@ def writer_carries() -> Iterator[None]:
 
 @contextmanager
 def moved_snapshot() -> Iterator[None]:
-    """What is not read yet of θ_t is stepped under the reader's hands, and nobody looks at what was read."""
+    """The unread rest of θ_t is stepped under the reader's hands, and the writer does not check the bytes it read."""
 
     def trusts(writer: Any, writing: Any) -> None:
         writer._store.put(writing.mine.blob, writing.file)
@@ -270,7 +270,7 @@ def early_announcement() -> Iterator[None]:
 
 @contextmanager
 def done_without_a_look() -> Iterator[None]:
-    """Who has taken the last step says so, whatever has become of the others' records."""
+    """A replica that has taken the last step says so, even if the others' records are lost."""
     finish = Rendezvous.finish
 
     def trusting(rv: Any, reason: str) -> None:
@@ -297,7 +297,7 @@ def inherited_residual() -> Iterator[None]:
 
 @contextmanager
 def residual_taken_back() -> Iterator[None]:
-    """What a body carried stays in the residual, though the body counts."""
+    """The content of a body stays in the residual, though the body counts."""
     offer = Rendezvous.offer
 
     def twice(rv: Any, *args: Any, **named: Any) -> None:
@@ -331,7 +331,7 @@ def ages_forgotten(encoder: Any, unsent: Any) -> None:
 
 
 def believed(body: bytes, *rest: Any) -> bytes:
-    """The record without its tag, whatever that is."""
+    """The record without its tag, which may be any."""
     return TAG.sub(b"}", body)
 
 
@@ -348,7 +348,7 @@ def founds_again(store: Any, clock: Any, state: Any, fragments: int, *, elsewher
 
 
 def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
-    """What is there is taken for what was written."""
+    """The bytes found are taken for the bytes written."""
     view = as_bytes(out)
     return None if store.get_into(key, view, start) else f"{key} is missing"
 
@@ -390,7 +390,7 @@ def a_snapshot_early(keys: Any, kind: str, below: int) -> list[str]:
 
 
 def waits_for_all(*, fresh: Any, expected_slots: set[str], peers: Any, timing: Any, **_: Any) -> dict[str, str]:
-    """For ever for everybody whose heart beats."""
+    """Wait for ever for every replica that beats."""
     return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].dead(timing.dead_after)}
 
 
@@ -399,20 +399,20 @@ def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
 
 
 def sharded(seed: int) -> Schedule:
-    """Nobody is replaced for long: the living must take over the parts of the dead."""
+    """No replica is replaced for long: the living must take over the parts of the dead."""
     rules = Rules(sync_every=2, snapshot_every=3, shard_from=1, shard_elements=2)
     return Schedule(seed, replicas=4, min_replicas=2, kill=0.004, pause=0.002, rules=rules)
 
 
 def sweeping(seed: int) -> Schedule:
-    """Every second step is a snapshot, and what is older goes."""
+    """Every second step is a snapshot, and older blobs go."""
     rules = Rules(sync_every=2, max_carry=1, snapshot_every=2)
     plan = Schedule(seed, replicas=3, min_replicas=1, keep=0, rules=rules, end=240.0)
     return replace(plan, kill=0.001, pause=0.006, calm=100.0, speeds=(0.6, 1.0, 1.5))
 
 
 def thrifty(seed: int) -> Schedule:
-    """The same, with room for some of what is older."""
+    """The same, with room for some of the older blobs."""
     return replace(sweeping(seed), keep=1_500, steps=0)
 
 
@@ -449,7 +449,7 @@ def expiring(seed: int) -> Schedule:
 
 
 def scribbled(seed: int) -> Schedule:
-    """Somebody writes into registers that do not exist yet, and into beats."""
+    """A foreign writer takes registers that do not exist yet, and overwrites beats."""
     return Schedule(seed, replicas=3, min_replicas=2, malformed=1.0, kill=0.003, churn=True)
 
 
@@ -459,7 +459,7 @@ def buggy_client(seed: int) -> Schedule:
 
 
 def signed(seed: int) -> Schedule:
-    """A run under a key, and somebody without it who overwrites registers."""
+    """A run under a key, and a writer without it that overwrites registers."""
     return Schedule(seed, replicas=3, min_replicas=2, key="k" * 16, forge=0.5, kill=0.003, calm=80.0)
 
 

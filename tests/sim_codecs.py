@@ -1,10 +1,11 @@
-"""What a replica's codec should have written and kept, for the observer.
+"""The body and the residual that a replica's codec should have made, for the observer.
 
-    work ─┐                    ┌─▶ body ──▶ what an offer names, what everybody averages
+    work ─┐                    ┌─▶ body ──▶ named by an offer, averaged by all replicas
     kept ─┴─▶ written(…) ──────┴─▶ kept: residual and ages; all of a body that no offer names goes back into it
 
 bf16 is spelled out here.  The other formats have references of their own (tests/test_rendezvous_codecs.py), so their
-codecs are called; what the observer keeps for itself is whose residual goes where, and that it goes there once.
+codecs are called; the observer itself keeps track of each residual's owner and destination, and that it goes there
+once.
 
 Not promised: anything about the formats.
 """
@@ -46,7 +47,7 @@ class Sent:
 
 
 def written(name: str, x: np.ndarray, kept: Kept, theta: np.ndarray) -> tuple[bytes, Kept]:
-    """-> the body of x with what was kept, and what is kept afterwards."""
+    """-> the body of x plus the kept residual, and the state kept afterwards."""
     kept = kept.copy()
     if name == "fp32":
         return x.tobytes(), kept

@@ -1,4 +1,4 @@
-"""Who is launched, asked, stopped and lost: supervisor, operator and bad luck."""
+"""Launches, requests, stops and losses of replicas: supervisor, operator and bad luck."""
 
 import random
 from collections import Counter
@@ -36,7 +36,7 @@ class Fleet:
     def __init__(self, world: "World") -> None:
         self.w, self.plan = world, world.plan
         self.wanted = Wanted()
-        self.complaints: dict[str, float] = {}  # damaged key -> when somebody last found it so
+        self.complaints: dict[str, float] = {}  # damaged key -> when a replica last found it so
 
     def begin(self) -> None:
         plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
@@ -97,7 +97,7 @@ class Fleet:
         self.w.at(self.w.now + 8.0, lambda: restore(self.w))
 
     def complaint(self, key: str) -> None:
-        """Bytes are bad, and a replica waits for somebody to mend them; the operator looks after a while, too."""
+        """Bytes are bad, and a replica waits for another one to mend them; the operator looks after a while, too."""
         if key in self.w.originals:
             if key not in self.complaints:
                 self.w.at(self.w.now + 25.0, lambda: self._still_bad(key))
@@ -157,7 +157,7 @@ class Fleet:
             self.wish(min_replicas=max(1, min(now.replicas - hung, r.randint(1, 3))))
 
     def _make_possible(self) -> None:
-        """What the operator wishes in calm times can be done."""
+        """Change the operator's wishes for calm times until they can be met."""
         wanted = self.wanted
         if wanted.stop:
             self.wish(resume=True)

@@ -5,9 +5,9 @@ every offer is listed once or expires               nothing durable before the c
 a chain without gaps                                at least m fresh offers, by the wishes of that moment
 fences only rise, and reach every claim             offers only by holders, from the chain's θ, of their own work
 blob before offer, offer before commit              snapshots are what the chain confirmed
-a residual goes into one body, of its own life      damaged blobs are only ever overwritten with what they were
+a residual goes into one body, of its own life      damaged blobs are only ever overwritten with their own bytes
 registers are never deleted                         nothing is collected that a reader may need
-steps are made again when the faults are over       whoever lives follows the head
+steps are made again when the faults are over       every living replica follows the head
 
 Not promised: that it sees what is never written, nor applied.
 """
@@ -69,7 +69,7 @@ class Observer:
         self.listed_by: dict[str, int] = {}  # a body -> the commit that lists it
         self.parts: dict[int, set[int]] = {}  # step -> parts of its mean that were announced
         self.lost: set[str] = set()  # registers that vanished at some time
-        self.residuals: dict[str, bytes] = {}  # left by who went
+        self.residuals: dict[str, bytes] = {}  # left by replicas that went
         self.inherited: dict[str, bytes] = {}
         self.applied = 0
 
@@ -129,7 +129,7 @@ class Observer:
     def _unannounced(self, key: str) -> bool:
         """A snapshot's blob that no manifest names, where memory is bad: a bit may flip between two tries to write it.
 
-        Nobody reads it before there is a manifest, and that is checked against the bytes that stand then.
+        No replica reads it before there is a manifest, and that is checked against the bytes that stand then.
         """
         if not key.endswith(".safetensors") or not key.startswith("snapshots/") or not self.w.plan.flip:
             return False
@@ -143,7 +143,7 @@ class Observer:
         self.w.fired[f"repaired: a vanished {'register' if key.endswith('.json') else 'blob'}"] += 1
 
     def deleted(self, process: Process, key: str) -> None:
-        """A collector must leave whatever a reader may need that starts at the second-newest snapshot.
+        """A collector must leave every blob that a reader from the second-newest snapshot on may need.
 
         A body goes when its commit is older, or older than the newest one, and its mean was announced in all parts."""
         if key.startswith("residuals/"):
@@ -168,7 +168,7 @@ class Observer:
         return parts >= set(range(max(1, len(self.commits[t].owners)))) - self._empty_parts(t)
 
     def _empty_parts(self, t: int) -> set[int]:
-        """Parts without a shard, where there are more owners than shards: nobody announces them."""
+        """Parts without a shard, where there are more owners than shards: no owner announces them."""
         owners = len(self.commits[t].owners)
         if not owners:
             return set()
@@ -177,10 +177,10 @@ class Observer:
         return {j for j in range(owners) if cuts[j] == cuts[j + 1]}
 
     def _bounded(self) -> None:
-        """What a record names, and may go, fits into the budget; but for the last steps and a snapshot on its way.
+        """Blobs that a record names, and that may go, fit into the budget, except the last steps and a new snapshot.
 
-        Needed is here what was when the newest snapshot was not there yet: who closes the next step deletes, and
-        where there is none, who writes the last snapshot.
+        Needed here are the blobs that were needed before the newest snapshot: the closer of the next step deletes, or,
+        where there is none, the writer of the last snapshot.
         """
         budget, objects = self.w.plan.keep, self.w.objects
         if not budget or len(self.snapshots) < 3 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
@@ -201,15 +201,15 @@ class Observer:
             self.broken("what is kept is bounded", f"{sum(size.values())} bytes, {need} needed, fleet.keep is {budget}")
 
     def _encoded(self, process: Process, f: int, key: str) -> None:
-        """A new pseudogradient, with what the last one left."""
-        if key in self.gone:  # who still reads that step mends what it misses
+        """Encode a new pseudogradient, with the residual of the last one."""
+        if key in self.gone:  # a replica that still reads that step mends the blobs it misses
             self.w.fired["a collected blob comes back"] += 1
             return
         x, theta = np.frombuffer(process.work, np.float32), np.frombuffer(process.theta, np.float32)
         process.sent[f] = Sent(key, *written(self.rules.codec, x, self._kept(process, f, len(x)), theta))
 
     def _kept(self, process: Process, f: int, size: int) -> Kept:
-        """What the codec of this life has not sent; all of a body that no offer names."""
+        """The residual of this life's codec; all of a body that no offer names."""
         if f not in process.sent:
             return process.inherited.get(f, Kept.nothing(size))
         sent = process.sent[f]
@@ -225,7 +225,7 @@ class Observer:
                     self.broken("each work and each residual once", f"{process.slot} leaves another {name} than its")
 
     def inherits(self, process: Process, generation: int) -> None:
-        """A life begins with what the codec of that generation has not sent."""
+        """A life begins with the residual of that generation's codec."""
         left = Leave.decode(self.w.record(layout.leave_key(process.slot, generation)))
         if left.residual in self.inherited:
             self.broken("each work and each residual once", f"{left.residual} is inherited twice")
@@ -235,7 +235,7 @@ class Observer:
             process.inherited[f] = Kept(residual, found.get(f"age.{f}", np.zeros(len(residual), np.uint8)))
 
     def _body(self, process: Process, offer: Offer) -> bytes:
-        """What this life's work must look like on the wire."""
+        """The bytes that this life's work must have on the wire."""
         sent = process.sent.get(offer.step % self.rules.fragments)
         return sent.body if sent is not None and sent.key == offer.blob else b""
 
@@ -250,7 +250,7 @@ class Observer:
         if process.id not in self.holders.get((offer.slot, offer.generation), (set[int](), 0.0))[0]:
             self.broken("fencing", f"{key} by process {process.id}, which does not hold generation {offer.generation}")
         blob = self.w.truth(offer.blob)
-        if offer.blob not in self.gone:  # its writer slept in between, and nobody will list it
+        if offer.blob not in self.gone:  # its writer slept in between, and no closer will list it
             if blob is None or not self._is(blob, offer):
                 self.broken("blob before offer", key)
             if blob != self._body(process, offer):
@@ -425,7 +425,7 @@ class Observer:
         return step < len(self.bases) and state.digest() == self.bases[step]
 
     def gives_up_on(self, key: str) -> None:
-        """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
+        """The operator restores a blob: no replica may have its bytes in memory and nothing else to do."""
         if self.w.places is not None and (self.w.places.is_away or self.w.now < self.w.places.back_at + 20.0):
             return
         for p in self.w.fleet.living():

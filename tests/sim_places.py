@@ -5,8 +5,8 @@
              emptied, of all                                      ─▶ the same folder, without an object
     bucket   emptied or swapped, of all                           ─▶ the same name, other objects
 
-    away     the dict of objects that stands in the run's place; nobody may commit there but a replica that lags so far
-             behind that a copy of some seconds ago is all it knows
+    away     the dict of objects that stands in the run's place; no replica may commit there, except one that lags so
+             far behind that a copy of some seconds ago is all it knows
 
 A closer may have looked before the store was taken and write after: one commit away is allowed to each process, and
 none in a folder, which is opened and looked at in every request.  A process that starts while the run is away finds no
@@ -54,7 +54,7 @@ def draw_loss(seed: int, replicas: int) -> Loss:
 
 
 class Places:
-    """What stands where the run's store should be, process by process."""
+    """The store that each process finds where the run's should be."""
 
     def __init__(self, world: "World", loss: Loss) -> None:
         self.w, self.loss = world, loss
@@ -103,7 +103,7 @@ class Places:
             self.w.at(self.w.now + 1.0, self._bring_back)
             return
         for stray in [p for p in self.w.processes if not self.shows and (p.strays or p.trainer_hangs)]:
-            stray.dead = True  # with what it has in flight
+            stray.dead = True  # with its requests in flight
         self.w.fired["store back"] += 1
         self.is_away = False
         self.back_at = self.w.now

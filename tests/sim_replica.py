@@ -117,14 +117,14 @@ class SimState:
 
 
 def poison(world: "World", buffer: np.ndarray) -> None:
-    """The trainer writes other things here before anybody else looks: who needs the values has copied them."""
+    """The trainer writes other things here before any reader looks: a reader that needs the values has copied them."""
     if world.plan.poison:
         world.fired["buffer poisoned"] += 1
         buffer.fill(np.nan)
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
-    """`base`, in our own words: of each fragment's digest, which is of its arrays'."""
+    """`base`, in our own words: the digest of the fragments' digests, each of which is of its arrays' digests."""
     each = [of_text(*(xxh3(array.tobytes()) for array in pair)) for pair in zip(theta, momentum, strict=True)]
     return of_text(*each)
 
@@ -248,7 +248,7 @@ class Replica:
             self.w.fleet.complaint(str(fields["trouble"]).split()[0])
 
     def live(self) -> None:
-        """A whole life: from the claim to the goodbye, or to whatever ends it."""
+        """A whole life: from the claim to the goodbye, or to any other end."""
         try:
             self._until_asked_to_go()
         except Terminal as error:

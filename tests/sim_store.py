@@ -1,13 +1,13 @@
 """The bucket and the time of one simulated process, and what befalls a request or an object at rest.
 
-    request ──▶ latency ──┬─ outage: nobody answers, or nothing can be written
+    request ──▶ latency ──┬─ outage: no answer, or nothing can be written
                           ├─ error · slow · kill before · pause before · torn (half a blob, then no answer)
                           ▼
                        effect on the bucket, at one instant ──▶ Observer
                           │
                           └─ kill after · pause after · lost answer · duplicate (again, later)
 
-    at rest   some time after a blob was written a bit flips, or its end is gone; who repairs it writes the same bytes
+    at rest   some time after a blob was written a bit flips, or its end is gone; a repair writes the same bytes
 
 Everything that happens is counted in `World.fired`: a fault that never fires proves nothing.
 
@@ -33,7 +33,7 @@ DEADLY = {"leave": 20.0, "manifest": 12.0, "snapshot blob": 12.0, "control": 12.
 
 
 def kind(key: str) -> str:
-    """What stands under a key: "claim", "delta", "mean blob", …"""
+    """The kind of object under a key: "claim", "delta", "mean blob", …"""
     parts = key.split("/")
     if parts[0] == "steps" and len(parts) > 2:
         room = parts[2].removesuffix(".json")
@@ -183,7 +183,7 @@ class SimStore:
             w.effect(self._process, verb, key, body[: w.rng.randrange(len(body))])
 
     def _hang(self, seconds: float) -> None:
-        """One request takes very long; whoever made it can do nothing else."""
+        """One request takes very long; the greenlet that made it can do nothing else."""
         w, p = self._world, self._process
         if getcurrent() not in p.tasks[1:2]:  # its heartbeat
             p.hangs_until = max(p.hangs_until, w.now + seconds)

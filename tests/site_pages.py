@@ -68,7 +68,7 @@ def links_of(page: Path) -> list[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Of its headings, as Python-Markdown spells them (and GitHub, where there are no two of one name)."""
+    """Anchors of its headings, as Python-Markdown spells them (and GitHub, where there are no two of one name)."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     found = set[str]()
     for heading in re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE):
@@ -141,7 +141,7 @@ def _shape(key: str) -> str:
 
 @cache
 def names_of(room: str, module: str) -> set[str]:
-    """What a module defines or imports, without importing it."""
+    """The names that a module defines or imports, without importing it."""
     found = set[str]()
     path = ROOT / room / f"{module.replace('.', '/')}.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -155,7 +155,7 @@ def names_of(room: str, module: str) -> set[str]:
 
 
 def quoted_errors(page: Path) -> list[str]:
-    """What stands in the page's ```error fences; … in it is what varies."""
+    """The texts in the page's ```error fences; … in a text stands for a varying part."""
     return [" ".join(text.split()) for text in re.findall(r"^```error\n(.*?)^```", page.read_text(), re.M | re.DOTALL)]
 
 

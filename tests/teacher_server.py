@@ -3,7 +3,7 @@
 with TeacherServer(behave) as server:          behave(body, n) -> Reply, for the n-th request (from 0)
     Teacher("m", 1.0, 2.0, base_url=server.url, key_env=None)
 server.bodies     every request body, in order of arrival
-server.charged    what the endpoint charged in truth, whatever it said
+server.charged    what the endpoint really charged, which its answers may misstate
 """
 
 import json

@@ -1,4 +1,4 @@
-"""codec = "auto": chosen once, by who founds the run; said why; and the same run for whoever comes with it later."""
+"""codec = "auto": chosen once, by the founder of the run, with a reason; the same run for later launches with it."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SLOW, FAST = (1e5, 1e5), (1e9, 1e9)  # bytes per second, up and down
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """What the store's throughput is measured to be; the last entry counts."""
+    """The measured throughput of the store; the last entry counts."""
     rates = [SLOW]
     monkeypatch.setattr(sizing, "measure_throughput", lambda store, clock, size: rates[-1])
     return rates

@@ -20,7 +20,7 @@ FAST = Timing(poll=0.005, beat=0.02, dead_after=30.0, give_up=60.0)
 
 
 def fleet(name: str, live: Callable[[int, StoreManager], Any]) -> list[Any]:
-    """What `live(rank, manager)` returns for each of RANKS replicas, each in a thread."""
+    """The results of `live(rank, manager)` for each of RANKS replicas, each in a thread."""
     found: list[Any] = [None] * RANKS
     errors: list[BaseException] = []
 

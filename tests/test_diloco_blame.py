@@ -1,4 +1,4 @@
-"""`diloco bisect` and `diloco blame`: a planted bad replica is found, and named, by whoever may only read."""
+"""`diloco bisect` and `diloco blame`: a planted bad replica is found, and named, by a reader without write access."""
 
 import json
 import sys
@@ -186,7 +186,7 @@ def test_the_planted_replica_is_named(tmp_path: Path) -> None:
     assert found.harm is not None and found.harm.name == "r01" == found.ranked[0].name
     assert {one.left_out for one in found.without} == {5}
     assert "r01 did most harm: without it, it would be" in "\n".join(blame_lines(found))
-    assert blamed(run, 0, SINCE).harm is None  # nobody did harm before
+    assert blamed(run, 0, SINCE).harm is None  # no replica did harm before
     assert "none stands out" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
     unmeasured = blame_lines(blamed(run, SINCE, SINCE + 2, metric=False))
     assert "r01 pulled against the others" in unmeasured and "without r01" in unmeasured[0]
@@ -352,7 +352,7 @@ _SHORT: list[PuppetRun] = []
 
 
 def short_run(factory: pytest.TempPathFactory) -> PuppetRun:
-    """Three outer steps; nobody writes to it."""
+    """Three outer steps; no test writes to it."""
     if not _SHORT:
         _SHORT.append(planted(factory.mktemp("short"), since=99, steps=3))
     return _SHORT[0]

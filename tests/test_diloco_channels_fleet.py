@@ -37,7 +37,7 @@ def knows_the_names(body: dict[str, Any], n: int) -> Reply:
 
 
 def write_pairs(path: Path) -> int:
-    """What two teachers would have done where the student took a wrong name."""
+    """Write pairs from two teachers' actions where the student took a wrong name; return their number."""
     states = []
     for i, row in enumerate(WORLD.rows(24, seed=5)):
         right = WORLD.right_name(row["kind"])

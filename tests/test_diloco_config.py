@@ -154,7 +154,7 @@ def test_no_run_there(tmp_path: Path) -> None:
 
 
 def test_two_launchers_found_one_run(tmp_path: Path) -> None:
-    """Whoever comes second reads the first one's run.json; control records never collide."""
+    """The second launcher reads the first one's run.json; control records never collide."""
     from concurrent.futures import ThreadPoolExecutor
 
     config = load_config(written(tmp_path, SUPERVISED))

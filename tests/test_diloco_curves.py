@@ -27,7 +27,7 @@ from rendezvous.stores.files import FileStore
 from tests.long_run import LongRun, long_run
 from tests.test_diloco_report import T0, Bucket, FixedClock, killed_and_replaced
 
-LATER = T0 + 1e6  # everybody's patience is over
+LATER = T0 + 1e6  # the patience with every replica is over
 
 
 class Sudden(BaseException):
@@ -112,7 +112,7 @@ def test_who_logged_a_later_step_says_no_more_of_this_one() -> None:
     b.take(1)
     b.log(0, "r00")
     b.log(1, "r00")
-    b.log(1, "r01")  # its line of step 0 was lost with its process, say: nobody waits for it
+    b.log(1, "r01")  # its line of step 0 was lost with its process, say: no row waits for it
     assert rows_of(b.store, T0 + 21) == 3
 
 

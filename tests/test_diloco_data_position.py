@@ -1,4 +1,4 @@
-"""Where a replacement goes on in its slot's data: what the chain says was counted, whatever a round's length was."""
+"""A replacement goes on in its slot's data after the work that the chain counts, at any round length."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""One number that nobody can reckon with blinds no view: 1e308 in an offer, Infinity in a log.
+"""One number that no view can reckon with blinds none: 1e308 in an offer, Infinity in a log.
 
 The reader leaves it out; what else the same object says is shown.
 """
@@ -108,7 +108,7 @@ def test_what_cannot_be_reckoned_with_is_left_out(number: str) -> None:
 def test_a_config_of_odd_types_is_shown_all_the_same(
     played: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, odd: object
 ) -> None:
-    """run.json as anybody may have written it: the name, and the numbers that views reckon with."""
+    """run.json as any writer to the bucket may have left it: the name, and the numbers that views reckon with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(played.folder, folder := tmp_path / "odd")
     record = json.loads((path := folder / "run.json").read_text())
@@ -122,7 +122,7 @@ def test_a_config_of_odd_types_is_shown_all_the_same(
 
 @pytest.mark.parametrize("command", [["verify"], ["explain", "--step", "1"], ["gc", "--keep", "1MB", "--dry-run"]])
 def test_a_config_that_nobody_wrote_is_said(played: PuppetRun, tmp_path: Path, capsys, command: list[str]) -> None:
-    """What computes with the config, and does not only show it, says that it is none."""
+    """Commands that compute with the config, and do not only show it, say that it is none."""
     shutil.copytree(played.folder, folder := tmp_path / "odd")
     record = json.loads((path := folder / "run.json").read_text())
     for odd in ({"data": 1.5}, {"data": {"task": "x"}}, {"rewards": [1]}, None):

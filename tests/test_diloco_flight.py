@@ -5,7 +5,7 @@
                               ▲      ▲
                         SIGTERM, an error, the end of the block: seen at the next inner step, not at the hundredth
 
-The store is one in memory whose requests can be held up; nobody sleeps.
+The store is one in memory whose requests can be held up; no test sleeps.
 
 Not promised: anything about how long a round takes (tests/benchmarks/bench_overlap.py).
 """
@@ -34,7 +34,7 @@ LIMIT = 20.0  # seconds after which a test has failed
 
 
 class Held(MemoryStore):
-    """Says when somebody wants to write a body, and lets it through when told to."""
+    """Says when a replica wants to write a body, and lets it through when told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Replica:
             self.optimizer.step()
 
     def landed(self) -> None:
-        """Wait until the round under way has ended, in whatever way."""
+        """Wait until the round under way has ended, well or not."""
         flight = self.manager.rounds.in_flight
         assert flight is not None
         flight._thread.join(LIMIT)
@@ -133,7 +133,7 @@ def test_sigterm_while_others_are_awaited_is_seen_at_the_next_inner_step(durable
 
 
 def test_sigterm_after_the_decision_takes_the_outer_step_and_leaves_a_round_of_one_behind() -> None:
-    """Not after what is left of τ: inner steps may take longer than the grace time."""
+    """It does not wait for the rest of τ: inner steps may take longer than the grace time."""
     one = Replica(Held(), needed=1)
     with sigterm(one.manager.ask_to_leave), one.loop():
         one.train(PREPARE + 1)

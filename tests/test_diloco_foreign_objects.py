@@ -3,7 +3,7 @@
     random JSON ──▶ every record class          a record that encodes to itself, or WireError
                 ──▶ every free register          the run goes on, a stop is heard
                 ──▶ log/                         counted and passed over
-    a register is deleted ──▶ control, commit    nobody joins, no wish is written, no step is closed anew
+    a register is deleted ──▶ control, commit    no replica joins, no wish is written, no step is closed anew
 
 Not promised: records that are well-formed and lie; a run key is for those.
 """
@@ -211,7 +211,7 @@ def test_a_commit_that_vanished_is_never_written_anew() -> None:
 
 @pytest.mark.parametrize("odd", [*ODD, b'{"wire":2,"kind":"control","n":0}', Control(1, "n", 0.0).encode()])
 def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: bytes) -> None:
-    """Seen at decbfac: WireError, or RecursionError, without what to do.  Passed over like other garbage it would be
+    """Seen at decbfac: WireError, or RecursionError, without advice.  Passed over like other garbage it would be
     quorum 1 and no budget."""
     clock = ManualClock()
     store, a, b = pair(clock, steps=9)

@@ -39,7 +39,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     """Four steps; after two of them every replica was replaced.
 
     A replica that starts late in a run offers the inner steps that it has by then, rightly (h = 3, weight .75), and
-    then nobody takes the same steps again: such a run is made once more."""
+    then no replica takes the same steps again: such a run is made once more."""
     for _ in range(5):
         fleet = Fleet(tmp_path_factory.mktemp("old"), fleet={**TWO, "steps": 2})
         fleet.start_all()

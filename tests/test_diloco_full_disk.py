@@ -1,4 +1,4 @@
-"""A disk that fills and is enlarged: nobody ends, `status` says it, and the run goes on by itself.
+"""A disk that fills and is enlarged: no replica ends, `status` says it, and the run goes on by itself.
 
 The real thing: a small tmpfs that is filled, and enlarged by a remount.  Where mounting is not allowed these skip.
 """
@@ -136,7 +136,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
 
         fleet.sessions["r01"][0].kill()
         fleet.sessions["r01"][0].join()
-        remove_left_behind(scratch.folder)  # as its next session does; somebody else is quicker to use that space
+        remove_left_behind(scratch.folder)  # as its next session does; another process is quicker to use that space
         scratch.fill(but=left)
         fleet.start("r01", **own_disk)
         words = "no space left on this machine's disk for "
@@ -162,7 +162,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_inner_loop_writes_where_its_replica_has_made_room(tmp_path: Path) -> None:
-    """Before: a temporary folder of its own, outside of what waits for space, and exit code 1 where there was none."""
+    """Before: a temporary folder of its own, not one that waits for space, and exit code 1 where there was none."""
     inner = {
         "loop": "grpo",
         "model": "toolworld",
@@ -175,7 +175,7 @@ def test_the_inner_loop_writes_where_its_replica_has_made_room(tmp_path: Path) -
     assert fleet.wait(200.0) == {"r00": [0]}, fleet.logs()
 
 
-# -------------------------------------------------------------------- where nobody waits: words, and what to do
+# -------------------------------------------------------------------- processes that do not wait: words, and advice
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_a_process_does_not_end_with_the_reader_of_its_output(tmp_path: Path) ->
 
 
 def test_a_closed_terminal_asks_like_a_sigterm_and_nohup_is_heeded() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if these tests were started with another one
     try:
         assert signal.SIGHUP in asking_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

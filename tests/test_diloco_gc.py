@@ -77,7 +77,7 @@ def test_the_run_goes_on_after_it(tmp_path: Path) -> None:
     found = ended(run)
     collect(found, plan_gc(found, "window", CLOCK), CLOCK)
     write_control(found.store, CLOCK, resume=True)
-    run.puppets = {slot: run.add(slot) for slot in run.puppets}  # new generations, which heal from what is left
+    run.puppets = {slot: run.add(slot) for slot in run.puppets}  # new generations, which heal from the kept blobs
     assert {p.rv.step for p in run.puppets.values()} == {12}
     run.rounds(3)
     assert verify(read_run(run.url)).good

@@ -1,8 +1,8 @@
-"""The thread that beats: what it may survive, and that nobody trains without it.
+"""The thread that beats: the faults it may survive, and that no replica trains without it.
 
-a part fails, for whatever reason ──▶ reported once; the other parts, and the next turn, go on
+a part fails, for any reason      ──▶ reported once; the other parts, and the next turn, go on
 a part fails in every turn        ──▶ the session ends: HeartbeatLost at the next inner step, exit code 1
-the thread ends                   ──▶ the same; who hangs in an inner step is ended by force
+the thread ends                   ──▶ the same; a replica that hangs in an inner step is ended by force
 
 a request never comes back        ──▶ a second thread ends the process
 """

@@ -37,7 +37,7 @@ def fetched_weights(fleet: Fleet, folder: Path, compares: bool = False) -> tuple
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    """Two replicas have taken eight steps; a third one has joined after four, when nobody could read θ₀ any more."""
+    """Two replicas have taken eight steps; a third one has joined after four, when θ₀ could not be read any more."""
     folder = tmp_path_factory.mktemp("fleet")
     fleet = Fleet(folder, outer={"sync_every": 20}, fleet={"steps": 10, "min_replicas": 2, "keep": "all"})
     kept = {key: fleet.store.get(key) or b"" for key in weights_of(fleet)}

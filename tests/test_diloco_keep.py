@@ -49,7 +49,7 @@ def test_a_run_that_an_older_release_founded_can_be_read_and_resumed(tmp_path: P
 
 
 def half_a_billion(folder: Path, keep: str | int, codec: str = "fp32", steps: int = 100) -> Footprint:
-    """Of the run of issue 13: 0.5 B parameters, three replicas, a snapshot every 10 steps."""
+    """The footprint of the run of issue 13: 0.5 B parameters, three replicas, a snapshot every 10 steps."""
     started = config(folder, outer={"snapshot_every": 10, "codec": codec}, fleet={"keep": keep})
     return footprint(started, 500_000_000, 3, steps)
 

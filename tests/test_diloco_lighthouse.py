@@ -43,7 +43,7 @@ def lighthouse() -> Iterator[str]:
 
 @pytest.fixture
 def lighthouse_of_two() -> Iterator[str]:
-    """Nobody begins alone, however late the other one's first heartbeat comes on a busy machine."""
+    """No replica begins alone, however late the other one's first heartbeat comes on a busy machine."""
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60000, heartbeat_timeout_ms=30000)
     yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()

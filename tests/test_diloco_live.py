@@ -1,4 +1,4 @@
-"""A live view's reading: a picture at once, then all of it, then at most a request per second, whatever the fleet."""
+"""A live view's reading: a picture at once, then all of it, then at most a request per second, for any fleet."""
 
 import pytest
 
@@ -22,7 +22,7 @@ STEP_S = 43.2
 
 
 class FarStore(FaultyStore):
-    """A bucket to whoever asks."""
+    """A store that says it is a bucket."""
 
     cheap = False
 

@@ -1,6 +1,6 @@
-"""A run of three real processes while somebody writes what is no record into every register of its bucket.
+"""A run of three real processes while a foreign writer puts bytes that are no record into every register of its bucket.
 
-    every register that nobody has taken yet   offers and means of coming steps, claims, goodbyes, manifests, control/*
+    every register that is not taken yet       offers and means of coming steps, claims, goodbyes, manifests, control/*
     every object that is overwritten anyway    beats, logs
     names that the run does not have           r07, "zz", .DS_Store, control/999999
 

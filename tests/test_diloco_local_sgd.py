@@ -1,6 +1,6 @@
 """torchft's LocalSGD, unmodified, on a bucket in the strict profile: parameters are averaged exactly and uniformly.
 
-    every rank   ── H steps of its own ──▶ p_i ── mean over all ranks, whatever happens ──▶ p
+    every rank   ── H steps of its own ──▶ p_i ── mean over all ranks, at every step ──▶ p
 
 `min_replicas = replicas` is the strict profile: no step is decided with fewer, nothing is late, all weigh the same.
 """

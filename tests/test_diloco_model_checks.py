@@ -1,4 +1,4 @@
-"""What flat vectors cannot hold is refused, or noticed at the next sync; and where a run may lie."""
+"""Models that flat vectors cannot hold are refused, or noticed at the next sync; and the places where a run may lie."""
 
 from pathlib import Path
 from typing import Any

@@ -444,7 +444,7 @@ class Seconds:
 def test_a_sync_is_due_after_H_steps_or_some_seconds(
     fresh: str, monkeypatch: pytest.MonkeyPatch, seconds: float | None, boundary: int, fragments: int, h: int
 ) -> None:
-    """Whichever comes first, at the nearest boundary of a generation, after one inner step at least."""
+    """The earlier limit ends a round, at the nearest boundary of a generation, after one inner step at least."""
     time = Seconds()
     monkeypatch.setattr("diloco.outer.time", time)
     model, manager = Net(), MockManager(fresh, replicas=1)
@@ -501,7 +501,7 @@ def test_theta_by_name_is_what_was_committed_not_what_the_model_holds(fresh: str
             assert run.committed() == committed, inner
             theta = {name: value.clone() for name, value in run.theta()}
             assert {name: value.shape for name, value in theta.items()} == {n: p.shape for n, p in start.items()}
-            if inner == 1:  # nothing is committed, whatever the model has learned
+            if inner == 1:  # nothing is committed, though the model has learned
                 assert all(torch.equal(theta[name], start[name]) for name in start)
                 assert not torch.equal(theta["0.weight"], model[0].weight)
             if inner == 2:

@@ -1,4 +1,4 @@
-"""A commit whose mean is zero is no round: θ, momentum and what "auto" has learned stay, bit by bit, with everybody.
+"""A commit whose mean is zero is no round: θ, momentum and the memory of "auto" stay, bit by bit, in every replica.
 
     rounds    x₁  0  x₂  0  0  x₃        the invariant:  the same θ, m, ρ̂ as   x₁  x₂  x₃
 
@@ -149,7 +149,7 @@ def outer_step(rvs: list[Rendezvous], states: list[OuterState], deltas: list[np.
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_and_both_ways_of_reducing_leave_theta_where_it_is(codec: str, sharded: bool) -> None:
-    """In the middle of a run: there is a history.  Zeros, −0.0 and +x −x; then somebody joins, and goes on."""
+    """In the middle of a run: there is a history.  Zeros, −0.0 and +x −x; then a replica joins, and goes on."""
     n, store = 5000, MemoryStore()
     rules = Rules(
         codec=codec, snapshot_every=2, norm_gate=0.0, shard_from=1 if sharded else 1 << 40, shard_elements=1024

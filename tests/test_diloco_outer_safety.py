@@ -1,6 +1,6 @@
-"""Real fleets whose outer step is made safe: gated, weighed, tuned, timed; and what people are told of it.
+"""Real fleets whose outer step is made safe: gated, weighed, tuned, timed; and the words that people read of it.
 
-Whatever is decided, the independent replay (tests/audit.py) decides the same and has the same bits.
+The independent replay (tests/audit.py) decides the same as the fleet, in every case, and has the same bits.
 """
 
 import json
@@ -58,7 +58,7 @@ def test_the_committer_decides_and_all_step_alike() -> None:
 
 
 def test_a_commit_with_other_weights_than_its_offers_give_ends_who_reads_it() -> None:
-    """Live, and in the replay of somebody who comes later.  Nobody has averaged anything by then."""
+    """Live, and in the replay of a later replica.  No replica has averaged anything by then."""
     clock = ManualClock()
     store, seats = three_have_offered(clock)
     commit = seats[0].rv.settle()
@@ -82,7 +82,7 @@ def test_a_replica_with_far_too_long_pseudogradients_is_gated_and_named(tmp_path
     honest = [o.norm for c in fleet.commits() for o in c.offers if o.slot != "r03"]
     means = [e["mean_norm"] for e in events(fleet, "step")]
     assert max(means) < 2 * max(honest), "one that is 30,000 times too long counts as one"
-    told = {e["text"] for e in warned(fleet, "gated")}  # whoever closes says it, counting the commits it has seen
+    told = {e["text"] for e in warned(fleet, "gated")}  # the closer says it, counting the commits it has seen
     assert told and all("r03's pseudogradient" in text and "look at that replica's loss" in text for text in told)
     report = read_report(fleet.store)
     assert "r03@" in summary(report) and "counted as one of typical length" in summary(report)

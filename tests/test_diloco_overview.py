@@ -100,7 +100,7 @@ def test_a_snapshot_that_its_writer_has_told_of_is_the_newest() -> None:
     """The commit after it names it, and of the last one there is no commit after it."""
     b = killed_and_replaced()
     b.tell("r00", 1, 17.0, "snapshot", step=6)
-    b.tell("r00", 1, 17.1, "snapshot", step=9)  # beyond the run: nobody vouches for a log
+    b.tell("r00", 1, 17.1, "snapshot", step=9)  # beyond the run: no record vouches for a log
     report = read_report(b.store)
     assert report.snapshot == 6 and overview(report, T0 + 20).snapshot == 6
 

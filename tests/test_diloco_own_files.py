@@ -1,4 +1,4 @@
-"""What another user puts under our names is not followed, and does not hold us up."""
+"""Files that another user puts under our names are not followed, and do not hold us up."""
 
 import os
 from dataclasses import replace

@@ -31,7 +31,7 @@ def report(busy: BusyRun) -> Report:
 
 
 def data_in(page: bytes) -> dict:
-    """What a browser finds in the page's <script type="application/json">."""
+    """The data that a browser finds in the page's <script type="application/json">."""
     (found,) = re.findall(rb'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     return json.loads(found)
 

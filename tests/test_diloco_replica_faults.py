@@ -1,6 +1,6 @@
 """Real replica processes that are killed, paused, asked to leave, started late, and started twice.
 
-Whatever happens: no outer step is lost, no work counts twice, and an independent replay (tests/audit.py) reproduces
+After every fault: no outer step is lost, no work counts twice, and an independent replay (tests/audit.py) reproduces
 the θ of every replica after every commit, bit for bit.
 """
 
@@ -65,8 +65,8 @@ AIMED = "after commit"  # in every run of the tests
 
 @pytest.mark.parametrize("point", [pytest.param(p, marks=() if p == AIMED else pytest.mark.slow) for p in POINTS])
 def test_death_at_every_point(tmp_path: Path, point: str) -> None:
-    all_wait = {"min_replicas": 3} if point == "after offer" else {}  # nobody goes on without that offer
-    fleet = Fleet(tmp_path, fleet={"steps": ENDLESS, **all_wait})  # r01 closes one of them, whoever is fast
+    all_wait = {"min_replicas": 3} if point == "after offer" else {}  # no replica goes on without that offer
+    fleet = Fleet(tmp_path, fleet={"steps": ENDLESS, **all_wait})  # r01 closes one of them, at any speeds
     fleet.start("r00")
     fleet.start("r01", die=POINTS[point])
     fleet.start("r02")
@@ -381,7 +381,7 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     with pytest.raises(ConfigError, match=gone) as told:
         state_at(fleet.run, fleet.model, 3)
     said = str(told.value).partition("reaches back to step ")[2].partition(". Use one")[0]
-    for step in map(int, re.findall(r"\d+", said)):  # how much room older snapshots have depends on who was late
+    for step in map(int, re.findall(r"\d+", said)):  # the room for older snapshots depends on late replicas
         assert state_at(fleet.run, fleet.model, step)[0] == step, told.value
 
 

@@ -67,7 +67,7 @@ class Counted(FaultyStore):
 
 
 def void(_: object) -> None:
-    """For a callback whose result nobody wants."""
+    """Ignore a callback's result."""
 
 
 @pytest.fixture(scope="module")
@@ -590,7 +590,7 @@ def test_opening_a_run_asks_for_two_records_at_once(bucket) -> None:
 
 
 def test_the_picture_of_a_long_run_has_no_artist_per_outer_step(long) -> None:
-    """Before: 2,410 patches for these 400 steps, which are most of what drawing took."""
+    """Before: 2,410 patches for these 400 steps, which took most of the drawing time."""
     assert sum(len(ax.patches) for ax in draw_figure(read_report(long.store)).axes) <= 2 * 6
 
 

@@ -88,7 +88,7 @@ class Outsider(threading.Thread):
                 self.write(layout.offer_key(t, slot, 0), offer.encode())
 
     def wait_for_base(self, t: int) -> str:
-        """What an offer for step t must name: as the commit says that was made before it, or the first snapshot."""
+        """The base that an offer for step t must name: the one in the commit before it, or in the first snapshot."""
         while not self.over.is_set():
             body = self.bucket.get(layout.commit_key(t - 1)) if t else self.bucket.get(layout.snapshot_key(0))
             if body is not None:

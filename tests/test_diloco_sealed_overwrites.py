@@ -1,8 +1,8 @@
-"""A run under a key, and somebody without it who overwrites whatever lies in the bucket.
+"""A run under a key, and a writer without it that overwrites any object in the bucket.
 
     every object of one kind ── overwritten the moment it was written ──▶ θ is the clean run's at every step,
-                                                                          or whoever reads it ends loudly, or is told
-    no foreign code runs, whatever is done                                (xxh3-128 is no help: second_preimage.py)
+                                                                          or its reader ends loudly, or is told
+    no foreign code runs, in any case                                     (xxh3-128 is no help: second_preimage.py)
 
 The kinds are those that rendezvous/layout.py can spell: a new one without a row here fails.
 """
@@ -72,7 +72,7 @@ def test_every_kind_of_object_is_overwritten_somewhere_below() -> None:
 
 
 class Overwritten(MemoryStore):
-    """Whatever is written under some keys is overwritten at once, by what `by` makes of it."""
+    """Every object written under some keys is overwritten at once, by the result of `by`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_without_a_key_a_made_collision_counts() -> None:
 
 
 def test_an_old_beat_that_is_put_back_is_silence(tmp_path: Path) -> None:
-    """Nobody is kept alive by recordings, and nobody who left speaks again."""
+    """No replica is kept alive by recordings, and none that left speaks again."""
     clock, bucket = ManualClock(), MemoryStore()
     store = under_key(bucket, clock, SECRET)
     write_control(store, clock, replicas=2, min_replicas=2, steps=9)
@@ -274,7 +274,7 @@ def foreign(sentinel: Path) -> bytes:
 
 
 def test_the_twin_of_a_reward_file_is_real(tmp_path: Path) -> None:
-    """What xxh3-128 alone would have let through: it runs, and nobody would see a difference."""
+    """A file that xxh3-128 alone would have let through: it runs, and no check would see a difference."""
     body = foreign(tmp_path / "sentinel")
     assert body != REWARD and xxhash.xxh3_128_digest(body) == xxhash.xxh3_128_digest(REWARD)
     names: dict[str, Any] = {}

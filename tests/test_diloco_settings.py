@@ -1,4 +1,4 @@
-"""The settings of the outer step: one declaration and one check, whichever way they come.
+"""The settings of the outer step: one declaration and one check, for every way in.
 
     run.toml ──▶ RunConfig.from_dict ─┐
     make_diloco(sync_every=…, …) ─────┼─▶ OuterConfig ─▶ accepted, or refused in the same words

@@ -33,7 +33,7 @@ _lighthouses = itertools.count()
 
 
 class Bucket:
-    """What a LighthouseServer is in these tests: a name that the replicas share."""
+    """The LighthouseServer of these tests: a name that the replicas share."""
 
     def __init__(self, **_: Any) -> None:
         self._address = f"lighthouse-{next(_lighthouses)}"

@@ -94,7 +94,7 @@ def test_how_unsure_the_group_was() -> None:
     sample.add_batch([user("q")] * 4 + [user("r")], [*completions, [right]], [0.0] * 5)
     by_last = {r["messages"][-1].get("content"): r["unsure"] for r in sample.take(5)}
     assert by_last["1"] == {"1": pytest.approx(log(2), abs=1e-4), "3": pytest.approx(log(2), abs=1e-4)}
-    assert by_last["no"] == {"1": pytest.approx(log(2), abs=1e-4), "3": 0.0}  # nobody else stood there
+    assert by_last["no"] == {"1": pytest.approx(log(2), abs=1e-4), "3": 0.0}  # no other rollout stood there
     assert by_last[""] == {"1": 0.0}  # another prompt
 
 

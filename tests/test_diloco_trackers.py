@@ -86,9 +86,9 @@ def assert_equal_rows(found: Rows, wanted: Rows) -> None:
 
 
 def killed_again_and_again(fleet: Fleet, name: str, read: Callable[[Fleet], Rows], *, keeps: bool = True) -> None:
-    """Four kills, the run growing on the way; whatever is there at any time is a beginning of the curve, once.
+    """Four kills, the run growing on the way; the rows there at any time are a beginning of the curve, once.
 
-    keeps: whatever a killed process has written is there."""
+    keeps: every row that a killed process has written is there."""
     wrote = 0
     for dies_at, grown in ((5, 0), (0, 2), (7, 0), (2, 3)):
         fleet.track(name, dies_at=dies_at)
@@ -263,7 +263,7 @@ def test_trackio_ignores_a_row_that_it_has(fleet: Fleet, monkeypatch) -> None:
 
 
 def wandb_rows(fleet: Fleet) -> Rows:
-    """Of all its offline files of this run, in the order in which `wandb sync` would take them."""
+    """The rows of all its offline files of this run, in the order in which `wandb sync` would take them."""
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
     from diloco.runlog.trackers.on_wandb import read_records

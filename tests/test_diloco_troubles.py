@@ -327,7 +327,7 @@ def test_completions_that_break_the_reward_are_told_unless_they_become_fewer() -
 
 
 def evaluated(run: Planted, step: int, mean: float, prompts: int = 100) -> None:
-    """Of rewards 0 and 1."""
+    """Log an evaluation with rewards 0 and 1."""
     sums = {"reward": [prompts, mean * prompts, mean * prompts]}
     about = {"step": step, "share": 0, "shares": 1, "prompts": prompts, "total": prompts}
     run.tell("r00", 1, GAP_S * step + 5, "evaluated", **about, greedy=sums)

@@ -1,4 +1,4 @@
-"""`diloco verify`: a run is computed again from its bucket, by who may only read; a flipped bit is found by name."""
+"""`diloco verify`: a run is computed again from its bucket, without write access; a flipped bit is found by name."""
 
 import json
 import os

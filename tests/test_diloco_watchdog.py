@@ -1,4 +1,4 @@
-"""An inner step that never ends: noticed, named, ended, replaced; and nobody is accused who is only slow."""
+"""An inner step that never ends: noticed, named, ended, replaced; and no replica is accused that is only slow."""
 
 import threading
 from pathlib import Path

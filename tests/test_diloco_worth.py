@@ -1,4 +1,4 @@
-"""What a run used and got, and what its replicas' agreement says of another number of them."""
+"""A run's use and gain, and what its replicas' agreement says of another number of them."""
 
 import json
 from pathlib import Path

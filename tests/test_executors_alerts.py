@@ -1,4 +1,4 @@
-"""A webhook hears each trouble once when it begins and once when it is over; whatever it does, no run waits for it."""
+"""A webhook hears each trouble once when it begins and once when it is over; no run waits for it, also if it hangs."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What may go wrong while a run lives, with real replica processes: said clearly, and nothing is lost."""
+"""Faults while a run lives, with real replica processes: said clearly, and nothing is lost."""
 
 import json
 import math

@@ -60,7 +60,7 @@ def say(capsys, *argv: object) -> tuple[int, str, str]:
 
 
 def complaint(capsys, *argv: object) -> str:
-    """What a mistaken command says: exit code 2, one paragraph, no traceback."""
+    """The complaint of a mistaken command: exit code 2, one paragraph, no traceback."""
     code, out, err = say(capsys, *argv)
     assert code == 2 and "Traceback" not in err and out == ""
     assert err.startswith(f"diloco {argv[0]}: ") and len(err.strip().splitlines()) == 1
@@ -170,7 +170,7 @@ def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
 
 @pytest.mark.parametrize("harm", ["garbage", "gone"])
 def test_a_run_without_its_first_control_record_can_be_looked_at_and_stopped(capsys, run, harm):
-    """Before: `stop` ended with exit code 2 and nobody was asked to leave; `status` too, or said nothing of it."""
+    """Before: `stop` ended with exit code 2 and no replica was asked to leave; `status` too, or said nothing of it."""
     living = read_control(run.store)
     run.store.delete([layout.control_key(0)])
     if harm == "garbage":
@@ -186,7 +186,7 @@ def test_a_run_without_its_first_control_record_can_be_looked_at_and_stopped(cap
 
 
 def test_a_run_whose_run_json_is_garbage_can_be_stopped(capsys, run):
-    """Before: exit code 2, and nobody was asked to leave."""
+    """Before: exit code 2, and no replica was asked to leave."""
     run.store.put(layout.RUN, b"[[]]")
     code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
     assert code == 0 and "asked every replica to leave" in out and read_control(run.store).stop

@@ -421,7 +421,7 @@ def wait_until(url: Path, happened: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """What bash would offer for the last word."""
+    """The completions that bash would offer for the last word."""
     typed = " ".join(f"'{w}'" for w in words)
     code = f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _diloco; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     return subprocess.run([BASH, "-c", code], capture_output=True, text=True, check=True).stdout.split()

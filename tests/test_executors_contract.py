@@ -254,7 +254,7 @@ def test_handles_and_statuses_survive_json(fleet):
     told = [Handle.from_dict(json.loads(json.dumps(h.to_dict()))) for h in handles]
     assert told == handles
     fleet.wait_for_states({handles[0]: THERE, handles[1]: (State.FAILED,)})
-    seen = fleet.another().poll(told)  # by somebody who has only the JSON
+    seen = fleet.another().poll(told)  # by a process that has only the JSON
     assert [s.state in THERE for s in seen] == [True, False] and seen[1].state is State.FAILED
     raw = json.loads(json.dumps([s.to_dict() for s in seen]))
     assert raw[1]["state"] == "FAILED" and raw[0]["handle"]["slot"] == "r00"

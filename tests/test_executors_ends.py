@@ -171,7 +171,7 @@ def test_the_headline_counts_replicas_that_were_counted_not_those_that_are_wante
 
 
 def test_the_clock_of_a_stopped_run_stands() -> None:
-    """Before: it counted on for as long as somebody looked."""
+    """Before: it counted on for as long as a viewer looked."""
     b = Bucket(steps=50)
     b.claim("r00", 1, 0.0)
     b.commit(0, 30.0, [b.offer(0, "r00", 1, 0.1)])

@@ -2,7 +2,7 @@
 
     wanted   2 ──▶ 4 ──▶ 1 ──▶ 3         a control record each; the supervisor follows, the chain has no gap
 
-Slots are launched, drained, and launched again in a new generation; nobody is ever needed who was sent away.
+Slots are launched, drained, and launched again in a new generation; no replica is ever needed that was sent away.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_fleet_grows_shrinks_and_grows_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_fleet_grows_and_shrinks_and_has_one_theta(tmp_path: Path) -> None:
-    """Real replicas: newcomers heal before they train, leavers offer first, and the replay has everybody's bits."""
+    """Real replicas: newcomers heal before they train, leavers offer first, and the replay has every replica's bits."""
     fleet = Fleet(tmp_path, outer={"sync_every": 40, "snapshot_every": 4}, fleet={"replicas": 2, "steps": FOREVER})
     wishes, executor = Wishes(fleet.store, 4, 2), LocalProcessExecutor(PRELOAD)
     try:

@@ -128,7 +128,7 @@ def test_a_job_is_asked_for_once_with_its_labels_its_limit_and_its_secrets_apart
 def test_the_code_of_this_tree_is_shipped_once(hub, executor, monkeypatch) -> None:
     monkeypatch.setattr(
         "executors.platforms.on_hf_jobs.job_spec.pack_code", cache(pack_code)
-    )  # somebody may be editing this tree
+    )  # this tree may be edited meanwhile
     handles = executor.launch_replicas([spec("where", f"r{i:02d}") for i in range(3)])
     sites = {json.dumps(r.value["from"]) for r in executor.collect(handles, timeout=WAIT_S)}
     assert all(str(hub.root / "sites") in path for path in json.loads(only(list(sites))).values())
@@ -274,7 +274,7 @@ def test_a_hub_that_fails_for_a_while_starts_one_job_each(hub, executor, tmp_pat
 
 
 def test_a_launch_that_was_given_up_leaves_no_job_behind(hub, executor, tmp_path) -> None:
-    """Every answer to it is lost, and nobody can look: later its job is seen, and cancelled."""
+    """Every answer to it is lost, and no list can be read: later its job is seen, and cancelled."""
     other = only(executor.launch_replicas(waiting(tmp_path, "r00")))
     hub.fault("lost", method="POST", path=JOBS)
     hub.fault("503", method="POST", path=JOBS, times=FOREVER)

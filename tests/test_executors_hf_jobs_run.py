@@ -75,7 +75,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HFServer]:
 
 
 def config(folder: Path, n: int, steps: int) -> Path:
-    """Every step needs everybody: so a replacement must join, however long it takes."""
+    """Every step needs every replica: so a replacement must join, however long it takes."""
     (folder / "run.toml").write_text(CONFIG.format(n=n, steps=steps))
     return folder / "run.toml"
 
@@ -175,7 +175,7 @@ def test_a_supervisor_at_its_time_limit_starts_the_next_one(
     executor = HFJobsExecutor(packages=("tests",))
     first = start_hosted(executor, URL)
     wait_for(lambda: hub.jobs[first.native].stage == "RUNNING", lambda: outputs(hub))
-    hub.held = True  # whoever comes now stays in the queue
+    hub.held = True  # new jobs stay in the queue
     (result,) = executor.collect([first], timeout=WAIT_S)
     assert result.exit_code == exitcodes.RESUME, outputs(hub)
     (second,) = [h for h in HFJobsExecutor().find(URL) if h.slot == "supervisor"]

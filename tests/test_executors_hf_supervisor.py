@@ -1,4 +1,4 @@
-"""The supervisor as a job whose host dies: the Hub starts it again, and it takes over; two at once launch nobody twice.
+"""The supervisor as a job whose host dies: the Hub starts it again, and it takes over; two launch no slot twice.
 
 The real client and real processes against tests/hf_server.py; replicas stay in the queue, as they are not the point.
 """
@@ -84,7 +84,7 @@ def test_two_supervisors_at_once_launch_nobody_twice(tmp_path: Path, hub, s3) ->
 
 
 def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, hub, s3) -> None:
-    """One that ran and one in the queue.  Before: CANCELLED for ever, without a word."""
+    """A job that ran and one in the queue.  Before: CANCELLED for ever, without a word."""
     run = founded(tmp_path, s3, n=2)
     run.store.put(layout.MODEL_MANIFEST, b"{}")
     supervisor = idle(URL)
@@ -101,7 +101,7 @@ def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, 
 
 
 def test_the_bill_of_a_night_is_the_hubs(tmp_path: Path, hub, s3) -> None:
-    """Jobs end while nobody looks, and waited for their machines before; the next supervisor bills as the Hub does."""
+    """Jobs end while no supervisor looks, and waited for machines before; the next supervisor bills as the Hub does."""
     run = founded(tmp_path, s3, n=2)
     run.store.put(layout.MODEL_MANIFEST, b"{}")
     first = idle(URL)

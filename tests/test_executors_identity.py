@@ -1,4 +1,4 @@
-"""Nothing is signalled or cancelled that is not this run's, whatever a claim, a card or a log says.
+"""Nothing is signalled or cancelled that is not this run's, even if a claim, a card or a log says so.
 
 Real processes: `bystander` is the operator's own and says nothing, `worker` says for which runs it works.
 """

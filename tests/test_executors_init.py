@@ -15,7 +15,7 @@ from inner.check import check_inner
 
 
 def ended(*words: str) -> int:
-    """The exit code of `diloco …`, whichever way it ends."""
+    """The exit code of `diloco …`, returned or raised."""
     try:
         return main(list(words))
     except SystemExit as end:

@@ -3,7 +3,7 @@
     laptop ── kill -9 ──▶ the next laptop ── kill -9 ──▶ … ──▶ `diloco status`, `diloco stop`
       └─ replicas: real processes; toys that agree through a real folder, but train nothing
 
-At every moment one process per slot; after the last laptop, none that nobody knows of; after `stop`, none.
+At every moment one process per slot; after the last laptop, none without a record; after `stop`, none.
 """
 
 import json
@@ -86,7 +86,7 @@ def end(session: Session, reason: str, code: int) -> int:
 
 
 def laptop(url: str, detached: bool) -> None:
-    """What is killed."""
+    """The process that is killed: a supervisor."""
     executor = LocalProcessExecutor([HERE])
     parent = "" if detached else processes.process_name(os.getpid())
     print("go", flush=True)
@@ -182,7 +182,7 @@ def diloco(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def known(run: Run) -> bool:
-    """Does a process without any local state see everybody who lives?"""
+    """Whether a process without any local state sees every living replica."""
     executor = LocalProcessExecutor([], method="spawn")
     seen = {(h.slot, h.pid) for h in executor.find(run.url)}
     there = {(slot, pid) for slot, lives in living(run).items() for _, pid in lives}
@@ -225,7 +225,7 @@ def test_kill_9_of_whoever_launches(tmp_path, count, detached):
         for _ in range(count):
             laptops.kill_one()
             wait_for(lambda: known(run), "everybody is known")
-        if detached:  # they live on without anybody
+        if detached:  # they live on without a supervisor
             head = read_report(run.store).head
             wait_for(lambda: read_report(run.store).head > head, "the run goes on")
     end_of_story(run, wrong)

@@ -2,7 +2,7 @@
 
     lease   control's `until`: a moment in the future, at most half an hour away, at which replicas leave by themselves
 
-What is checked is what would happen if everybody else died now: whoever bills, or waits for a machine, ends by itself.
+Each check assumes that every other process died now: a replica that bills, or waits for a machine, ends by itself.
 The same with containers and the real client is tests/test_executors_modal_leases.py.
 """
 
@@ -26,7 +26,7 @@ from rendezvous.store import Body, Buffer, Store
 from tests.cloud import CloudExecutor
 from tests.world import LIMITS, World
 
-LEAVES_S = 60  # from the end of the lease until nobody runs
+LEAVES_S = 60  # from the end of the lease until no replica runs
 GPUS = [Place("modal", gpu=("H100",)).to_dict()]
 
 
@@ -42,7 +42,7 @@ class Killed(BaseException):
 
 
 class Countdown:
-    """Dies once so many requests were done, and nobody has heard the answer of the last one."""
+    """Dies once so many requests were done, and no process has heard the answer of the last one."""
 
     def __init__(self, requests: int) -> None:
         self.left = requests
@@ -113,7 +113,7 @@ def kill_after(world: World, requests: int, each: Callable[[], Any] = lambda: No
 
 
 def check_leases(world: World) -> None:
-    """If everybody died now: who runs leaves within half an hour, and who waits for a machine finds the lease over."""
+    """If every supervisor died now: running replicas leave within half an hour, waiting ones find the lease over."""
     until, now = read_control(world.run.store).until, world.clock.wall()
     live = [j for j in world.cloud.jobs.values() if not j.state.ended]
     for job in live:
@@ -138,7 +138,7 @@ def publish(world: World) -> None:
 
 
 def requests_until_all_run(folder: Path, published: bool) -> int:
-    """Of a supervisor that nobody kills."""
+    """The number of requests of a supervisor that is not killed."""
     world, counted = founded(folder, published), Countdown(10**6)
     run = replace(world.run, store=DyingStore(world.run.store, counted))
     supervisor = Supervisor(run, DyingExecutor(world.cloud, counted), world.clock, limits=LIMITS)
@@ -169,7 +169,7 @@ def test_a_supervisor_may_die_after_any_request_of_a_launch(tmp_path: Path, publ
 
 
 def _nobody_is_left(world: World) -> None:
-    """Half of the machines come at once, the others much later; everybody else is dead."""
+    """Half of the machines come at once, the others much later; every supervisor is dead."""
     waiting = [j for j in world.cloud.jobs.values() if j.state is State.PENDING and j.spec.slot != "publish"]
     for job in waiting[::2]:
         world.cloud.start(job)
@@ -182,7 +182,7 @@ def _nobody_is_left(world: World) -> None:
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3, 4))])
 def test_twenty_kills_one_after_the_other(tmp_path: Path, seed: int) -> None:
-    """Supervisors, replicas and hosts, with minutes in which nobody looks."""
+    """Kills of supervisors, replicas and hosts, with minutes in which no supervisor looks."""
     rng, world = random.Random(seed), founded(tmp_path, published=False)
     for _ in range(20):
         kill_after(world, rng.randint(1, rng.choice([100, 1000])), lambda: (publish(world), _meddle(world, rng)))

@@ -312,7 +312,7 @@ def test_the_parent_ends_at_once_while_its_children_live(tmp_path, method):
         assert (lost.exit_code, cancelled.exit_code) == (-9, -15)
 
 
-# -------------------------------------------------------------------- once, whoever dies
+# -------------------------------------------------------------------- once, also if a process dies
 
 
 def living(folder: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""A run whose records are gone is not done, and nobody works on for it."""
+"""A run whose records are gone is not done, and no replica works on for it."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from tests.test_executors_cli_fleet import completed
 
 
 def refusal(capsys, *argv: object) -> str:
-    """What argparse says: one line, exit code 2, no usage."""
+    """The words of argparse: one line, exit code 2, no usage."""
     with pytest.raises(SystemExit) as left:
         cli.main([str(a) for a in argv])
     out, err = capsys.readouterr()

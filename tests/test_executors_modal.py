@@ -227,7 +227,7 @@ def test_who_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
 
 
 def test_of_two_calls_of_one_launch_one_runs(platform, executor, run, tmp_path) -> None:
-    """The reply was lost before anybody could note the first call, and that one begins when the second is noted."""
+    """The reply was lost before the first call could be noted, and that one begins when the second is noted."""
     executor.launch_replicas([spec(run, tmp_path, "returns", "r09")])
     platform.hold(True)
     platform.lose_reply()
@@ -285,7 +285,7 @@ def launcher(platform: ModalPlatform, specs: list[ReplicaSpec]) -> subprocess.Po
 
 
 def check_after_death(platform: ModalPlatform, run: str, folder: Path, specs: list[ReplicaSpec]) -> None:
-    """Somebody else launches the same: each runs once, all are found, and all can be ended."""
+    """Another executor launches the same: each runs once, all are found, and all can be ended."""
     executor = platform.executor()
     handles = executor.launch_replicas(specs)
     for s in specs:
@@ -301,7 +301,7 @@ def check_after_death(platform: ModalPlatform, run: str, folder: Path, specs: li
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["FunctionMap", "AppPublish", "DictUpdate"])
 def test_a_launcher_that_dies_at_its_worst_moment(platform, run, tmp_path, moment) -> None:
-    """After the request was done and before anybody heard of it: deployed, not spawned; spawned, not noted; …"""
+    """After the request was done and before any client heard of it: deployed, not spawned; spawned, not noted; …"""
     specs = [spec(run, tmp_path, "waits", f"r0{i}") for i in range(2)]
     process = launcher(platform, specs)
     platform.server.after(moment, process.kill)
@@ -509,12 +509,12 @@ def bodies(run: Run, prefix: str) -> list[bytes]:
 def test_a_detached_supervisor_lives_on_modal_and_outlives_its_time_limit(
     platform, executor, run, bucket, tmp_path
 ) -> None:
-    """Nobody of this machine is needed: a small function launches, watches, and is followed by the next one."""
+    """No process of this machine is needed: a small function launches, watches, and is followed by the next one."""
     found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 3})
     spec, replicas = supervisor_spec(executor.name, run, 1)
     first = executor.start_supervisor(replace(spec, timeout_s=20.0), replicas)
     until(lambda: platform.server.calls[first.native].container is not None, "it did not start")
-    platform.hold(True)  # whoever it launches waits for a machine for longer than it lives
+    platform.hold(True)  # its replicas wait for a machine for longer than it lives
     assert first.slot == SUPERVISOR and first.usd_per_hour < 0.05
     assert start_hosted(executor, run) == first, "the one that runs already"
     until(lambda: any(h.attempt == 2 for h in executor.find(run) if h.slot == SUPERVISOR), "no second one", 180)

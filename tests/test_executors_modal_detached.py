@@ -2,7 +2,7 @@
 
 The server (tests/modal_server.py) fails a test in which a container deploys.  Here: the command line and README's
 example to the end of a run with a preempted and a killed replica, supervisors that cannot start, are killed for good,
-or are silent, and the machine from which somebody else takes over.
+or are silent, and the machine from which another supervisor takes over.
 """
 
 # ruff: noqa: F811
@@ -178,7 +178,7 @@ def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
     bucket,
     tmp_path,
 ) -> None:
-    """A claim and a beat without a goodbye are no sign of life; status says since when nobody has heard it."""
+    """A claim and a beat without a goodbye are no sign of life; status says since when it is silent."""
     found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 2})
     old = lease.Lease.seize(found.store, SystemClock())
     dead = read_beat(found.store, SUPERVISOR)

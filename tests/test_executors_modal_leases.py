@@ -3,8 +3,8 @@
     laptop     `diloco resume`, killed after its n-th request to Modal: deploying, spawning, noting, looking
     detached   the supervisor's container, killed
     replicas   preempted, killed, their host lost
-        └─▶ before each launch on a GPU, and ten times a second: control's `until` covers whoever has a GPU
-        └─▶ at last everybody else is dead: all GPUs are given back within the lease
+        └─▶ before each launch on a GPU, and ten times a second: control's `until` covers every GPU
+        └─▶ at last every supervisor is dead: all GPUs are given back within the lease
 
 The same after each single request, in virtual time, is tests/test_executors_leases.py.
 """
@@ -62,7 +62,7 @@ class Witness:
         self._thread.join()
 
     def before_launch(self, function_id: str) -> None:
-        """Whoever launched it may die before the next line."""
+        """Check at each launch on a GPU: its launcher may die before the next line."""
         if self._platform.server.functions[function_id].definition.resources.gpu_config.gpu_type:
             self.launches += 1
             self._check(f"the launch {self.launches}", time.time())
@@ -158,7 +158,7 @@ def _published(platform: ModalPlatform, run: str, witness: Witness) -> bool:
 def test_no_gpu_is_without_a_lease_while_a_detached_supervisor_dies_again_and_again(
     platform, executor, run, witness
 ) -> None:
-    """Its lease is the usual one; whoever takes over from a laptop makes it shorter at once."""
+    """Its lease is the usual one; a supervisor that takes over from a laptop makes it shorter at once."""
     witness.longest_s = LEASE_S
     platform.server.watch = lambda name, request, who: (
         witness.before_launch(request.function_id) if name == "FunctionMap" else None

@@ -1,4 +1,4 @@
-"""What a launch on Modal costs and builds, through the real SDK against tests/modal_server.py.
+"""Costs and builds of a launch on Modal, through the real SDK against tests/modal_server.py.
 
 Here: one deploy for a whole run and none that is not needed, packages of one's own (`--pip`), limits that follow the
 model's size, weights that stay in a Volume, and a container that begins when there is nothing left to do.
@@ -251,7 +251,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
 
 
 def test_a_lost_answer_at_the_first_look_does_not_end_the_run(monkeypatch) -> None:
-    """It was exit code 75, "nothing moved for too long", after which nobody is started again."""
+    """It was exit code 75, "nothing moved for too long", after which no replica is started again."""
     answers: list[Any] = [StoreUnclear("no answer"), StoreUnclear("no answer"), "the run"]
 
     def read(_: str) -> Any:
@@ -350,7 +350,7 @@ def test_without_a_cache_each_container_takes_it_from_the_hub(platform, run, hub
 
 @pytest.mark.slow
 def test_a_container_that_dies_while_it_downloads_leaves_no_half_file_to_others(platform, run, hub) -> None:
-    """What it had by then is committed in the background, under a name of its own."""
+    """Its bytes by then are committed in the background, under a name of their own."""
     made, hub.stalls = ModalExecutor(hub_cache="torn"), True
     (handle,) = made.launch_replicas([download(hub, run, "r00")])
     assert hub.half.wait(WAIT_S)

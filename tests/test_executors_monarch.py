@@ -139,7 +139,7 @@ def test_an_exit_code_is_words_and_an_exit_with_0_is_no_news(tmp_path: Path) -> 
 
 
 def test_a_worker_has_no_lock_on_its_door() -> None:
-    """Whoever reaches its port runs pickled code there."""
+    """A client that reaches its port runs pickled code there."""
     from monarch.actor import run_worker_loop_forever  # pyright: ignore[reportMissingImports]
 
     serve: Any = run_worker_loop_forever

@@ -1,4 +1,4 @@
-"""What a run has cost and may cost: from a log, as a table."""
+"""The past and allowed costs of a run: from a log, as a table."""
 
 import json
 import time
@@ -102,9 +102,9 @@ NIGHTS = [
     ([event("pending", 1.0, first=True), event("ended", NIGHT, began_at=T + 30.0, ended_at=T + 930.0)], None, 1.0),
     ([event("lost", NIGHT, unseen=True)], KILLED, 2.0),
     ([event("lost", 2400.0)], KILLED, 4.0 * 2400 / HOUR),  # its supervisor saw it alive until then
-    ([event("lost", NIGHT, unseen=True)], None, 48.0),  # never heard, and nobody tells: too much rather than too little
+    ([event("lost", NIGHT, unseen=True)], None, 48.0),  # never heard, no source tells: too much rather than too little
     ([], KILLED, 4.0 * (1800 + LEASE_S) / HOUR),
-    ([event("lost", 900.0, began_at="x", ended_at=float("nan"))], None, 1.0),  # anybody may have written that
+    ([event("lost", 900.0, began_at="x", ended_at=float("nan"))], None, 1.0),  # any writer may have put that there
 ]
 
 
@@ -203,7 +203,7 @@ def test_over(budget, so_far, word):
 
 LEASES = [
     (NONE, spent(5.0, 4.0), None, T + LEASE_S),
-    (TEN, spent(), None, T + LEASE_S),  # nobody runs yet
+    (TEN, spent(), None, T + LEASE_S),  # no replica runs yet
     (TEN, spent(0.0, 4.0), None, T + LEASE_S),
     (TEN, spent(9.0, 4.0), None, T + 900.0 - END_S),
     (TEN, spent(9.0, 4.0), 8.0, T + 450.0 - END_S),  # with one more
@@ -228,7 +228,7 @@ def test_lease(budget, so_far, rate, until):
 
 
 def test_who_ends_when_told_to_does_not_pass_the_budget():
-    """Whatever the rate: from the moment that `over` speaks there is money for END_S."""
+    """At every rate: from the moment that `over` speaks there is money for END_S."""
     for rate in (0.1, 4.0, 320.0):
         seconds = range(int(11.0 / rate * HOUR))
         at = bisect_left(seconds, True, key=lambda s: bool(over(TEN, spent(rate * s / HOUR, rate))))
@@ -336,5 +336,5 @@ def test_a_budget_that_means_nothing_is_refused(wish):
     ],
 )
 def test_less_than_a_cent_is_not_nothing(usd: float, words: str) -> None:
-    """Before: "$0.00" for what three replicas on the cheapest hardware had cost."""
+    """Before: "$0.00" for the cost of three replicas on the cheapest hardware."""
     assert dollars(usd) == words

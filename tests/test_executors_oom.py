@@ -203,7 +203,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kill_that_takes_the_fork_server_along_has_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nobody sees the replica's exit code; the kernel's count tells what it was."""
+    """Then no process sees the replica's exit code; the kernel's count tells what it was."""
     count = [0]
     monkeypatch.setattr(oom.Kills.__init__, "__defaults__", (lambda: count[0],))
     monkeypatch.setattr("executors.platforms.on_host.executor.REAP_S", 0.0)

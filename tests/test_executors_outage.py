@@ -42,7 +42,7 @@ def silent(world: World) -> list[dict]:
 
 
 def note(world: World) -> str:
-    """Of the supervisor's beat."""
+    """The note of the supervisor's beat."""
     beat = read_beat(world.run.store, SUPERVISOR)
     assert beat is not None
     return beat.note

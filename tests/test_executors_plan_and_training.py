@@ -270,7 +270,7 @@ def training_says(config: RunConfig, scratch: Path) -> str:
 
 
 def both_say(cell: Cell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """What plan and training say; alike where the settings contradict each other, so that nothing can be launched."""
+    """The words of plan and training: alike if the settings contradict each other, so that nothing can be launched."""
     empty = folder / "empty"
     empty.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

@@ -76,7 +76,7 @@ UNREACHED = 75  # all is right with it, and the bucket s3://bucket/run, of which
 
 
 def where(executor: str, folder: Path) -> list[str]:
-    """What a careful user types to run there."""
+    """The options that a careful user types to run there."""
     secrets = ["--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY"]
     return {
         "local": ["--run", str(folder / "run"), "--executor", "local"],
@@ -564,7 +564,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def known(model: object, ask=None, **settings: object) -> str:
-    """What is said of it; "" if all is well."""
+    """The note or refusal for it; "" if all is well."""
     files = {"rewards": {"function": "reward.py:score"}, "data": {"prompts": "prompts.jsonl"}}
     try:
         return known_model(InnerConfig(model=str(model), **files, **settings), ask).note  # type: ignore[arg-type]
@@ -723,7 +723,7 @@ def test_a_partition_that_the_cluster_has_not() -> None:
     there = lambda: frozenset({"gpu", "cpu"})  # noqa: E731
     assert platform_options.slurm_fault({"partition": "gpu,cpu"}, there) == ""
     assert "no partition 'gpus'; did you mean gpu?" in platform_options.slurm_fault({"partition": "gpus"}, there)
-    assert platform_options.slurm_fault({"partition": "gpus"}, lambda: None) == ""  # nobody can tell
+    assert platform_options.slurm_fault({"partition": "gpus"}, lambda: None) == ""  # Slurm does not answer
     assert platform_options.slurm_fault({"partition": "x", "cluster": "local"}, there) == ""
 
 

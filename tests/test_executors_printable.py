@@ -1,4 +1,4 @@
-"""Whoever writes into a bucket steers no terminal: what a command prints is plain text."""
+"""A writer into a bucket steers no terminal: what a command prints is plain text."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def test_no_command_prints_it(written: str, tmp_path: Path, capsys: Any, argv: l
 
 
 def test_a_log_is_plain_lines(written: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A replica's own output, whatever a rollout or a library wrote there."""
+    """A replica's own output, with all that a rollout or a library wrote there."""
 
     @contextmanager
     def log_of(*_: Any) -> Any:

@@ -33,7 +33,7 @@ def test_the_public_protocol_is_six_verbs_and_no_flag() -> None:
 
 
 def six_verbs() -> tuple[Any, str]:
-    """What the page about executors has as an example, after it ran; and what it printed."""
+    """The example on the page about executors, after it ran; and its printed lines."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.DOTALL)
     printed = list[str]()
     found: dict[str, Any] = {"print": lambda *words: printed.append(" ".join(map(str, words)))}

@@ -53,7 +53,7 @@ def test_a_bill_that_waited_goes_on_when_another_supervisor_sees_it_run(world):
     world.tick()
     world.pass_time(80)
     world.supervisor.lease.beat("left")
-    world.cloud.begin("r00")  # while nobody looks
+    world.cloud.begin("r00")  # while no supervisor looks
     world.cloud.live(80, step=8.0)
     world.another()
     world.pass_time(904)
@@ -309,7 +309,7 @@ def test_a_night_without_a_supervisor_costs_what_ran_and_leaves_the_budget(world
 
 
 def test_replicas_that_finished_alone_are_started_again_for_more_steps(world):
-    """Before: an exit code 0 that nobody had counted was a DONE of the steps that are wanted now, in silence."""
+    """Before: an exit code 0 that no supervisor had counted was a DONE of the steps that are wanted now, in silence."""
     world.started()
     world.supervisor.lease.beat("left")
     fill(world.run.store, 6)
@@ -358,7 +358,7 @@ def test_a_job_that_somebody_else_cancelled_is_a_loss(world):
     assert [e["reason"] for e in world.told("lost")] == ["cancelled, and not by this run"] * 2
     world.cloud.begin("r00")
     world.another()
-    world.cloud.end("r00", None, State.CANCELLED)  # and this end is seen by nobody who was there
+    world.cloud.end("r00", None, State.CANCELLED)  # and this end is seen by no earlier supervisor
     world.another()
     world.pass_time(10)
     assert ("r00", 3) in world.cloud.jobs
@@ -548,7 +548,7 @@ def test_waiting_for_machines_writes_few_records(tmp_path):
 
 
 def test_a_rented_fleet_has_a_lease_without_a_budget_too(world):
-    """Nobody looks after it any more: it bills no longer than half an hour."""
+    """No supervisor looks after it any more: it bills no longer than half an hour."""
     world.tick()
     assert world.cloud.jobs and read_control(world.run.store).until > world.clock.wall(), "before anything can run"
     world.started()
@@ -620,7 +620,7 @@ def test_stop_ends_everything_on_the_platform_and_says_so(world):
 
 @pytest.mark.parametrize("silent", [False, True], ids=["cancels are not heard", "it does not answer"])
 def test_stop_does_not_say_that_nothing_lives_while_machines_of_it_do(world, silent):
-    """They have begun, and nobody has claimed a slot yet.  Before: "nothing of them lives" beside two live ones."""
+    """They have begun, and no replica has claimed a slot yet.  Before: "nothing of them lives" beside two live ones."""
     world.pass_time(2)
     world.cloud.deaf = True
     world.cloud.down = "503" if silent else ""

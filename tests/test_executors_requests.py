@@ -1,4 +1,4 @@
-"""What a fleet asks of its bucket, replicas and supervisor together: eight replicas, 25 s per outer step, S3's timing.
+"""Requests of a fleet to its bucket, replicas and supervisor together: 8 replicas, 25 s per outer step, S3's timing.
 
 Replicas are those of the simulator (tests/benchmarks/bench_scale.py), with bodies and means; the supervisor is the real
 one, in virtual time, on a cloud whose replicas live and train nothing.

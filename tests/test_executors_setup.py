@@ -68,7 +68,7 @@ def test_a_secret_is_made_of_this_shells_keys_and_not_shown(
 ) -> None:
     keys(monkeypatch)
     code, out = said(capsys, "modal", "--run", "s3://bucket/first")
-    assert code == 2 and "modal secret create diloco-storage" in out  # nobody was there to say yes
+    assert code == 2 and "modal secret create diloco-storage" in out  # there was no terminal to say yes at
     code, out = said(capsys, "modal", "--run", "s3://bucket/first", "--yes")
     assert code == 0 and "--secret diloco-storage" in out and "secret-value" not in out
     made = dict(modal.server.secrets.values())["diloco-storage"]

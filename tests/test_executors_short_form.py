@@ -88,7 +88,7 @@ def test_an_exit_code_of_the_users_is_no_word_of_ours(tmp_path: Path) -> None:
     )
 
 
-# -------------------------------------------------------------------- what ends with whom
+# -------------------------------------------------------------------- which processes end together
 
 
 def test_a_block_ends_what_it_launched_whatever_happens_in_it(tmp_path: Path) -> None:

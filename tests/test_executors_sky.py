@@ -1,4 +1,4 @@
-"""What SkyExecutor asks SkyPilot for, and what it makes of the answers; a stand-in for its client, whose calls give
+"""SkyExecutor's requests to SkyPilot, and its reading of the answers; a stand-in for its client, whose calls give
 request ids, as the real one's do."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is Slurm's own: sbatch's file, time limits, files that outlive everybody.  The rest is in the contract test."""
+"""Slurm's own ways: sbatch's file, time limits, files that outlive every process.  The rest is in the contract test."""
 
 import json
 import os
@@ -192,7 +192,7 @@ def test_an_option_that_sbatch_does_not_know_is_a_failed_launch(login_node, tmp_
 def test_slurms_words(login_node, tmp_path, word, state, reason):
     executor = SlurmExecutor()
     (handle,) = executor.launch_replicas([spec(tmp_path)])
-    (unknown,) = executor.poll([handle])  # nobody answers
+    (unknown,) = executor.poll([handle])  # Slurm does not answer
     assert unknown.state is State.PENDING and unknown.stale
     (login_node / "squeue").write_text(f"77|{word}\n")
     (told,) = executor.poll([handle])

@@ -296,7 +296,7 @@ def test_replicas_outlive_their_supervisor_and_the_next_adopts_them(tmp_path, ex
     assert not before.done and len(executor.find(run.url)) == 2
     assert supervisor_for(run, executor).supervise().code == 0
     after = read_report(run.store)
-    assert [x.name for x in after.sessions] == ["r00-1", "r01-1"]  # nobody was launched twice
+    assert [x.name for x in after.sessions] == ["r00-1", "r01-1"]  # no slot was launched twice
     assert len(after.of_kind("launched")) == 2 and all(c.ok for c in checks(after))
 
 

@@ -1,7 +1,7 @@
 """Commands on a run in a bucket that has a bad day, over the wire: the same words, codes and patience for all of them.
 
     may only be read (403 for every write)    looks work; drain, scale, stop and --publish say so, and what still works
-    503 for a moment                          nobody notices, but for a line on stderr
+    503 for a moment                          no effect, except a line on stderr
     503 for good                              exit code 75, what it is and what to do; within the patience
     no key (403 for everything)               exit code 2 at once
 

@@ -186,7 +186,7 @@ def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
 
 @pytest.mark.slow
 def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
-    """The launcher died before it wrote down anything but that it launches; nobody has claimed; the lists lag."""
+    """The launcher died before it wrote down anything but that it launches; no replica has claimed; the lists lag."""
     monkeypatch.setattr("executors.supervision.launches.LAG_S", 8.0)
     run = founded(tmp_path, s3, n=1)
     hub.grace_s = 1.0

@@ -23,7 +23,7 @@ __all__ = ["bucket", "executor", "platform", "run"]  # fixtures
 
 
 def calls(platform, run: str) -> list:
-    """Of replicas of this run, that have not ended."""
+    """The calls of replicas of this run that have not ended."""
     found = [c for c in platform.server.calls.values() if run.encode() in c.input.args and c.result is None]
     return [c for c in found if c.function.definition.implementation_name == "replica"]
 

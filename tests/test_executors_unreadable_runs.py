@@ -1,4 +1,4 @@
-"""Commands that look at a run, on what is no run, half of one, or a newer release's: which one, what it is, what to do.
+"""Commands that look at a run, where there is none, half of one, or a newer release's: they name it and say what to do.
 
                       no folder   empty folder   run.json cut off   newer wire version   no control records
     status                ✓            ✓                ✓                   ✓            says what to restore

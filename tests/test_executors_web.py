@@ -110,7 +110,7 @@ def test_the_grammar_refuses_a_port_that_is_none(capsys: Any) -> None:
 
 
 def bare_answer(app: web.PageApp, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """What an ASGI server would send."""
+    """The answer that an ASGI server would send."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 def test_who_holds_connections_open_holds_nobody_else(served: tuple[str, int]) -> None:
-    """Half of a head, and no word at all: the oldest of those go, and no one who has shown the token."""
+    """Half of a head, and no word at all: the oldest of those go, and no client that has shown the token."""
     address, port = served
     friend = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     friend.request("GET", address.partition(str(port))[2])

@@ -1,4 +1,4 @@
-"""What operations.md says of whoever can write to a bucket: each row of its two tables has tests that can fail.
+"""The words of operations.md about writers to a bucket: each row of its two tables has tests that can fail.
 
 A row without tests here is red, and so is a test that is not there any more.
 """
@@ -119,7 +119,7 @@ def _tests_in(file: str) -> set[str]:
 
 @pytest.mark.parametrize("secret", [b"a key that nobody guesses", None])
 def test_run_json_with_another_s_code(tmp_path: Path, secret: bytes | None) -> None:
-    """Without a key his code is the run's; under one, whoever reads run.json ends."""
+    """Without a key the writer's code is the run's; under one, the reader of run.json ends."""
     store = under_key(bucket := MemoryStore(), ManualClock(), secret)
     theirs = b"import os"
     key = layout.code_key(hex_of(digest(theirs, SHA256)), "reward.py")

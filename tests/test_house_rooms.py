@@ -110,7 +110,7 @@ def test_the_readmes_commands_exist() -> None:
 
 
 def test_no_machine_of_ours_is_named() -> None:
-    """No path of this checkout or of a home folder in what we ship."""
+    """No path of this checkout or of a home folder in the shipped files."""
     files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout.split()
     texts = [p for f in files if (p := ROOT / f).suffix in (".py", ".md", ".toml", ".txt", ".yml") and p.exists()]
     ours = (str(ROOT), f"{Path.home()}/")

@@ -66,7 +66,7 @@ def test_many_arguments_go_by_keyword() -> None:
 
 
 def _called(call: ast.Call) -> str:
-    """The last name of what is called; for `kernel[grid](...)` the kernel's."""
+    """The last name of the callee; for `kernel[grid](...)` the kernel's."""
     target = call.func.value if isinstance(call.func, ast.Subscript) else call.func
     return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
 

@@ -39,7 +39,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without a network: its proxy is a port where nobody listens."""
+    """Built without a network: its proxy is a port without a listener."""
     to = tmp_path_factory.mktemp("built") / "site"
     nowhere = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "all")} | {
         "NO_MKDOCS_2_WARNING": "1"

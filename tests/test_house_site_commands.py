@@ -25,7 +25,7 @@ MARKED = {page.relative_to(DOCS).as_posix(): runnable(page) for page in all_page
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What the commands see: our `diloco` first, a Hub on loopback, a cache and a home of their own."""
+    """The surroundings of the commands: our `diloco` first, a Hub on loopback, a cache and a home of their own."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "model").mkdir()
     (folder / "a.txt").write_text("a")

@@ -82,7 +82,7 @@ def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Pat
 
 
 def turns_of(real: Fleet) -> dict[int, list[Turn]]:
-    """What its commits list, by the step at which each turn began."""
+    """The turns that its commits list, by the step at which each began."""
     found: dict[int, list[Turn]] = {}
     for commit in real.commits():
         for o in commit.offers:

@@ -89,6 +89,6 @@ def test_a_policy_gains_nothing_by_breaking_its_reward() -> None:
 
 @pytest.mark.slow
 def test_where_a_broken_reward_counts_as_none_it_stays_broken_behind_a_perfect_reward() -> None:
-    """What the setting "none" keeps: the reward that is shown leaves out a quarter of the completions."""
+    """The setting "none" keeps the fault: the reward that is shown leaves out a quarter of the completions."""
     shares, noted = train_toy("none", steps=300)
     assert sum(shares[-20:]) / 20 > 0.15 and sum(noted["reward"][-20:]) / 20 > 0.99

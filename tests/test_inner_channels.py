@@ -168,7 +168,7 @@ class _Gradients(TrainerCallback):
 
 
 def step_gradient(config: dict[str, Any], **options: Any) -> Tensor:
-    """Of one real inner step: generate, accumulate, backward."""
+    """The gradient of one real inner step: generate, accumulate, backward."""
     trainer = make(steps=1, config={"max_grad_norm": 1e9, "batch_size": 8, **config}, **options)
     seen = _Gradients()
     trainer.add_callback(seen)
@@ -485,7 +485,7 @@ def test_the_papers_context_is_the_first_other_success_and_the_own_errors() -> N
     assert [t.partition("\n")[0] for t in shown] == ["solved 12", "solved 10", "solved 10", "solved 10", "solved 17",
                                                      "solved 17", "solved 17"]  # fmt: skip
     assert ["e1" in texts[1], "e4" in texts[4], "feedback" in texts[2]] == [True, True, False]
-    assert lessons[7] == [] and lessons[1][0].written == (1, 0, 1)  # a lone success has nobody to learn from
+    assert lessons[7] == [] and lessons[1][0].written == (1, 0, 1)  # a lone success has no other to learn from
     assert reprompt("", []) is None and reprompt("", ["bad"]).endswith("Correctly solve the original question.")  # type: ignore[union-attr]
 
 

@@ -283,7 +283,7 @@ def test_no_memory_can_be_had_beside_the_limit() -> None:
 
 
 def test_no_process_without_limits_is_inside() -> None:
-    """bwrap's own process 1 has none, and whoever has its uid may write to its memory."""
+    """bwrap's own process 1 has none, and a process with its uid may write to its memory."""
     look = "import os\nprint([p for p in os.listdir('/proc') if p.isdigit()], os.getpid(), 'python' in open('/proc/1/cmdline').read())"
     assert begun().run_python(look) == "['1'] 1 True\n"
 

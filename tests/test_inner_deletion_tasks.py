@@ -141,7 +141,7 @@ if os.fork() == 0:
 
 
 def harbor_reward(folder: Path) -> str:
-    """What tests/test.sh does in the container, with these paths."""
+    """The reward by the steps of tests/test.sh in the container, with these paths."""
     words = [str(PYTHON), "-I", "-S", str(folder / "tests/judge.py"), "--work", str(folder / "environment/repo")]
     subprocess.run([*words, "--tests", str(folder / "tests"), "--to", str(folder / "r")], check=True, timeout=60)
     return (folder / "r").read_text()

@@ -32,7 +32,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="test-inner-")
 
 @cache
 def start() -> Path:
-    """A start model with an adapter beside it; whoever trains the whole model leaves that alone."""
+    """A start model with an adapter beside it; training of the whole model leaves that alone."""
     publish_model(InnerConfig(**merge_tables(SETTINGS, LORA)), Path(FOLDER.name))
     return Path(FOLDER.name)
 

@@ -1,4 +1,4 @@
-"""What a start model brings along: its generation config, absolute positions, a router, towers."""
+"""The parts that a start model brings along: its generation config, absolute positions, a router, towers."""
 
 import json
 import shutil

@@ -145,7 +145,7 @@ def test_every_role_is_killed_and_the_digests_are_those_of_a_run_without(
             one.wait_for_steps(step + 1)
         assert one.end() == undisturbed
     text = "\n".join(one.lines)
-    for role in ROLES[:3]:  # the clients are asked about what their ledgers do not have
+    for role in ROLES[:3]:  # the clients are asked for answers that their ledgers do not have
         assert f"the {role} has ended" in text
     assert "Killed(sig=9)" in text
 

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental"),
 ]
 SMALL = {"output_dir": "unused", "use_cpu": True, "bf16": False, "max_completion_length": 10, "report_to": []}
-STALE = {"num_iterations": 2}  # off-policy, whatever the accumulation
+STALE = {"num_iterations": 2}  # off-policy, at any accumulation
 ON_POLICY = {"steps_per_generation": 1, "num_iterations": 1}
 B, T = 4, 6
 NAMES = list(PO_OBJECTIVES)

@@ -279,7 +279,7 @@ def test_a_reward_is_earned_once() -> None:
 
 
 def test_a_history_that_is_not_the_whole_episode_is_not_used() -> None:
-    """Of another session, or with the newest steps only: the conversation is what is left."""
+    """A history of another session, or with the newest steps only: the conversation as seen here remains."""
     history: list[dict[str, Any]] = []
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def test_openenv_guesses_an_errors_kind_from_its_text_and_is_corrected() -> None
     text = "1 validation error for call[add]\na\n  Input should be a valid integer"
     wrong = {"tool_name": "add", "error": {"error_type": "execution_error", "message": text}}
     assert (failure_of({"observation": wrong}) or {})["error_kind"] == "bad_arguments"
-    own = "Error calling tool 'add': 1 validation error for Order"  # of what the tool computed
+    own = "Error calling tool 'add': 1 validation error for Order"  # from inside the tool's own work
     raised = {"tool_name": "add", "error": {"error_type": "execution_error", "message": own}}
     assert (failure_of({"observation": raised}) or {})["error_kind"] == "execution_error"
 

@@ -423,7 +423,7 @@ FORMS = {"returned": "failed.record", "returned as text": "str(failed)", "raised
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_a_failure_that_is_raised_is_one_for_trl(servers: dict[str, str], tmp_path: Path, form: str) -> None:
-    """tools/failure_frequency does not see what a tool returns, whatever it says. So the client raises."""
+    """tools/failure_frequency does not see what a tool returns, even an error. So the client raises."""
     answer = f"return {FORMS[form]}" if FORMS[form] else "raise"
     (tmp_path / "env.py").write_text(
         "from inner.worlds.openenv import ToolFailed, openenv_environment\n"

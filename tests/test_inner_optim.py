@@ -104,7 +104,7 @@ def test_a_schedule_that_cannot_be(schedule: dict[str, Any], words: str) -> None
 
 
 def test_a_replacement_is_where_the_others_are() -> None:
-    """The rate is a function of the committed step, whatever the session has done; it holds from its first step on."""
+    """The rate is a function of the committed step alone, not of the session; it holds from its first step on."""
     config = config_with(lr=0.5, schedule={"lr_shape": "linear", "lr_steps": 10})
     model = small_model()
     committed = [0]

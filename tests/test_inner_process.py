@@ -86,7 +86,7 @@ def test_advantages_equal_the_formula(credit: str, scale: str) -> None:
             for turn in range(rng.randrange(4)):
                 start = at + rng.randrange(2)
                 at = start + rng.randrange(1, 4)
-                if rng.random() < 0.8:  # else nobody can say
+                if rng.random() < 0.8:  # else no score is known
                     steps.append(ScoredSpan(row, turn, start, at, rng.choice([0.0, 0.5, 1.0, 3.0])))
         if len(steps) < 2:
             continue
@@ -343,7 +343,7 @@ def test_recorded_answers_are_found_by_the_messages() -> None:
 
 
 def traces(count: int, seed: int) -> tuple[list[Any], list[TeacherAction]]:
-    """States of ToolWorld with three teachers, two of whom are right."""
+    """States of ToolWorld with three teachers, two of them right."""
     rng = random.Random(seed)
     states, actions = [], []
     for i, row in enumerate(WORLD.rows(count, seed)):

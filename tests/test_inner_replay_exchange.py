@@ -1,4 +1,4 @@
-"""Hostile endpoints: whatever comes back, a request ends in time, in bounded memory, as a Reading, and in the books."""
+"""Hostile endpoints: after any response, a request ends in time, in bounded memory, as a Reading, and in the books."""
 
 import asyncio
 import gzip
@@ -45,7 +45,7 @@ def ask_hostile(script: Callable[[int], Script], **more: Any) -> tuple[Replay, H
         return ask(states(1), [hostile_teacher(server)], **{"tries": 1, "timeout_s": 20.0} | more), server
 
 
-# A real socket with somebody hostile at its other end
+# A real socket with a hostile server at its other end
 
 
 def test_a_drip_of_single_bytes_ends_at_the_deadline_of_the_whole_call() -> None:
@@ -130,7 +130,7 @@ def test_what_a_hostile_server_sends_is_a_failure_in_words_and_in_the_books(
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
 def test_a_redirect_is_not_followed(status: str) -> None:
-    """It would carry the key, and the prompt, to somebody else."""
+    """It would carry the key, and the prompt, to another host."""
     with HostileServer(lambda n: [response(GOOD)]) as other:
         redirect = response(b"", status, location=other.url + "/chat/completions")
         with pytest.raises(ReplayStopped, match=status[:3]):
@@ -152,7 +152,7 @@ def test_after_a_hostile_answer_the_next_one_counts() -> None:
     assert [a["action"] for a in replay] == ["ls"] and server.requests == 2
 
 
-# Somebody else's numbers and texts
+# Foreign numbers and texts
 
 
 HUGE_INT = 10**400
@@ -321,7 +321,7 @@ def test_a_retry_after_that_cannot_be_read_is_none(value: str) -> None:
     assert retry_after({"retry-after": value}, 0.0) is None
 
 
-# Any response whatever
+# Any response at all
 
 HEADERS = st.dictionaries(
     st.sampled_from(["retry-after", "content-type", "content-encoding", "x", "location"]),
@@ -498,7 +498,7 @@ def killed_teacher(url: str) -> Teacher:
 @pytest.mark.parametrize(
     ("point", "asked", "counted"),
     [
-        ("after sent", 2, WORST + 2000),  # nobody can know whether it left: it counts, and is asked
+        ("after sent", 2, WORST + 2000),  # unknown whether it left: it counts, and is asked
         ("before back", 3, WORST + 2000),  # paid and lost: it counts in full, and is asked again
         ("torn back", 3, WORST + 2000),
         ("after back", 2, 2000),  # in the books: never asked again

@@ -313,7 +313,7 @@ def test_what_was_earned_stands_but_not_above_the_worst() -> None:
 
 
 def test_the_largest_reward_leaves_its_group_a_signal() -> None:
-    """Of larger ones the variance is infinite in float32, and every advantage 0."""
+    """With larger ones the variance is infinite in float32, and every advantage 0."""
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         return [LARGEST if i == 0 else 0.0 for i in range(len(completions))]

@@ -126,7 +126,7 @@ class Sure:
 
 @pytest.mark.parametrize("sure", [0.5, 0.99, 0.999, 0.9999])
 def test_an_honest_worker_of_a_model_that_is_sure_of_itself_is_believed(sure: float) -> None:
-    """Of .999 one in thirty has |z| > 5 by a single rare token; the normal distribution says one in two million."""
+    """At .999 one in thirty has |z| > 5 by a single rare token; the normal distribution says one in two million."""
     logits = torch.full((16,), math.log((1 - sure) / 15))
     logits[0] = math.log(sure)
     model, rng = Sure(logits), torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""Rows reach rewards, environments, prompts and [eval] as the file has them, whatever JSON values they hold.
+"""Rows reach rewards, environments, prompts and [eval] as the file has them, with any JSON values.
 
     file ──▶ reward(columns) · environment.reset(row) · the prompt's ids       in training, in [eval], in pre-flight
 
-The prompt's ids are compared with what transformers' own chat template writes.
+The prompt's ids are compared with those of transformers' own chat template.
 """
 
 import copy
@@ -198,7 +198,7 @@ def see_rows(model: Path, task: Path, rows: list[Any]) -> None:
 
 
 def take(modules: list[Any]) -> list[dict[str, Any]]:
-    """What the reward saw, and what environments were reset with."""
+    """The rows that the reward saw, and those that environments were reset with."""
     found = without_spoil(modules[0].SEEN) + without_spoil([r for m in modules[1:] for r in m.RESET])
     for module in modules:
         module.SEEN.clear()

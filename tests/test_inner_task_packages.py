@@ -1,6 +1,6 @@
 """The real reasoning-gym and verifiers: rows, scores, refusals, and a run of two replicas that learns from a task.
 
-    make test-tasks            an environment of its own, with what is in .venv behind it
+    make test-tasks            an environment of its own, with .venv's packages behind it
 
 Each test runs where its package is installed.
 """
@@ -138,7 +138,7 @@ def test_what_the_package_refuses(name: str, options: dict[str, Any], words: str
 
 @pytest.fixture
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's taskset packages are, for this process and those that it starts."""
+    """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
     monkeypatch.syspath_prepend(str(TASKSETS))
     return tmp_path

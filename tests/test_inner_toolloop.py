@@ -1,4 +1,4 @@
-"""What TRL's tool loop does twice is done once, and nothing else changes."""
+"""The work that TRL's tool loop does twice is done once, and nothing else changes."""
 
 from typing import Any
 

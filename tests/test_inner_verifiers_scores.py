@@ -41,7 +41,7 @@ REPLIES = {
 
 @pytest.fixture(autouse=True)
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's taskset packages are, for this process and those that it starts."""
+    """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
     monkeypatch.syspath_prepend(str(TASKSETS))
     return tmp_path

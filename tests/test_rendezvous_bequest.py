@@ -1,6 +1,6 @@
-"""What a codec had not sent, from one life of a slot to the next: nothing lost with a goodbye, nothing used twice.
+"""The residual of a codec, from one life of a slot to the next: nothing lost with a goodbye, nothing used twice.
 
-Σ of all pseudogradients  =  Σ of what was decoded  +  what the last life still holds
+Σ of all pseudogradients  =  Σ of all decoded bodies  +  the residual of the last life
 """
 
 from collections.abc import Callable

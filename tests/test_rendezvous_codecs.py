@@ -43,7 +43,7 @@ def normal(n: int, seed: int = 0, scale: float = 1.0, zeros: float = 0.0) -> np.
 
 
 def encoded(c: Codec, x: np.ndarray, residual: np.ndarray | None = None, theta: np.ndarray | None = None) -> bytes:
-    out = np.full(c.max_body_size(x.size), 0xAA, np.uint8)  # dirty, to find bytes that nobody wrote
+    out = np.full(c.max_body_size(x.size), 0xAA, np.uint8)  # dirty, to find bytes that the codec did not write
     theta = np.zeros_like(x) if theta is None else theta
     return out[: c.encode(x, out, residual, theta)].tobytes()
 
@@ -348,7 +348,7 @@ def test_bodies_may_lie_anywhere_in_a_buffer(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIXED)
 def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens to x on CUDA, except for the device: several pieces, each packed beside its place."""
+    """The way of x on CUDA, except for the device: several pieces, each packed beside its place."""
     x, e, straight_e = normal(300_000, 1), np.zeros(300_000, np.float32), np.zeros(300_000, np.float32)
     straight = encoded(get_codec(name), x, straight_e)
 

@@ -22,7 +22,7 @@ N, P, OUTER, H, LR = 4, 8192, 400, 4, 0.02
 
 @cache
 def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
-    """-> loss, as a share of what it was at first (mean of the last 20 outer steps), and bytes sent up."""
+    """-> loss, as a share of the first loss (mean of the last 20 outer steps), and bytes sent up."""
     g, c = torch.Generator().manual_seed(seed), get_codec(name)
     noise = torch.where(torch.arange(P) % 16 == 0, 2.0, 0.1)
     best, theta, sent, losses = torch.randn(P, generator=g), torch.zeros(P), 0, list[float]()

@@ -162,7 +162,7 @@ def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_end
 
 
 def test_a_first_snapshot_that_was_lost_with_the_first_commit_is_not_made_anew(clock: ManualClock) -> None:
-    """Whoever joins may hold anything: zeros, where a later snapshot takes the place of the start model."""
+    """A joining replica may hold anything: zeros, where a later snapshot takes the place of the start model."""
     store, a, b = pair(clock)
     for _ in range(4):
         together(a, b)
@@ -228,7 +228,7 @@ def test_a_zombie_learns_it_from_the_chain_even_without_a_heartbeat(clock: Manua
 
 
 def test_a_zombies_offer_counts_in_the_step_it_slept_in_and_in_no_later_one(clock: ManualClock) -> None:
-    """Eligible hangs on the commit before alone: commit -1 fences nobody, commit 0 fences generation 1."""
+    """Eligibility depends on the commit before alone: commit -1 fences no generation, commit 0 fences generation 1."""
     store, a, zombie = pair(clock, m=1)
     Seat(store, "r01", clock)  # its successor, while it sleeps in step 0
     a.offer(1, 1, 1)
@@ -518,7 +518,7 @@ def test_a_writer_looks_after_its_last_blob_while_somebody_heals(clock: ManualCl
 
 
 def others_beat_meanwhile(clock: ManualClock, monkeypatch: pytest.MonkeyPatch, *seats: Seat) -> None:
-    """Whoever sleeps from now on finds that these have ticked."""
+    """A replica that sleeps from now on finds that these have ticked."""
     sleep = clock.sleep
 
     def then_tick(seconds: float) -> None:
@@ -544,7 +544,7 @@ def test_a_writer_computes_the_parts_that_its_damaged_blob_keeps_others_from(
     commit, out = c.rv.settle(), np.empty(3, np.float32)
     assert commit.mode == "sharded"
     others_beat_meanwhile(clock, monkeypatch, a, b)
-    c.rv.mean(commit, out)  # from its own memory, after a while in which nobody else could do his part
+    c.rv.mean(commit, out)  # from its own memory, after a while in which no other replica could do its part
     assert out.tolist() == [1.0] * 3
     for seat in (a, b):
         taken = np.empty(3, np.float32)
@@ -668,7 +668,7 @@ def test_a_snapshot_whose_bytes_are_right_but_mean_something_else_is_passed_over
 def test_a_forged_snapshot_with_other_arrays_is_passed_over_for_an_older_one(
     clock: ManualClock, wrong: dict[str, np.ndarray], why: str
 ) -> None:
-    """Before: whoever loaded it raised (in a real run OuterError: "this URL holds a run of another model")."""
+    """Before: a replica that loaded it raised (in a real run OuterError: "this URL holds a run of another model")."""
     store, a, b = pair(clock, replicas=3, steps=9)
     together(a, b)
     together(a, b)

@@ -1,4 +1,4 @@
-"""What is collected, what never is, and what becomes of a reader that was too slow.
+"""The blobs that are collected, those that never are, and the fate of a reader that was too slow.
 
 The engine is wired here as `fleet.keep = "window"` wires it (`window()`), so that its own code collects.
 """
@@ -374,7 +374,7 @@ def test_the_engine_collects_and_a_late_joiner_heals(seats: Any) -> None:
 
 @pytest.mark.parametrize("last", ["ab", "ba"])
 def test_what_a_finished_run_leaves_is_reckoned_from_its_last_snapshot(last: str) -> None:
-    """Seed 978: nobody closed a step after it, so all bodies since the snapshot that the last closer knew of stayed."""
+    """Seed 978: no step was closed after it, so all bodies since the snapshot that the last closer knew of stayed."""
     from tests.test_rendezvous_engine import Seat, bucket
 
     clock = ManualClock()
@@ -514,7 +514,7 @@ def busy(seed: int) -> Schedule:
 
 @pytest.mark.slow
 def test_the_promises_hold_while_everybody_collects() -> None:
-    """Readers that stall are collected under, collectors are killed between two deletes: nobody averages a gap."""
+    """Readers that stall are collected under, collectors are killed between two deletes: no replica averages a gap."""
     results = [sim.run(busy(seed)) for seed in range(120)]
     red = [f"seed {r.schedule.seed}: {r.red}" for r in results if r.red]
     assert not red, "\n".join(red)

@@ -106,7 +106,7 @@ def test_the_reader_has_every_body_and_residual(codec: str) -> None:
 
 
 def _check_largest(x: np.ndarray, kept: reader.Residual, body: bytes) -> None:
-    """Of each 64 nothing that was left is larger than what was sent, and each value says the sign."""
+    """Check that in each 64 no unsent value is larger than a sent one, and that each sent value has the right sign."""
     s = reader.GAINS[np.minimum(kept.age + 1, 8)] * (kept.e * np.float32(0.5) + x)
     sent = reader.decode("topk", body, x.size)
     whole, out = (np.pad(v, (0, -x.size % 8192)).reshape(-1, 64, 128) for v in (s, sent))

@@ -55,7 +55,7 @@ def body_of(store: FaultyStore, seat: Seat) -> bytes:
 
 
 def first_body(name: str, delta: np.ndarray) -> bytes:
-    """What a codec writes that has not lost anything before."""
+    """The body of a codec with an empty residual."""
     rules = replace(RULES, codec=name)
     store = bucket(ManualClock(), replicas=1, m=1)
     seat = Seat(store, "r00", ManualClock(), rules).join()
@@ -73,7 +73,7 @@ REFUSED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("why", REFUSED)
 @pytest.mark.parametrize("cut", [False, True])
 def test_after_a_refused_pseudogradient_a_codec_starts_anew(clock: ManualClock, name: str, why: str, cut: bool) -> None:
-    """Half of the refused one stood in its residual already; nobody can tell which half."""
+    """Half of the refused one stood in its residual already, and no record says which half."""
     rules = replace(RULES, codec=name, shard_elements=1 if cut else RULES.shard_elements)
     store = bucket(clock, replicas=1, m=1)
     seat = Seat(store, "r00", clock, rules)
@@ -291,7 +291,7 @@ def test_a_flipped_bit_is_not_in_the_last_snapshot(clock: ManualClock, m: int) -
 
 
 def test_who_has_no_offer_does_not_close(clock: ManualClock) -> None:
-    """The others' offers say from which θ they start; only who made one knows that it is the chain's."""
+    """The others' offers say from which θ they start; only the author of one knows that it is the chain's."""
     store, a, b, c = trio(clock)
     b.offer()
     c.offer()
@@ -325,7 +325,7 @@ def test_a_replay_up_to_a_step_starts_from_no_later_snapshot(clock: ManualClock)
 
 
 def test_a_writer_looks_after_its_blob_for_a_replica_whose_beat_never_gets_through(clock: ManualClock) -> None:
-    """Seed 900119: r00 was listed and mute, so r01 thought that nobody could miss its damaged blob."""
+    """Seed 900119: r00 was listed and mute, so r01 thought that no replica could miss its damaged blob."""
     store, a, b = pair(clock)
     a.offer(1, 1, 1)
     b.offer(2, 2, 2)
@@ -345,7 +345,7 @@ def test_a_writer_looks_after_its_blob_for_a_replica_whose_beat_never_gets_throu
 
 
 def test_a_lost_commit_is_not_decided_again(clock: ManualClock) -> None:
-    """b is slow.  Step 1 looks open to it, but others have built on what was decided there."""
+    """b is slow.  Step 1 looks open to it, but others have built on the decision there."""
     store, a, b = pair(clock, m=1)
     for _ in range(3):
         a.offer()
@@ -404,7 +404,7 @@ def test_a_commit_with_other_weights_is_applied_by_nobody(clock: ManualClock, ho
 
 
 def test_a_theta_that_its_commit_did_not_confirm_is_not_written_down(clock: ManualClock) -> None:
-    """Commit 2 claims another base; the replay confirms r01's.  Nobody else has that digest, so it is no snapshot."""
+    """Commit 2 claims another base; the replay confirms r01's.  No other replica has that digest: no snapshot."""
     store, a, b = pair(clock, m=1)
     together(a, b)
     together(a, b)
@@ -612,7 +612,7 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
 
 
 def test_who_never_held_a_slot_says_no_goodbye(clock: ManualClock) -> None:
-    """Seed 21000151: asked to go before it had claimed, it wrote one for generation 0, which is nobody's."""
+    """Seed 21000151: asked to go before it had claimed, it wrote one for generation 0, which no replica holds."""
     store = bucket(clock)
     rv = Rendezvous(store, clock, "r01", RULES, TIMING)
     rv.ask_to_leave()
@@ -621,7 +621,7 @@ def test_who_never_held_a_slot_says_no_goodbye(clock: ManualClock) -> None:
 
 
 def test_a_commit_that_a_tick_saw_and_that_is_gone_again_does_not_leave_a_replica_behind(clock: ManualClock) -> None:
-    """Seed 21000018: somebody took commit 2 and the operator gave it back; r00 never made an inner step again."""
+    """Seed 21000018: commit 2 was taken and the operator gave it back; r00 never made an inner step again."""
     store, a, b = pair(clock)
     store.put(layout.commit_key(0), b"not a commit")
     b.rv.members.tick()

@@ -96,7 +96,7 @@ def test_snapshots_stay_at_ages_of_about_powers_of_two(room: int) -> None:
 
 @pytest.mark.parametrize("gaps", [0.0, 0.2])
 def test_a_snapshot_that_was_given_up_is_never_asked_for_again(gaps: float) -> None:
-    """So collectors that look at other times, or come late, agree on what is left."""
+    """So collectors that look at other times, or come late, agree on the kept set."""
     rng = random.Random(71_000_000)
     for room in range(14):
         run = [t for t in range(0, 3000, 10) if t == 0 or rng.random() >= gaps]
@@ -161,7 +161,7 @@ def due(
 
 
 def steps_due(pace: SnapshotPace, begin: int, end: int, sizes: Sizes, *, newest: int = 0) -> list[int]:
-    """Where a snapshot is begun and stands at once."""
+    """The steps at which a snapshot is begun, if each stands at once."""
     found = []
     for t in range(begin, end):
         pace.take_step(t, sizes, snapshot=100, newest=newest)
@@ -336,7 +336,7 @@ def test_a_body_goes_once_its_mean_stands_and_a_newer_snapshot_does() -> None:
     (missing, record), torn = (layout.mean_key(3, 0), store.get(layout.mean_key(3, 0)) or b""), layout.mean_blob(7, "n")
     store.delete([missing])
     store.put(torn, bytes(BODY - 1))
-    late = layout.delta_blob(4, "r02", 1, "n")  # which nobody has listed yet
+    late = layout.delta_blob(4, "r02", 1, "n")  # which no commit has listed yet
     store.put(late, bytes(BODY))
     broom.sweep(10)
     assert steps_with(store, "delta/") == [4, 7, 10, 11], "3 went: it is before the older snapshot, where nobody begins"

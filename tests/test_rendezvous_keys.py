@@ -1,6 +1,6 @@
 """No name leads out of a run: not through a key, not through a record that names one, not through a link in the folder.
 
-run/ ◀── every key          outside/ ── what nobody may read, write, list or delete from here
+run/ ◀── every key          outside/ ── never read, written, listed or deleted from here
 """
 
 import os
@@ -86,7 +86,7 @@ def test_percent_signs_mean_nothing_to_a_cloud_store(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("link", ["steps", "steps/0000000000", "steps/0000000000/commit.json"])
 def test_a_link_in_the_runs_folder_is_not_followed(link: str, outside: Path) -> None:
-    """Who may write to a shared folder must not write with the rights of whoever runs a replica."""
+    """A user with write access to a shared folder must not write with the rights of the user who runs a replica."""
     store, key = FileStore(outside.parent / "run"), layout.commit_key(0)
     to = outside if "json" not in link else outside / "x"
     (store.root / link).parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def test_a_record_that_names_another_object_than_its_own_is_none(kind: str) -> N
 
 
 def test_a_forged_goodbye_deletes_nothing_but_a_residual() -> None:
-    """Who inherits deletes what it took: run.json, if the goodbye could name it."""
+    """The heir deletes the residual it took: run.json, if the goodbye could name it."""
     store = MemoryStore()
     store.put(layout.RUN, b"{}")
     forged = replace(NAMING["leave"][0], residual=layout.RUN, residual_digest=digest(b"{}"))  # type: ignore[type-var]
@@ -176,7 +176,7 @@ def test_a_forged_goodbye_deletes_nothing_but_a_residual() -> None:
 
 
 def test_a_forged_mean_puts_nothing_back_over_another_object() -> None:
-    """Whoever finds an announced mean damaged puts it back, under the key that its record names."""
+    """A replica that finds an announced mean damaged puts it back, under the key that its record names."""
     store, clock = MemoryStore(), ManualClock()
     store.put(layout.RUN, b"{}")
     forged = Mean(0, layout.RUN, 0, digest(b""), "n")

@@ -1,4 +1,4 @@
-"""What is written by hand into the bucket of a run without a key, and looks like an offer: passed over or left out.
+"""Objects written by hand into the bucket of a run without a key, looking like offers: passed over or left out.
 
 a, b: two honest replicas.   r02: a slot whose records are written here, bytes and all.
 """
@@ -120,7 +120,7 @@ def test_a_body_with_digests_for_another_grid_counts_for_nothing(clock: ManualCl
 
 
 def test_a_wrong_digest_is_never_averaged(clock: ManualClock) -> None:
-    """Without the key nobody can tell a liar from a store that lost bytes: everybody stops and says so."""
+    """Without the key no reader can tell a liar from a store that lost bytes: all replicas stop and say so."""
     store, a, b = pair(clock, replicas=3)
     offered(store, a, vector(9, 9, 9), digest=digest(b"something else"))
     a.offer()

@@ -28,7 +28,7 @@ def polling(replicas: int, steps: int = 2) -> float:
 
 @pytest.mark.parametrize(("replicas", "most"), [(3, 60), (8, 60), (32, 90)])
 def test_a_replica_asks_for_little_in_an_outer_step(replicas: int, most: int) -> None:
-    """206 at N = 8 and 253 at N = 32 before, 181 at N = 8 when everybody still watched all beats."""
+    """206 at N = 8 and 253 at N = 32 before, 181 at N = 8 when all replicas still watched all beats."""
     assert polling(replicas) <= most
 
 
@@ -50,7 +50,7 @@ def test_a_fleet_without_faults_leaves_nobody_out(timing: str) -> None:
 
 
 def test_closing_takes_no_longer_for_it() -> None:
-    """0.54 s when everybody polled for offers; now the last to come closes, and asks for claims all at once."""
+    """0.54 s when all replicas polled for offers; now the last to come closes, and asks for claims all at once."""
     _, seconds, closed = play(8, 4, "s3", 0.3, 0.0)
     assert max(closed) < 1.0 and seconds < 71.0
 
@@ -62,7 +62,7 @@ def test_a_death_is_noticed_as_soon_as_if_all_were_watched_all_the_time() -> Non
 
 
 def test_a_death_near_the_end_of_a_step_is_noticed_no_later_than_by_a_watch() -> None:
-    """Far apart looks.  With everybody watching 19 s on average; by the last two looks alone 22 s."""
+    """Far apart looks.  With all replicas watching 19 s on average; by the last two looks alone 22 s."""
     found = [wait for share, _, wait in deaths(3, "s3", 117.0, 55.0, shares=(0.7,))]
     assert sum(found) / len(found) < 19.0
 
@@ -280,7 +280,7 @@ def test_a_beat_is_no_older_than_the_look_that_did_not_find_it() -> None:
 def test_whoever_may_have_died_is_read_although_it_was_read_lately(
     life: tuple[CountingStore, ManualClock, Membership],
 ) -> None:
-    """Within a beat of a look in vain nobody looked again, and a death was found up to four seconds late."""
+    """Within a beat of a look in vain no replica looked again, and a death was found up to four seconds late."""
     store, clock, members = life
     for n in (1, 2):
         store.put(layout.beat_key("r01"), a_beat("r01", n, clock.wall()).encode())

@@ -125,7 +125,7 @@ def test_the_gate_depends_neither_on_the_order_nor_on_the_unit() -> None:
 
 
 def test_weights_survive_text_and_are_checked_by_readers() -> None:
-    """What the closer decides, a reader finds again from the offers in the commit; anything else it refuses."""
+    """A reader finds the closer's weights again from the offers in the commit, and refuses all others."""
     for weighting in rules.WEIGHTINGS:
         run = Rules(sync_every=7, weighting=weighting, norm_gate=3.0)
         offers = [listed(f"r{i:02d}", h=i + 1, norm=0.1 * 3**i, samples=10.0 + i, age=i % 2) for i in range(5)]
@@ -188,7 +188,7 @@ def test_four_looks_are_no_slowness() -> None:
 
 
 def test_first_cap_is_what_the_others_have_left_to_do() -> None:
-    """Of 8 inner steps in a round: the median of 2, 5 and 0, the last of whom has offered already."""
+    """The cap in a round of 8 steps: the median of 2, 5 and 0, the last of a replica that has offered already."""
     there = [
         peer(phase="train", step=3, inner=6),
         peer(phase="train", step=3, inner=3),
@@ -273,11 +273,11 @@ FRESH = {"r00": offer("r00", took=4.0)}  # patience 2 s, arrival within 6 s
         (peer(phase="left", untrusted_generation=1), 5, 0.0, False),
         (peer(phase="boot"), 5, 1.0, True),  # an old beat: patience
         (peer(phase="heal"), 5, 3.0, False),
-        (peer(phase="boot", step=0), 0, 20.0, True),  # at the very start everybody is waited for
+        (peer(phase="boot", step=0), 0, 20.0, True),  # at the very start all slots are waited for
         (peer(phase="boot", step=0), 0, 31.0, False),
         (peer(rate=0.0, step=0, inner=0), 0, 20.0, True),
         (peer(rate=0.0, step=0, inner=0, still=32.0), 0, 31.0, False),
-        (None, 0, 3.0, True),  # nobody knows yet: as long as a beat takes to be called silent
+        (None, 0, 3.0, True),  # no beat is known yet: as long as a beat takes to be called silent
         (None, 0, 5.0, False),
         (None, 5, 1.0, True),
         (None, 5, 3.0, False),

@@ -1,4 +1,4 @@
-"""A run under a key: what somebody else writes into its bucket is passed over, or ends it loudly; it never counts.
+"""A run under a key: an outsider's objects in its bucket are passed over, or end it loudly; they never count.
 
 outsider ── record without, or with another, key ──▶ bucket        a, b: two replicas that share the key
 """

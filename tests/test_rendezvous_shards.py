@@ -112,7 +112,7 @@ def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
 def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
     x = RNG.standard_normal(n, dtype=np.float32)
     ranges = shard_grid(n, codec_alignment(codec), 1024)
-    for _ in range(2):  # with an empty residual, and with what was lost
+    for _ in range(2):  # with an empty residual, and with a kept one
         written = Encoder(codec).encode_in_shards(0, x, ranges, 2 * np.ones_like(x))
         assert written.norm == pytest.approx(float(np.linalg.norm(x.astype(np.float64))), rel=1e-5)
         assert written.scale == pytest.approx(2 * n**0.5)

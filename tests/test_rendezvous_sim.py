@@ -119,7 +119,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_seed_replays_exactly() -> None:
-    """Whatever the hash seed of the process is."""
+    """The trace is the same under every hash seed of the process."""
     code = "from tests.sim import draw, run; print(*(run(draw(s)).trace for s in range(6)))"
     traces = {
         subprocess.run(
@@ -169,7 +169,7 @@ SHARDS = Rules(sync_every=4, shard_from=1, shard_elements=2)
 @pytest.mark.parametrize("rules_", [Rules(sync_every=4), SHARDS], ids=["direct", "sharded"])
 @pytest.mark.parametrize("whose", [["r00"], ["r00", "r01"], ["r00", "r01", "r02"]], ids=len)
 def test_deltas_that_rot_in_an_open_step_are_put_back_by_their_writers(rules_: Rules, whose: list[str]) -> None:
-    """They live and have the bytes, so nobody stops, and no operator is needed."""
+    """They live and have the bytes, so no replica stops, and no operator is needed."""
     world = World(Schedule(0, replicas=3, min_replicas=3, rules=rules_, speeds=(1.0, 1.1, 1.5), end=120.0))
     written, damaged = world.observer.written, set[str]()
 
@@ -204,7 +204,7 @@ def test_who_hangs_in_a_request_cannot_put_anything_back_meanwhile() -> None:
     assert {(False, True), (True, False)} <= excused and (False, False) not in excused
 
 
-# ---------------------------------------------------------------------- how long to wait, and for whom
+# -------------------------------------------------------------------- the length of a wait, and the replicas it is for
 
 
 def share(schedule: Schedule) -> dict[str, float]:
@@ -273,7 +273,7 @@ def test_a_hung_trainer_costs_two_patient_steps_and_no_more() -> None:
 
 
 def test_nobody_waits_long_for_the_dead() -> None:
-    """kill -9: the others go on after dead_after or their patience, whichever is less."""
+    """kill -9: the others go on after the smaller of dead_after and their patience."""
     world = World(replace(LONG, actions=((30.0, "kill", 2),), speeds=(1.0,)))
     with patch.object(world.fleet, "_replace", lambda *args: None):
         world.run()

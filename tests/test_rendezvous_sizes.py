@@ -1,4 +1,4 @@
-"""What a bucket may cost the memory of its readers: a record's own limit, and no more."""
+"""The memory that a bucket may cost its readers: a record's own limit, and no more."""
 
 import tracemalloc
 from collections.abc import Callable, Iterator

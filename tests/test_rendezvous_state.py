@@ -1,6 +1,6 @@
 """Digests of θ and momentum: how many bytes a sync reads for them, and that no corruption gets past them.
 
-H inner steps = F syncs:  offer · apply · after  ──▶  3 × the fragment, F times = 3 × the state, whatever F is
+H inner steps = F syncs:  offer · apply · after  ──▶  3 × the fragment, F times = 3 × the state, for every F
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ class Solo:
 
 @pytest.fixture
 def digested(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Every buffer that is digested, by whatever function of xxhash."""
+    """Every buffer that is digested, by either function of xxhash."""
     found, whole, streamed = list[Any](), xxhash.xxh3_128_hexdigest, xxhash.xxh3_128
 
     class Counting:

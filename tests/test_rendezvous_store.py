@@ -1,4 +1,4 @@
-"""What every store must do, what put_once makes of it, and what a broken disk looks like.
+"""The contract of every store, put_once on top of it, and the look of a broken disk.
 
 A new backend joins the contract with one line in STORES.
 """
@@ -36,7 +36,7 @@ BIG = bytes(range(256)) * 40_000  # 10 MB: more than one chunk
 
 
 class Broken(RendezvousError):
-    """What a stream raises when its owner gives it up (rendezvous/snapshot_writer.py: Abandoned)."""
+    """The error of a stream whose owner gives it up (rendezvous/snapshot_writer.py: Abandoned)."""
 
 
 class Pieces:

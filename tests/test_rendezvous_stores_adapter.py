@@ -101,7 +101,7 @@ def test_other_replicas_files_are_seen(s3: S3Server) -> None:
 
 
 class Broken:
-    """A file system that fails with `error` whatever is asked of it."""
+    """A file system that fails with `error` at every call."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -418,7 +418,7 @@ def test_what_a_server_quotes_back_does_not_travel(s3: S3Server, kind: str, verb
     except StoreError as caught:
         error = caught
     assert error is not None or kind == "404"
-    while error is not None:  # nor in what a traceback prints below it
+    while error is not None:  # nor in the errors that a traceback prints below it
         assert_clean(f"{error!r} {error}")
         error = error.__cause__ or error.__context__
 

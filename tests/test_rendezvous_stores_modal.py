@@ -1,6 +1,6 @@
 """modal:// on the real client against a server on loopback: the contract, races, expiry, foreign pickles, bad days.
 
-The server forgets entries that nobody touched for seven days, loses answers, and cuts transfers off.
+The server forgets entries that were not touched for seven days, loses answers, and cuts transfers off.
 """
 
 import itertools
@@ -257,7 +257,7 @@ def test_a_register_that_expired_stands_again_before_anybody_asks(
     """Without the mirror another process would have won it a second time."""
     first = fresh()
     assert put_once(first, SystemClock(), "steps/7/commit", b"ours")[0]
-    first.put("beat", b"1")  # whatever is written next, the register is mirrored before
+    first.put("beat", b"1")  # the register is mirrored before the next write, of any kind
     server.ahead_s = 8 * DAY
     later = fresh()
     assert put_once(later, SystemClock(), "steps/7/commit", b"theirs") == (False, b"ours")
@@ -407,7 +407,7 @@ def test_three_replicas_one_killed_and_replaced_among_lost_answers(platform: Mod
     trouble.start()
     try:
         fleet.start_all()
-        fleet.wait_for(lambda: (beat := fleet.beat("r01")) is not None and beat.step >= 2)  # whatever it does there
+        fleet.wait_for(lambda: (beat := fleet.beat("r01")) is not None and beat.step >= 2)  # in any phase
         fleet.signal("r01", signal.SIGKILL)
         fleet.start("r01")
         codes = fleet.wait(240)
@@ -430,7 +430,7 @@ def test_all_die_and_a_week_later_the_run_goes_on_from_what_was_decided(
     fleet = Fleet(tmp_path, "modal://runs/week", platform.environ, outer={"sync_every": 4, "snapshot_every": 2})
     for slot in ("r00", "r01", "r02"):
         fleet.start(slot, die=die)
-    # somebody has read commit 0, and written something after that
+    # a replica has read commit 0, and written something after that
     fleet.wait_for(lambda: fleet.store.list(f"steps/{1:010d}/offer/"))
     fleet.kill_all()
     before = [commit.encode() for commit in fleet.commits()]

@@ -209,7 +209,7 @@ def test_the_estimate_counts_what_a_sync_does(measured: Probe, monkeypatch: pyte
     assert four.seconds == pytest.approx(2.5e9 / 1e8 + 3e9 / 2e8 + 0.5 * (0.5 + 3 * 0.6) + 3 * 0.1 + 6 * 0.1)
     assert four.dollars == pytest.approx(four.puts * 5e-6 + four.gets * 4e-7)
     assert four.egress_dollars == pytest.approx(12 * 0.09)
-    topk = sync_estimate(measured, 500_000_000, 4, "topk")  # everyone reads everyone's
+    topk = sync_estimate(measured, 500_000_000, 4, "topk")  # each replica reads all others' bodies
     assert topk.mode == "direct" and topk.download_bytes == 3 * topk.upload_bytes < four.download_bytes / 42
 
 

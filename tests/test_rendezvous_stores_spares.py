@@ -1,4 +1,4 @@
-"""Deleted blobs of a folder lend their pages to the next ones, and nobody ever sees it."""
+"""Deleted blobs of a folder lend their pages to the next ones, and no reader ever sees it."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Who decides that requests go together: whoever builds a replica, never the engine.
+"""The decision that requests go together: the builder of a replica makes it, never the engine.
 
 in_turn    a folder, memory: a request costs no more than a copy
 at_once    S3: a thread each

@@ -1,4 +1,4 @@
-"""bf16 weights of every outer step: a patch's bytes, the chain that a fleet writes, and a reader who believes no one.
+"""bf16 weights of every outer step: a patch's bytes, the chain that a fleet writes, and a reader that trusts no byte.
 
 seats on one store ── step ──▶ weights/{t} ──▶ follower:  bf16(θ_t), bit for bit, or the refusal
 """

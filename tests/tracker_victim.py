@@ -1,7 +1,7 @@
 """`diloco track` with a SIGKILL before its k-th write of this process.   python -m tests.tracker_victim K ARGS…
 
-The kill comes between two rows, where a tracker's own threads and helper processes may have any part of what was
-written before in hand.   K = -1: none.
+The kill comes between two rows, where a tracker's own threads and helper processes may have any part of the
+earlier rows in hand.   K = -1: none.
 """
 
 import os

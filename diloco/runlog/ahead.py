@@ -2,7 +2,7 @@
 
     ask(keys) ──▶ up to AT_ONCE GETs at a time ──▶ answers ──get(key)──▶ each answer is given once
                        └── in the cache: not asked for
-    get(key) of what was not asked for is a GET of its own, so nobody's result hangs on what was asked ahead.
+    get(key) of a key that was not asked for is a GET of its own, so no result depends on the keys asked ahead.
 
 An answer is given once, so that a reader of one heartbeat at two times sees two moments.
 

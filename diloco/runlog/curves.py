@@ -2,7 +2,7 @@
 
     row s = s outer steps are done          row 0: θ₀'s evaluation alone, where there is one
       r00/…     what r00 measured on its way from θ_{s−1} to θ_s: its offer, and its "step" event
-      fleet/…   means over the replicas that commit s−1 counts fresh; sums of what is counted
+      fleet/…   means over the replicas that commit s−1 counts fresh; counts are summed
       outer/…   ρ, effective step, … of commit s−1
       eval/…    θ_s on held-out prompts: mean, standard error, prompts
 

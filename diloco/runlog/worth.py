@@ -1,7 +1,7 @@
-"""What a run has used, what it got for it, and what its replicas' agreement says about another number of them.  Pure.
+"""A run's use and gain, and what its replicas' agreement says about another number of them.  Pure.
 
     used      samples that commits count · hours of all sessions, from claim to end
-    got       headline (reward, or loss), first outer step → newest; of a reward, its gain per hour
+    got       headline (reward, or loss), first outer step → newest; the gain per hour of a reward
 
     Δᵢ = s + nᵢ    a part s that all replicas share, and noise of each one's own; c = ‖s‖²/(‖s‖² + ‖n‖²) = cos_pair
     B = (1 − c)/c  ‖n‖²/‖s‖²: the gradient noise scale (arXiv 1812.06162, eq. 2.8), in pseudogradients of one replica
@@ -47,7 +47,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """Of a reward; a loss has no zero that would make its gain a quantity."""
+        """A reward's gain per hour of all sessions; None where unknown, and for a loss, whose zero means nothing."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours

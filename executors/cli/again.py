@@ -1,8 +1,8 @@
 """`diloco train CONFIG --run RUN --again`: found a run anew, with the mended file, if nothing was trained in it.
 
     the same config stands there ─▶ nothing to do
-    somebody supervises it       ─▶ refused: `diloco stop RUN` first
-    stop_run, with its proof     ─▶ refused if anybody may still run
+    a supervisor holds the run   ─▶ refused: `diloco stop RUN` first
+    stop_run, with its proof     ─▶ refused if a process may still run
     Superseded as commit 0       ─▶ refused if a step was committed in the meantime; else the run of RUN/again counts
 
 Two people who do this at once supersede one run, and found one: run.json in RUN/again is written once.

@@ -1,7 +1,7 @@
 """`diloco train` in a terminal: this process supervises (with --detach another one does, executors/cli/detached.py).
 
     Ctrl-C asks the replicas to leave, a second one kills them
-    somebody else supervises already: look on
+    another process supervises already: look on
 
 Not promised: that a viewer hears of a supervisor's death at once; its beat stands still, and `show` says so.
 """

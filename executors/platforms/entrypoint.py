@@ -3,7 +3,7 @@
     stem.json     process file: pid, start    written first, and only if there is none
     stem.log      stdout and stderr
     stem.result   the function's return value JSON, only for entry points called with keywords
-    stem.exit     pid, start, exit code       last, by whoever reaped it
+    stem.exit     pid, start, exit code       last, by the process that reaped it
     stem.launchers  "PID:START" a line        of the short form: with the last of these it leaves
 
 A fresh interpreter enters by START, with the request as JSON; the fork server calls `run_process` directly.  The

@@ -2,7 +2,7 @@
 
     status ──▶ full_words(run) ──▶ "the run's disk is full …"   no heartbeat can say it: there is no room for one
     launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would only die; asked again
-           └─▶ launches_wait("…")  ──▶ the same                  for what the launch itself writes
+           └─▶ launches_wait("…")  ──▶ the same                  for the launch's own files
     a replica's word that its own disk is full ──▶ found_room    it is not shown any more once the replica has joined
 
 Not promised: quotas of a user or a bucket.  The replicas that write meet and report them.

@@ -1,7 +1,7 @@
 """The versions for replicas that generate with vLLM, and a proof that they hold together.
 
-    constraints-vllm.txt ──▶ Modal        its image has these very versions     ┐
-                         ──▶ HF Jobs, sky  constraints of what is installed     ├─▶ python -c CHECK ─▶ the replica
+    constraints-vllm.txt ──▶ Modal         its image has these very versions    ┐
+                         ──▶ HF Jobs, sky  constraints of the installation      ├─▶ python -c CHECK ─▶ the replica
                                                                                 ┘   the last line of the build; where
                                                                                     nothing is built, the job's first
 

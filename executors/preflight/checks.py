@@ -7,7 +7,7 @@
     template, adapter … ─▶ inner/dry_run.py   a replica's start without weights, in another, where the model is here
 
     the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
-    what nobody can tell here ──▶ a note: "not checked: …"
+    what this machine cannot tell ──▶ a note: "not checked: …"
 
 Not promised: that a run which passes will train well; that a platform has a machine free.
 """

@@ -1,7 +1,7 @@
 """Mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    [inner.vllm] where it is not installed, on a place without a GPU, or beside what excludes it
+    vllm_missing    [inner.vllm] where it is not installed, on a place without a GPU, or beside an excluding package
     eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
     task_fault      the run's task is scored by a package that no index has (task_packages.py)
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment

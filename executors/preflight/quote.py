@@ -2,7 +2,7 @@
 
     --executor modal --gpu H100 --max-usd 20  ──wanted_places, limits──▶ places, budget
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
-                          └─agree──▶ yes · no · nobody to ask: an error
+                          └─agree──▶ yes · no · no terminal to ask at: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
 
 Not promised: the bill.  Prices are the platforms' own lists, or a dated table; storage and traffic are not in them.

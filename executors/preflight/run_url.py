@@ -1,7 +1,7 @@
 """A run's URL, as typed: whether it can be one, and which processes can see it.
 
     runs/mine · file:///an/absolute/path      a folder: processes of machines that share it
-    s3:// gs:// az:// hf://buckets/…           a bucket: anybody with its keys
+    s3:// gs:// az:// hf://buckets/…           a bucket: processes with its keys
     memory://                                  one process: no run of several
 
 Not promised: that the bucket answers; the first read tells.  Light: stores are imported when they are asked for.

@@ -2,7 +2,7 @@
 
     every CHECK_S   all_troubles ─▶ changes(open, found) ─▶ log: trouble | trouble_over ─▶ queue
     a thread        queue ─▶ POST, at most LIMIT_S ─▶ again after 2, 10, 30 s ─▶ log: alerted | alert_failed
-    a new supervisor reads these events: which troubles are open, and which words nobody delivered (decision 050)
+    a new supervisor reads these events: which troubles are open, and which messages were not delivered (decision 050)
 
     {"text": "diloco mine: stalled: no outer step for …", "kind": …, "slot": …, "step": …, "advice": …, "page": …,
      "state": "begun" | "over", "run": "mine", "id": …, "at": …}

@@ -92,7 +92,7 @@ class SpendLimit:
         return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices)))
 
     def carry_out(self, verdict: SpendVerdict, report: Report) -> str:
-        """Write the verdict's lease into the control record, with what has been spent; return why not to go on."""
+        """Write the verdict's lease into the control record, with the spent amount; return why not to go on."""
         if (new := verdict.lease) is not None:
             at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
             logged = len(billed_events(report))

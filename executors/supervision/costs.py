@@ -3,7 +3,7 @@
     launched ──(pending … running)──▶ lost, ended        seconds × usd_per_hour = one bill
       └─ bills ─▶ costs ─┬─ refusal   would this launch pass the budget?   Is its price known?
                          ├─ over      must the run end now, so that it has ended before the budget is passed?
-                         └─ lease     until when may replicas go on if nobody looks any more?
+                         └─ lease     until when may replicas go on if no supervisor looks any more?
 
         spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: of all, the waiting too
         a launch: + its price · BOOT_S, since a replica that must end before it has booted is money for nothing

@@ -1,7 +1,7 @@
 """A run's supervisor as a process of a platform: a small function on Modal, a job on Hugging Face.
 
     start_hosted(executor, run) ─┬─ one runs there already ─▶ its handle
-                                 └─ else ─▶ a spec with what its replicas are given ─▶ executor.start_supervisor
+                                 └─ else ─▶ a spec with its replicas' settings ─▶ executor.start_supervisor
     its time limit is near      ─▶ it leaves with RESUME, and its container starts the next one (start_next)
 
     python -m executors.supervision.hosted SPEC PLATFORM OPTIONS       a job that is started again unless it ends with 0

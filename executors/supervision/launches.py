@@ -1,8 +1,8 @@
 """Everything that was ever launched for a run, wherever, with no local state.
 
     control: places ──▶ executors ──find──┐
-    log: launched, lost, ended ──open─────┴──▶ launches ──poll──▶ who has not ended
-    platform: the run's label ──sweep──▶ what lives, though nobody knows of it
+    log: launched, lost, ended ──open─────┴──▶ launches ──poll──▶ launches not ended
+    platform: the run's label ──sweep──▶ launches that live, though no record has them
 
 Not promised: launches of a platform that cannot be asked; `out_of_reach` says so.  Nor a job that its platform lists
 later than `LAG_S` after the launch.

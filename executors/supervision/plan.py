@@ -1,6 +1,6 @@
 """The supervisor's next actions: a pure function of the desired and the observed state.
 
-    desired ─┐                    Launch    nobody runs this slot
+    desired ─┐                    Launch    no replica runs this slot
              ├─▶ plan ─▶ actions  Replace   its replica is gone, or stands still
     observed ┘                    Fence     it was told to end for that, and does not
                                   Drain     runs, and is not wanted any more

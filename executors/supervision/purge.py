@@ -1,6 +1,6 @@
 """Removes what platforms keep of a run that has ended (`diloco stop RUN --purge`).
 
-    nobody runs, proven by `stop` ──▶ control: places, former ──▶ each executor's own purge ──▶ what was removed
+    no process runs, proven by `stop` ──▶ control: places, former ──▶ each executor's own purge ──▶ what was removed
 
 On Modal that is the app (it costs nothing, and its containers are gone) and the register of launches.  The run itself,
 which is its models, commits and logs, is never touched: it lies where --run says, also when that is on Modal.

@@ -7,10 +7,10 @@
 
     actions.py    an action as one string, and when two actions are the same
     teachers.py   one teacher: its price, its request, how its response reads
-    exchange.py   one HTTP exchange within a deadline and a byte limit, and what its response means
+    exchange.py   one HTTP exchange within a deadline and a byte limit, and the meaning of its response
     ledger.py     the money and the answers, one line each
     commands.py   which part of a turn is the command that two actions are compared by
-    untrusted.py  JSON and text that somebody else wrote, read within bounds
+    untrusted.py  JSON and text from outside this project, read within bounds
 
 Importing this package imports neither httpx nor torch.
 

@@ -3,7 +3,7 @@
     {"sent": 7, "call": "9f3a…", "state_id": "s4", "teacher": "m", "reserve_nano": 31000000}    then the request leaves
     {"back": 7, "call": "9f3a…", "cost_nano": 1200000, "answer": {…}, "why": ""}                its answer is here
 
-    spent   = Σ cost of what came back + Σ reserve of what was sent and never came back (the process died)
+    spent   = Σ cost of answered requests + Σ reserve of requests sent and never answered (the process died)
     fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in flight
 
 A call is named by the digest of its request. An answer on disk is never asked for, and never paid, again.

@@ -13,8 +13,8 @@
                                                                          {'error': …, 'error_kind': …}
     metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, as they are (spans.py, hints.py)
     _sites                          every call that failed: t, tool, error, and these two
-    _messages_before(t)             what had been seen before step t, for a teacher: from the server's `State.history`
-                                    where it keeps one (rfc-openenv-state-replay.md), else from what was said
+    _messages_before(t)             the messages before step t, for a teacher: from the server's `State.history` where
+                                    it keeps one (rfc-openenv-state-replay.md), else from the answers seen here
 
     reward      _reward_is = "sum"     each observation's reward is what this step earned (OpenEnv's own meaning), or 0
                                        or None until the end (a delayed reward): they are added

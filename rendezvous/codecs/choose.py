@@ -1,6 +1,6 @@
 """Choice of a run's codec, from its size and its links.
 
-    S = 4·P / ratio        direct    up S            down (N−1)·S           everyone reads everyone
+    S = 4·P / ratio        direct    up S            down (N−1)·S           each replica reads all others
                            sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sums of sparse are dense
     sync_s = up/bandwidth_up + down/bandwidth_down + coding of P elements, N−1 of them back
 

@@ -1,7 +1,7 @@
 """Files whose pages are used again.
 
     put ─▶ .tmp/… ──link──▶ steps/7/delta/…     and a second name, .tmp/spare-…
-                                 ✗ collected    now that is the only one: nobody else can open it
+                                 ✗ collected    now that is the only one: no other process opens it
     put ─▶ the same file, overwritten ──link──▶ steps/8/delta/…
 
 Fresh pages are two thirds of the cost of a large write to a folder in memory, and a run writes blobs of one size for

@@ -4,7 +4,7 @@
 
 S      bytes of one body.   its nominal size: bits per element of the codec's name, without scales
 up     sharded: S + S/N            direct: S; the closer also writes the mean down once (fp32, "announced")
-down   sharded: 2(N−1)/N·S         direct: (N−1)·S, for who keeps its own body in memory
+down   sharded: 2(N−1)/N·S         direct: (N−1)·S, for a replica that keeps its own body in memory
 rest   registers, beats and polls, all keys that are no blob
 extra  VmHWM during a sync − VmRSS before the first one, without the flat vectors (a lossy codec's residual is one):
        a·S + b, from syncs of two sizes.  b: fixed buffers
@@ -127,7 +127,7 @@ def replica(rank: int, count: int, n: int, rounds: int, form: tuple[str, bool], 
 
 
 def warm_up(codec: str) -> None:
-    """What a codec allocates once, whatever the size of its input."""
+    """Make a codec allocate the buffers that do not depend on the size of its input."""
     body = Encoder(codec).encode(0, np.ones(1 << 20, np.float32))
     if codec != "fp32":
         codecs.get_codec(codec).accumulate(body, 1.0, np.zeros(1 << 20, np.float32), True)

@@ -1,11 +1,11 @@
-"""How fast the codecs are, as a share of copying the same fp32 bytes in the same run.
+"""Speed of the codecs, as a share of copying the same fp32 bytes in the same run.
 
     python -m tests.benchmarks.bench_codecs [--mi-elements 16] [--rounds 9] [name …]      one CPU thread, CPU time
     python -m tests.benchmarks.bench_codecs --cuda [--mi-elements 256] [name …]           CUDA events
 
 Every round runs each kernel once, right after a copy of its own; a share is the median over rounds of copy time /
-kernel time.  GB/s are of fp32 input, medians.  With --cuda everything lies on the device, the body too; then what it
-decodes to is compared, bit for bit, with what a CPU makes of the same body, and the way into pinned and into pageable
+kernel time.  GB/s are of fp32 input, medians.  With --cuda everything lies on the device, the body too; then its
+decoded values are compared, bit for bit, with a CPU's from the same body, and the way into pinned and into pageable
 memory is timed against a plain copy of the same bytes into pinned memory.
 """
 
@@ -41,7 +41,7 @@ def cuda_seconds(f: Callable[[], object]) -> float:
 
 
 def kernels(name: str, n: int, device: str) -> tuple[Timed, float, torch.Tensor]:
-    """What to time, fp32 bytes per byte of body, the body."""
+    """The kernels to time, fp32 bytes per byte of body, the body."""
     g = torch.Generator(device).manual_seed(0)
     x, theta = torch.randn(n, generator=g, device=device), torch.randn(n, generator=g, device=device)
     if name == "bf16-gate":

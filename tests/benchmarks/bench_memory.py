@@ -8,7 +8,7 @@
 Both start from the same files and take as many prompts, of the same lengths. Peak: the most that was resident of a
 process, as the kernel counts it (ru_maxrss), start and end included. Goal: 1.15 × plain.
 
-Not promised: the same ratio on a GPU, where activations lie elsewhere than what the store's client holds.
+Not promised: the same ratio on a GPU, where activations and the store client's bytes lie in different memories.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""What a fleet asks of its bucket per outer step, in the simulator: the real engine, virtual time, no faults.
+"""Requests of a fleet to its bucket per outer step, in the simulator: the real engine, virtual time, no faults.
 
     python -m tests.benchmarks.bench_scale [REPLICAS=8,32,256] [STEPS=2] [TIMING=s3] [SPREAD=0.3] [JITTER=0]
     python -m tests.benchmarks.bench_scale kills [REPLICAS=8] [TIMING=s3]      one dies: how long until the next commit
 
-    polling   beats, offers, commits, claims, control: what agreement costs, whatever the model's size
+    polling   beats, offers, commits, claims, control: the cost of agreement, at any model size
     data      bodies and means; in shards from three replicas on, so about 2N small GETs per replica
     $         5e-6 per PUT and LIST, 4e-7 per GET: S3's prices for the requests alone
     closed    seconds from the last offer that a commit lists to the commit: median and longest
@@ -119,7 +119,7 @@ def requests(
 def kills(replicas: str = "8", timing: str = "s3") -> None:
     """Death of one replica, at five moments of a step and in four slots: until the next commit.
 
-    Nobody replaces it: a newcomer that begins a round in the open step is waited for, which says nothing of the death.
+    It is not replaced: a newcomer that begins a round in the open step is waited for, which says nothing of the death.
     """
     n, waits = int(replicas), list[float]()
     plain = Counting(calm_fleet(n, timing), 4)

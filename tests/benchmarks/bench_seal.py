@@ -1,4 +1,4 @@
-"""What the run key costs: seconds spent on tags as a share of an outer sync.
+"""Cost of the run key: seconds spent on tags as a share of an outer sync.
 
     python -m tests.benchmarks.bench_seal [--elements 1000000] [--replicas 4] [--rounds 9]
 

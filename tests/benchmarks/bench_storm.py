@@ -5,7 +5,7 @@
     │ start │ calm │ storm: 120 kills per hour, random times, random victims │ all back │ calm │
 
 participation   replica-steps that began with a trained-up replica of that slot, and were listed     goal 95 %
-yield           inner steps in listed offers / inner steps computed by anybody, the killed too       goal 95 %
+yield           inner steps in listed offers / inner steps computed by all replicas, also killed     goal 95 %
 throughput      inner steps in listed offers per second and living replica, storm / calm             goal 95 %
 downtime        from a kill to the successor's first inner step: not in the three above
 

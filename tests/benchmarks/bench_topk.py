@@ -8,10 +8,10 @@
 
 The three at once, and every outer step with all four replicas of each (min_replicas = 4), so that nothing depends on
 how busy the machine is.  Real processes, the tiny model, sums of two numbers below 100; the held-out sums are in
-nobody's text.  Runs of one seed begin with the same model and see the same data in the same order.  Held-out loss in
-nats per byte at a third, two thirds and the end; mean over seeds ± half of their spread, then the difference from fp32
-of the same seed ± its standard error.  Bytes are those of blobs, counted at the store of replica r00, per outer step,
-up and down.  These bodies are small, so fp32 goes direct; from 8 MiB on it is reduced in shards, S + S/N up and
+no replica's text.  Runs of one seed begin with the same model and see the same data in the same order.  Held-out loss
+in nats per byte at a third, two thirds and the end; mean over seeds ± half of their spread, then the difference from
+fp32 of the same seed ± its standard error.  Bytes are those of blobs, counted at the store of replica r00, per outer
+step, up and down.  These bodies are small, so fp32 goes direct; from 8 MiB on it is reduced in shards, S + S/N up and
 2(N−1)/N·S down, and the factor is against that.
 
 Not promised: the same for another model; top-k has to send everything in turn, so it needs many outer steps.

@@ -70,7 +70,7 @@ def patches(old: np.ndarray, new: np.ndarray) -> tuple[int, int]:
 
 
 def times(before: np.ndarray, theta: np.ndarray) -> str:
-    """Of one core, medians of 3: rounding and comparing, packing, and a reader's unpacking."""
+    """Times on one core, medians of 3: rounding and comparing, packing, and a reader's unpacking."""
     taken: list[tuple[float, float, float]] = []
     for _ in range(3):
         old = before.copy()

@@ -4,7 +4,7 @@
     r00       f f f f f      f  fresh: listed by this step's own commit      g  the same, its weight lowered by the gate
     r01       f f l . f      l  late: of this step, listed by a later commit
     r02       f f x x f      x  lost: a session trained here and nothing of it counts      w  it may yet be listed
-                             .  nobody trained there
+                             .  no session trained there
 
 A session trained in a step if it was there for more than half of the step's time, or was cut off in it.
 

@@ -1,7 +1,7 @@
 """The page as one file: the frozen report with its data, or the page that fetches them from beside itself.
 
     assets/page.html   {styles} {scripts} {data}           page.css · vendor/uPlot · words, source, curves, …, page
-      └─▶ frozen    data inlined; opens from disk; asks nobody for anything
+      └─▶ frozen    data inlined; opens from disk; makes no request
       └─▶ live      asks for data/head.json, data/{n}.json: of a server (executors/cli/web.py) or a bucket (publish.py)
 
 A content security policy names the digests of the very scripts and styles that are in it: nothing else runs, also from

@@ -1,6 +1,6 @@
 """A run's page put beside the run, so that a reader of the bucket sees the run in a browser, with no server.
 
-    page/index.html          the live page; asks for what lies beside it
+    page/index.html          the live page; asks for the files beside it
     page/data/{n}.json       chunks of outer steps, again where one has changed
     page/data/head.json      last: it names no chunk that is not there
 

@@ -3,7 +3,7 @@
     request ─▶ answered            that is it
             ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
             │                                          └▶ look by label first, then again    start: it may have happened
-            ├▶ 401 403             Refused: the same once somebody has given other rights
+            ├▶ 401 403             Refused: the same until the token has other rights
             └▶ any other refusal   ExecutorError: what the Hub says, and what to do about it
 
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and

@@ -1,6 +1,6 @@
 """A spec as the arguments of a Hugging Face job.
 
-    spec ─▶ checked  its flavor; or why not: unknown hardware (with what there is), a run on this machine, no secret
+    spec ─▶ checked  its flavor; or why not: unknown hardware (with a list), a run on this machine, no secret
          ─▶ job      image    one with uv and the Python of this machine
                      command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
                               vLLM: the same uv run, to import it, first

@@ -1,6 +1,6 @@
 """The jobs of each run, as the Hub listed them last; which of one launch counts, and which are to be ended.
 
-    list_run(run) ─▶ all jobs, the oldest first          kept: `alive` and `of_launches` ask nobody
+    list_run(run) ─▶ all jobs, the oldest first          kept: `alive` and `of_launches` make no request
     end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not listen
     given_up      launches whose answer never came: a job that comes of one is ended
 

@@ -4,12 +4,12 @@
     ├── replica-{key}   one function per kind of container (GPUs, time limit, secrets); its body is `replica`
     └── supervise       a small one without GPU: the supervisor of a detached run
 
-    dict of the same name          launch/r00.1  the one call that may run it: put once, by whoever spawned it or
-                                                 by its container, whoever is first; every other call goes at once
+    dict of the same name          launch/r00.1  the one call that may run it: put once, by its launcher or by its
+                                                 container, the first to write; every other call goes at once
                                    twin/r00.1/… a call that was one too many, and when its container began
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
-                                   asked/r00.1   somebody cancelled it
+                                   asked/r00.1   an executor asked for its cancel
                                    until         how long the word of its launcher counts (short_form.py)
                                    kinds         the functions that were deployed
                                    fingerprint   of the image and the source that they were deployed with

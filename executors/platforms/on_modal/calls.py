@@ -4,7 +4,7 @@
                     ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
                     ├─ FunctionTimeoutError               ─▶ FAILED          NotFound, OutputExpired ─▶ LOST
                     ├─ InternalFailure                    ─▶ LOST
-                    └─ RemoteError                        ─▶ CANCELLED if somebody asked, else LOST
+                    └─ RemoteError                        ─▶ CANCELLED if an executor asked, else LOST
                        (where it says that memory ran out: FAILED, its own fault)
     logs.fetch(since) ─▶ lines, each once
 

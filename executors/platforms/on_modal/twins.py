@@ -2,7 +2,7 @@
 
     register: launch/r00.1 ─▶ the one call that runs it
               twin/r00.1/CALL ◀── a container that finds another call there, notes itself and goes
-    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ calls that nobody noted
+    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ calls without a note
 
 Modal has no public list of an app's calls, so a second call that still waits for a machine can be counted, and ended
 with its app, but not named.  It costs nothing until its container starts, and that one reads one key and goes.

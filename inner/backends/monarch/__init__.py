@@ -6,9 +6,9 @@
 
     ReplicaActor   owns them; `__supervise__` starts a killed one again, and its caller asks the new one the same thing
 
-    rounds.py    a round of H inner steps as a function: (t, θ_t, what is carried) -> θ        no monarch in it
+    rounds.py    a round of H inner steps as a function: (t, θ_t, carried state) -> θ          no monarch in it
     wire.py      the requests, and the functions that answer them                              no monarch in it
-    members.py   an actor by its role, whichever process has it now
+    members.py   an actor by its role, in the process that has it now
     actors.py    the four actors: a process around each of those functions
     replica.py   ReplicaActor, and Replica, which a script holds
 

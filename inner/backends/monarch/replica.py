@@ -3,10 +3,10 @@
     ReplicaActor ── spawns ──▶ trainer 1   generator 1   sdpo_teacher 1   replay_client_0 1 …
          ▲                        ✗ kill -9
          └── __supervise__(failure): mesh "trainer_1-…" ─▶ spawns trainer 2, and names it to
-                                                                    whoever asks for the trainer
+                                                                    callers that ask for the trainer
 
     with Replica(plan) as replica:                  from the outer loop's process
-        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t on, whatever was killed meanwhile
+        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t on, also if actors were killed
         actions = replica.ask_teachers(states)
 
 A role that has died `restarts` times is not started again: its next caller is told so, with the last reason.
