@@ -17,6 +17,7 @@ from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.errors import Leaving
 from rendezvous.records import Beat
 from tests.test_executors_supervisor import QUICK, Numbers, Toy, executor, found, wait_for  # noqa: F401
 
@@ -123,6 +124,38 @@ def test_the_last_line_does_not_promise_a_run_that_is_gone(tmp_path, executor): 
 
 def replica(argv: list[str]) -> int:
     return Toy(argv[0], argv[2]).live()
+
+
+class UploadingToy(Toy):
+    """Its inner step is short, and the upload of its offer lasts STEP_S."""
+
+    def step(self, state: Numbers) -> None:
+        self.rv.members.status.phase, self.rv.members.status.rate = "train", 0.01
+        self.rv.members.status.inner += 1
+        if self.rv.is_leaving:
+            time.sleep(STEP_S)
+            raise Leaving("asked to leave")
+        time.sleep(0.05)
+
+
+def uploading_replica(argv: list[str]) -> int:
+    return UploadingToy(argv[0], argv[2]).live()
+
+
+def test_stop_waits_for_an_upload_that_began_after_it_asked(tmp_path, executor, monkeypatch):  # noqa: F811
+    """Before: the seconds were reckoned once, from the pace of inner steps, and the upload was cut off."""
+    monkeypatch.setattr(shutdown, "GRACE_S", 0.3)
+    run, said = found(tmp_path, replicas=1, steps=50), list[str]()
+    looks = supervisor_of_toys(run, executor, "uploading_replica", lambda *_: None)
+
+    def trains() -> bool:
+        looks.tick()
+        return any(b.phase == "train" and b.rate for b in read_report(run.store).beats.values())
+
+    wait_for(trains, "an inner step")
+    looks.lease.beat("left")
+    (end,) = stop_run(run.store, SystemClock(), None, said.append)
+    assert not end.live and "left at outer step" in end.text and "within 0.33 s" in said[0], (end, said)
 
 
 @pytest.mark.slow

@@ -54,6 +54,35 @@ class End:
     text: str
 
 
+class Patience:
+    """How long the slowest replica may take to leave since it was asked, by its newest heartbeat; it never shrinks.
+
+    A replica that has ended its inner step since then uploads, and may take as long as that takes (grace.leave_s).
+    grace_s: the seconds where they are fixed, None to follow the heartbeats.
+    """
+
+    def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
+        self._store, self._clock, self._fixed = store, clock, grace_s
+        self._boundary = 1
+        with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are ended all the same
+            self._boundary = boundary_of(read_run(store.url))
+        self._asked = {} if grace_s is not None else self._fresh_beats()
+        self._seconds = 0.0
+
+    def seconds(self) -> float:
+        if self._fixed is not None:
+            return self._fixed
+        beats = self._fresh_beats()
+        times = [leave_s(beat, self._asked.get(slot), self._boundary, GRACE_S) for slot, beat in beats.items()]
+        self._seconds = max([self._seconds, *times], default=0.0) or GRACE_S
+        return self._seconds
+
+    def _fresh_beats(self) -> dict[str, Beat]:
+        now = self._clock.wall()
+        beats = {claim.slot: _beat_of_claim(self._store, claim) for claim in newest_claims(self._store.url)}
+        return {slot: beat for slot, beat in beats.items() if beat is not None and now - beat.at < FRESH_S}
+
+
 def stop_run(
     store: Store,
     clock: Clock,
@@ -66,12 +95,12 @@ def stop_run(
     grace_s: None for as long as the pace of their inner steps demands.
     executor: where replicas live (default: as the run's control records say).
     """
-    grace_s = _grace_by_beats(store, clock.wall()) if grace_s is None else grace_s
+    patience = Patience(store, clock, grace_s)
     if _is_over(store, clock.wall()):
         say("the run is finished and nobody beats: there is nobody to ask; looking whether anything is left of it")
     else:
-        _ask_to_leave(store, clock, grace_s, say)
-    return _end_everything(store, clock, grace_s, say, executor)
+        _ask_to_leave(store, clock, patience, say)
+    return _end_everything(store, clock, patience, say, executor)
 
 
 def _is_over(store: Store, now: float) -> bool:
@@ -89,22 +118,22 @@ def _is_over(store: Store, now: float) -> bool:
     return False
 
 
-def _ask_to_leave(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None]) -> None:
+def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[[str], None]) -> None:
     if lost := write_stop(store, clock):
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
-    say(f"asked every replica to leave; they offer what they have first, within {duration(grace_s)}")
+    say(f"asked every replica to leave; they offer what they have first, within {duration(patience.seconds())}")
 
 
 def _end_everything(
-    store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], executor: FleetExecutor | None
+    store: Store, clock: Clock, patience: Patience, say: Callable[[str], None], executor: FleetExecutor | None
 ) -> list[End]:
     launches = Launches(store, executor)
     try:
         launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
-        _wait_until_ended(store, clock, grace_s, launches)
+        _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seize_if_needed(store, clock, launches)
-        _end_remaining(store, clock, grace_s, say, launches)
+        _end_remaining(store, clock, patience.seconds(), say, launches)
         left = _sweep_until_none(clock, say, launches)
         if launches.strangers and lease is None:
             lease = _seize_if_needed(store, clock, launches)
@@ -113,15 +142,6 @@ def _end_everything(
         return [*prove_ends(store, clock, launches), *found]
     finally:
         launches.close()
-
-
-def _grace_by_beats(store: Store, now: float) -> float:
-    """Seconds that the slowest replica that beats may take to leave.   now: Unix time."""
-    boundary = 1
-    with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are ended all the same
-        boundary = boundary_of(read_run(store.url))
-    beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
-    return max((leave_s(b, None, boundary, GRACE_S) for b in beats if b and now - b.at < FRESH_S), default=GRACE_S)
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
@@ -146,8 +166,8 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
         say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; it is cancelled now")
     launches.cancel(rented, CANCEL_S)
     if rented:
-        _wait_until_ended(store, clock, CANCELLED_S, launches)
-    _wait_until_ended(store, clock, KILLED_S, launches)
+        _wait_until_ended(store, clock, lambda: CANCELLED_S, launches)
+    _wait_until_ended(store, clock, lambda: KILLED_S, launches)
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
@@ -261,12 +281,12 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     return End(name, False, f"gone without a goodbye{seen}")
 
 
-def _wait_until_ended(store: Store, clock: Clock, seconds: float, launches: Launches) -> None:
+def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:
     """Wait until no replica and no other supervisor is there any more, at most so long."""
-    until = clock.now() + seconds
+    began = clock.now()
     asked = float("-inf")
     moved: dict[str, int] = {}
-    while clock.now() < until:
+    while clock.now() < began + seconds():
         if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):
             launches.look()
             asked = clock.now()
