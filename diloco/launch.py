@@ -363,8 +363,8 @@ def solo_warning(desired: Wanted) -> str:
         return ""
     alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, any of them will do"
     return (
-        f"min_replicas = 1: one replica alone may take an outer step ({alone}). Nobody confirms its θ, so a replica "
-        "with bad memory cannot be told from a good one; with --min-replicas 2 two of them must agree"
+        f"min_replicas = 1: one replica alone may take an outer step ({alone}). No other replica confirms "
+        "its θ, so bad memory would not be noticed; with --min-replicas 2 two of them must agree"
     )
 
 

@@ -206,7 +206,7 @@ class LighthouseRounds:
     # ---------------------------------------------------------------- what the outer loop asks
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
+        raise AssertionError("no replica is late here: one that missed the quorum is healed in the next")
 
     def finish_round(self) -> int | None:
         """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""

@@ -31,7 +31,10 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
     if stat.S_ISREG(about.st_mode) and (flags & os.O_ACCMODE == os.O_RDONLY or about.st_nlink <= 1):
         return fd
     os.close(fd)
-    raise ForeignFile(f"{path} is no file of one name: somebody else put it there. Remove it, and say the same again")
+    raise ForeignFile(
+        f"{path} is not a regular file with one name: another program put it there. Remove it, then run the same "
+        "command again"
+    )
 
 
 @contextmanager
@@ -66,7 +69,9 @@ def make_plain(folder: Path) -> Path:
     """Make a folder that is none yet.   Raises ForeignFile if a link stands in its place."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink():
-        raise ForeignFile(f"{folder} is a link: somebody else may have put it there. Remove it, and say the same again")
+        raise ForeignFile(
+            f"{folder} is a link: another program may have put it there. Remove it, then run the same command again"
+        )
     return folder
 
 

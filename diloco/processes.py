@@ -55,7 +55,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
 def describe_exit(exit_code: int | None, ours: bool = True) -> str:
     """-9 -> "killed by SIGKILL", 3 -> "exit code 3 (fenced)".   ours: it is a replica's, whose codes have names."""
     if exit_code is None:
-        return "gone; nobody saw its exit code"
+        return "gone; its exit code was not seen"
     if exit_code >= 0:
         word = exitcodes.NAMES.get(exit_code) if ours or not exit_code else None
         return f"exit code {exit_code}" + (f" ({word})" if word else "")

@@ -158,7 +158,7 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
     if desired.stop:
         return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
     if 0 < desired.until <= clock.wall():
-        return exitcodes.LEFT, "nobody looks after the run any more (its lease is over); `diloco resume` goes on"
+        return exitcodes.LEFT, "the run has no supervisor any more (its lease is over); `diloco resume` goes on"
     return None
 
 

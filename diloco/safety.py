@@ -206,7 +206,7 @@ def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules:
     found += [Finding("gated", _too_long_text(o), 1) for o in commit.offers if o.factor != 1.0]
     if len(commit.fresh_offers) == 1 < desired:
         slot = commit.fresh_offers[0].slot
-        text = f"step {commit.t} was taken by {slot} alone, of {desired} replicas: nobody confirms its θ"
+        text = f"step {commit.t} was taken by {slot} alone, of {desired} replicas: no other replica confirms its θ"
         found.append(Finding("solo", text, 1))
     if rules.weighting == "samples" and not says_samples(commit.offers):
         silent = ", ".join(sorted({o.slot for o in commit.offers if not o.samples > 0}))

@@ -107,7 +107,7 @@ class Wanted:
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
     """Fold all control records from `wanted.records` on into the wishes.  Any other object counts for nothing.
 
-    Such an object takes its number all the same.  Raises RecordsLost if the first one is no control record.
+    Such an object takes its number all the same.  Raises RecordsLost if the first one is not a control record.
     """
     wanted = wanted or Wanted()
     while (body := store.get(layout.control_key(wanted.records))) is not None:
@@ -121,11 +121,11 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 def _refuse_first(store: Readable, n: int) -> None:
-    """Raise RecordsLost if control/{n}, which is no control record, is the first."""
+    """Raise RecordsLost if control/{n}, which is not a control record, is the first."""
     if n == 0:
         raise RecordsLost(
-            f"{store.url}/{layout.control_key(0)} is no control record: it was overwritten, or somebody else wrote it "
-            f"before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
+            f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another program "
+            f"wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
         )
 
 
@@ -137,7 +137,7 @@ def decode_or_none(kind: type[R], body: bytes) -> R | None:
         return None
 
 
-_WITHOUT_IT = "Without it the run has another quorum and no budget, so nobody joins and no wish is written."
+_WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
 _RESTORE = (
     "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects "
     "below this URL; then run the same command again"
@@ -179,7 +179,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
             raise RecordsLost(
                 f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
                 f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
-                f"Without it the run has another quorum, so nobody joins or closes a step. {_RESTORE}"
+                f"Without it the run has another quorum, so no replica joins or closes a step. {_RESTORE}"
             )
 
 

@@ -161,6 +161,6 @@ class OfferBook:
         name = offer.slot, offer.generation
         if name not in self._known_claims:
             if read_claim(self._store, *name) is None:
-                return f"nobody claimed generation {offer.generation} of {offer.slot}"
+                return f"no session claimed generation {offer.generation} of {offer.slot}"
             self._known_claims.add(name)
         return ""

@@ -62,7 +62,7 @@ class Race:
         if not self.stands:
             return "a writer was told that its object stands, and another one does"
         if not any(self.winners):
-            return f"nobody could create a key in {len(self.winners)} rounds of {self.racers} writers"
+            return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers"
         return None
 
 

@@ -226,7 +226,7 @@ class Commit(Record):
         if any(o.step > self.t for o in self.offers):
             raise ValueError("it lists an offer of a later step")
         if self.mode == "sharded" and not self.owners:
-            raise ValueError("it is sharded, and nobody owns a part")
+            raise ValueError("it is sharded, and no replica owns a part")
         for o in self.offers:
             check_blob(o.blob, layout.delta_blob(o.step, o.slot, o.generation, ""))
 

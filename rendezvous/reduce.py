@@ -250,7 +250,7 @@ class Reducer:
     def _fetch_part(self, commit: Commit, j: int, piece: np.ndarray) -> str | None:
         _, record = self.announcements.find(commit.t, j)
         if record is None:
-            return f"nobody announced part {j} of the mean"
+            return f"no replica announced part {j} of the mean"
         packed = commit.mode == "sharded" and self._codec != "fp32"
         body = self.bodies.buffer(body_size(self._codec, piece.size)) if packed else piece.view(np.uint8)
         trouble = self.announcements.fetch(record, body)

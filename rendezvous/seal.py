@@ -96,8 +96,8 @@ class VerifiedStore:
             return VOID
         raise Forged(
             f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
-            "Somebody else can write to this bucket: take that right away, restore the object from a backup (or delete "
-            "it, if it never was one of the run's), and run the same command again"
+            "Another program can write to this bucket: take that right away, restore the object from a backup (or "
+            "delete it, if it never was one of the run's), and run the same command again"
         )
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
@@ -195,7 +195,7 @@ def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> St
     if secret is None:
         raise WrongRun(
             f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
-            "founded with; nobody can join, read or stop the run without it"
+            "founded with; without it you cannot join, read or stop the run"
         )
     if stands is None:
         raise WrongRun(

@@ -440,7 +440,7 @@ def test_the_command_says_it_before_it_opens_the_run(tmp_path, monkeypatch, caps
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     assert cli.main(["track", str(tmp_path / "no-run"), "--to", "wandb"]) == 2
-    assert "nobody is logged in to wandb" in capsys.readouterr().err
+    assert "no login to wandb" in capsys.readouterr().err
 
 
 def test_two_writers_on_one_machine_are_one_too_many(tmp_path, monkeypatch) -> None:

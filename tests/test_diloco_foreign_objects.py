@@ -219,7 +219,7 @@ def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: 
     store.inner.put(layout.control_key(0), odd)
     write_down = lambda: write_control(store, clock, stop=True)  # noqa: E731
     for begin in (lambda: Session(store, "r02", Timing()), lambda: read_control(store), write_down):
-        with pytest.raises(RecordsLost, match=r"control/000000.json is no control record.*Restore the object"):
+        with pytest.raises(RecordsLost, match=r"control/000000.json is not a control record.*Restore the object"):
             begin()
     assert store.inner.get(layout.claim_key("r02", 1)) is None and store.inner.get(layout.control_key(1)) is None
     a.rv.members.tick()
@@ -258,7 +258,7 @@ def test_nobody_closes_a_step_under_a_lower_quorum_than_any_control_record_asked
     store.inner.put(layout.control_key(1), b"garbage")
     a.rv.members.wanted = read_control(store)
     a.offer()
-    with pytest.raises(RecordsLost, match="nobody joins or closes a step"):
+    with pytest.raises(RecordsLost, match="no replica joins or closes a step"):
         a.rv.settle()
     assert store.inner.get(layout.commit_key(2)) is None
 

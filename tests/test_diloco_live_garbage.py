@@ -155,7 +155,7 @@ def test_the_budgets_lease_holds_among_garbage(fleet: Fleet) -> None:
         assert all(session.exitcode is None for lives in fleet.sessions.values() for session in lives), fleet.logs()
         time.sleep(0.2)
     assert fleet.wait() == {slot: [exitcodes.LEFT] for slot in SLOTS}
-    assert all("nobody has put off the end that the budget sets" in fleet.log(slot).read_text() for slot in SLOTS)
+    assert all("the end that the budget sets was not put off" in fleet.log(slot).read_text() for slot in SLOTS)
     sound(fleet)
 
 
@@ -170,7 +170,7 @@ def test_a_stop_is_heard_where_the_first_control_record_was_overwritten(fleet: F
     head = fleet.head()
     fleet.wait_for(lambda: fleet.head() >= head + 2)
     assert cli.main(["stop", fleet.url, "--grace", "120"]) == 0
-    assert "control/000000.json is no control record" in capsys.readouterr().out
+    assert "control/000000.json is not a control record" in capsys.readouterr().out
     assert fleet.wait() == {slot: [exitcodes.LEFT] for slot in SLOTS}
     fleet.run.store.put(layout.control_key(0), first)  # the operator restores it
     sound(fleet)

@@ -271,7 +271,7 @@ def test_an_address_that_is_none_is_refused_without_showing_it(url: str) -> None
     assert "s3cr3t" not in str(error.value)
     said = list[str]()
     alerts_of(url, FixedClock(), lambda event, **about: said.append(f"{event} {about}")).close()
-    assert len(said) == 1 and "nobody is alerted" in said[0] and "s3cr3t" not in said[0]
+    assert len(said) == 1 and "no alert is sent" in said[0] and "s3cr3t" not in said[0]
 
 
 def test_only_the_host_is_shown() -> None:

@@ -165,7 +165,7 @@ def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
     run.store.put(layout.control_key(0), b"{}")
     words = [config, "--run", run.url] if verb == "train" else [run.url, *["3"] * (verb == "scale")]
     err = complaint(capsys, verb, *words)
-    assert "control/000000.json is no control record" in err and "Restore the object" in err
+    assert "control/000000.json is not a control record" in err and "Restore the object" in err
 
 
 @pytest.mark.parametrize("harm", ["garbage", "gone"])
@@ -205,7 +205,7 @@ def test_a_replica_refuses_to_join_with_exit_code_2_when_the_quorum_is_lost(run)
     joins = [sys.executable, "-m", "diloco.replica", run.url, "--slot", "r01"]
     done = subprocess.run(joins, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2, done.stderr
-    assert "control/000000.json is no control record" in done.stderr and "Restore the object" in done.stderr
+    assert "control/000000.json is not a control record" in done.stderr and "Restore the object" in done.stderr
 
 
 def test_a_folder_that_cannot_be_written(capsys, config):
@@ -266,8 +266,8 @@ def records_of(run) -> dict[str, bytes]:
 def test_stop_of_a_run_that_is_finished_and_quiet_changes_nothing(capsys, run):
     before = records_of(run)
     code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
-    assert code == 0 and "the run is finished and nobody beats" in out and "r01-2" in out
-    assert "nobody runs any more, and all outer steps are committed" in out
+    assert code == 0 and "the run is finished and no replica sends a heartbeat" in out and "r01-2" in out
+    assert "no replica runs any more, and all outer steps are committed" in out
     assert records_of(run) == before
 
 

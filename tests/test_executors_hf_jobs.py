@@ -179,7 +179,7 @@ def test_the_plan_tells_prices_limits_and_names_of_secrets_and_starts_nothing(hu
 def test_an_unknown_unit_of_price_is_a_price_that_nobody_knows(hub, executor, monkeypatch) -> None:
     monkeypatch.setattr("executors.platforms.on_hf_jobs.client.PER_HOUR", {})
     plan = executor.plan([spec()])
-    assert plan.usd_per_hour is None and "nobody knows its price" in plan.lines[0]
+    assert plan.usd_per_hour is None and "its price is unknown" in plan.lines[0]
 
 
 # -------------------------------------------------------------------- bad input

@@ -164,7 +164,7 @@ def test_the_last_words_of_a_supervisor_that_cannot_start(
     assert resumed.returncode == 1 and "its supervisor, modal (fc-" in resumed.stdout, words(resumed)
     assert "AccessDenied" in resumed.stdout or "403" in resumed.stdout, words(resumed)
     status = diloco("status", run)
-    assert "nobody supervises it; the last one ended with code 1" in status.stdout, words(status)
+    assert "no supervisor; the last one ended with code 1" in status.stdout, words(status)
     assert diloco("resume", run, "--detach", "--yes").returncode == 1, "and the next try starts another one"
     assert [h.attempt for h in executor.find(run) if h.slot == SUPERVISOR] == [2]
 

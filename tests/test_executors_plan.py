@@ -37,9 +37,9 @@ def there(state: State = State.RUNNING, silent_s: float = 0.0, **more) -> Observ
 RUNNING = Observation("r00", State.RUNNING)
 TABLE = [
     # what was seen                                    wanted   action   a word of the reason
-    (Observation("r00"), WANTED, Launch, "nobody runs it"),
-    (Observation("r00", holder="silent"), WANTED, Launch, "nobody"),
-    (Observation("r00", holder="left"), WANTED, Launch, "nobody"),
+    (Observation("r00"), WANTED, Launch, "no process runs it"),
+    (Observation("r00", holder="silent"), WANTED, Launch, "no process"),
+    (Observation("r00", holder="left"), WANTED, Launch, "no process"),
     (Observation("r00", holder="unknown"), WANTED, Wait, "heartbeat"),
     (Observation("r00", holder="beating"), WANTED, Wait, "elsewhere"),
     (Observation("r00"), NOBODY, None, ""),
@@ -82,7 +82,7 @@ TABLE = [
     (there(State.FAILED, failures=3, reason="no such image"), WANTED, GiveUp, "3 times in a row (no such image)"),
     (lost(exitcodes.RESUME, State.FAILED), WANTED, Replace, "time limit near"),
     (lost(-9), WANTED, Replace, "SIGKILL"),
-    (lost(None), WANTED, Replace, "nobody saw"),
+    (lost(None), WANTED, Replace, "was not seen"),
     (lost(1, State.FAILED, failures=1), WANTED, Replace, "exit code 1"),
     (lost(exitcodes.DIVERGED, State.FAILED), WANTED, Replace, "diverged"),
     (lost(exitcodes.LEFT, State.FAILED), WANTED, Replace, "left"),  # not because we asked: a platform's SIGTERM
@@ -136,4 +136,4 @@ def test_pauses_grow_and_are_bounded():
 def test_slots_are_judged_one_by_one():
     desired = Desired(frozenset({"r00", "r01"}))
     seen = [Observation("r00", State.RUNNING), Observation("r01"), Observation("r02", State.RUNNING)]
-    assert plan(desired, seen, NOW) == [Launch("r01", "nobody runs it"), Drain("r02", "no longer wanted")]
+    assert plan(desired, seen, NOW) == [Launch("r01", "no process runs it"), Drain("r02", "no longer wanted")]

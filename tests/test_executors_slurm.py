@@ -186,7 +186,7 @@ def test_an_option_that_sbatch_does_not_know_is_a_failed_launch(login_node, tmp_
         ("PREEMPTED", State.LOST, "preempted"),
         ("TIMEOUT", State.LOST, "Slurm's time limit"),
         ("OUT_OF_MEMORY", State.FAILED, "out of memory"),
-        ("CANCELLED by 1000", State.LOST, "cancelled by somebody else"),
+        ("CANCELLED by 1000", State.LOST, "cancelled by another user or program"),
     ],
 )
 def test_slurms_words(login_node, tmp_path, word, state, reason):

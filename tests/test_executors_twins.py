@@ -200,7 +200,7 @@ def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path,
     hub.fault("behind", method="GET", path=JOBS, times=4)
     assert cli.main(["stop", URL, "--grace", "0.2"]) == 0
     told = capsys.readouterr().out
-    assert alive(hub) == [] and "nobody ever ran here" not in told, told
+    assert alive(hub) == [] and "no replica ever ran here" not in told, told
     assert all(id in told for id in hub.jobs), told
     assert {b.slot for b in costs(read_report(run.store)).bills} == {"r00"}
     assert len(costs(read_report(run.store)).bills) == 2, "both were paid for"
@@ -218,7 +218,7 @@ def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path
     assert cli.main(["stop", URL, "--grace", "0.2"]) == 0
     told = capsys.readouterr().out
     assert time.monotonic() - began >= 1.0, "a list may lag behind the launch"
-    assert "the log has launches, and nothing of them lives" in told and "nobody ever ran here" not in told
+    assert "the log has launches, and nothing of them lives" in told and "no replica ever ran here" not in told
 
 
 @pytest.mark.slow

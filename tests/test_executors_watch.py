@@ -156,7 +156,7 @@ def test_the_demo_tells_honestly_whether_somebody_was_killed_and_replaced():
     assert [c.ok for c in good] == [True, True]
     assert "r01-1 killed in outer step 2, r01-2 trains 3.3 s later" in good[0].text
     nobody = extra_checks(read_report(Bucket().store))
-    assert [c.ok for c in nobody] == [False, False] and "nobody was killed" in nobody[0].text
+    assert [c.ok for c in nobody] == [False, False] and "no replica was killed" in nobody[0].text
 
 
 def test_the_demo_names_the_next_commands(tmp_path):

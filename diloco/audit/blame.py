@@ -196,7 +196,7 @@ def _conclusion_without_metric(found: Blame) -> list[str]:
     against = [one for one in found.ranked if one.cosine is not None and one.cosine < OPPOSED]
     if len([one for one in found.without if one.left_out]) == 2 and against:
         return [f"two replicas pull against each other; which of them is wrong, only a number can say: {advice}"]
-    said = [f"{one.name} pulled against the others" for one in against] or ["nobody pulled against the others"]
+    said = [f"{one.name} pulled against the others" for one in against] or ["no replica pulled against the others"]
     return [*said, f"judged by lengths and cosines alone; {advice}"]
 
 

@@ -99,8 +99,8 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     since_last = f"{duration(commit.at - ats[-1])} after the last offer that counts"
     if not missing:
         expected = len(expected_slots(facts))
-        everybody = f"all {expected} replicas that it was to wait for had offered" if expected else "nobody was awaited"
-        return f"{everybody}; {since_last}"
+        there = f"all {expected} replicas that it was to wait for had offered" if expected else "none was awaited"
+        return f"{there}; {since_last}"
     quorum = ats[min(commit.m, len(ats)) - 1]
     tooks = [one.offer.took for one in facts.offers if one.fate == COUNTED]
     grace = patience_s(tooks, facts.timing.poll)

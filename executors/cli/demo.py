@@ -110,7 +110,7 @@ def _is_replaced(session: SessionSummary, report: Report) -> bool:
 
 def _killed_words(killed: list[SessionSummary], report: Report) -> str:
     if not killed:
-        return "nobody was killed: the run was over too soon"
+        return "no replica was killed: the run ended too soon"
     step = report.of_kind("killed")[0]["step"]
     back = [x for x in report.sessions if x.slot == killed[0].slot and x.generation > killed[0].generation and x.joined]
     if not back:

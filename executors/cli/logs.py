@@ -124,8 +124,8 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog 
     report = read_report(run.store, COSTS, cache_of(run))
     session = next((x for x in report.sessions if x.name == name), None)
     if session is None:
-        sessions = ", ".join(x.name for x in report.sessions) or "nobody yet"
-        raise UsageError(f"nobody called {name} has joined this run; there have been {sessions}")
+        sessions = ", ".join(x.name for x in report.sessions) or "none yet"
+        raise UsageError(f"no session {name} has joined this run; there have been {sessions}")
     handle = _launch_of(session, report)
     if handle is not None and _has_a_log(executor, handle):
         return ReplicaLog(executor, handle)

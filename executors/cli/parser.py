@@ -24,8 +24,8 @@ from executors.preflight.mistyped import Parser
 
 EXIT_CODES = """\
 exit codes:
-  0    done; for `demo`: every check held; for `stop`: nobody runs any more; for `plan`: it could be started (75: the
-       bucket, or the model that would be published from here, gave no answer)
+  0    done; for `demo`: every check held; for `stop`: no replica runs any more; for `plan`: it could be started (75:
+       the bucket, or the model that would be published from here, gave no answer)
   1    something failed (a replica that crashes again and again, a check that does not hold)
   2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
        (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
@@ -127,10 +127,8 @@ def _add_budget_options(parser: argparse.ArgumentParser) -> None:
     money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
     money.add_argument("--max-usd", type=amount, metavar="X", help="US dollars, since the run began")
     money.add_argument("--max-hours", type=amount, metavar="H", help="hours with any replica running")
-    money.add_argument(
-        "--no-lease", action="store_true", help="rented replicas go on for ever when nobody looks after the run"
-    )
-    money.add_argument("--allow-unknown-price", action="store_true", default=None, help="where nobody knows the price")
+    money.add_argument("--no-lease", action="store_true", help="rented replicas go on for ever without a supervisor")
+    money.add_argument("--allow-unknown-price", action="store_true", default=None, help="where no price is known")
 
 
 def _add_looking_verbs(verbs: Any) -> None:

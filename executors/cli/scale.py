@@ -75,11 +75,11 @@ def _check_quorum(replicas: int, quorum: int) -> None:
 def after_stop_words(store: Store, *, found: bool) -> str:
     """The last line of `diloco stop`, once no replica runs any more.   found: whether one ever ran."""
     if not found:
-        return "nobody ever ran here"
+        return "no replica ever ran here"
     with suppress(RendezvousError):  # control records that are damaged; a run can be stopped all the same
         if is_finished(store, read_control(store)):
-            return "nobody runs any more, and all outer steps are committed"
-    return "nobody runs any more; `diloco resume` goes on"
+            return "no replica runs any more, and all outer steps are committed"
+    return "no replica runs any more; `diloco resume` goes on"
 
 
 def finished_words(store: Store, url: str, steps: int | None = None) -> str:
@@ -94,4 +94,4 @@ def finished_words(store: Store, url: str, steps: int | None = None) -> str:
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:
     if not before.stop and supervisor_of(run.store) is not None:
         return []
-    return [f"nobody supervises this run now; `diloco resume {shlex.quote(run.url)}` does it"]
+    return [f"this run has no supervisor now; `diloco resume {shlex.quote(run.url)}` does it"]

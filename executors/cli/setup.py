@@ -145,7 +145,7 @@ def _store_step(url: str, clock: Clock) -> SetupStep:
         return SetupStep("store", f"{url}: {error}", "mend that; `diloco doctor URL` shows more")
     if reason:
         return SetupStep("store", f"{url} cannot carry a run: {reason}", "take another store with --run")
-    return SetupStep("store", f"{url} keeps what was written first, and everybody reads it")
+    return SetupStep("store", f"{url} keeps what was written first, and all readers get that")
 
 
 def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:

@@ -72,7 +72,7 @@ class ShortRun:
     def lines(self, statuses: Sequence[Status]) -> list[str]:
         """A head, and a line for each process."""
         known = [usd for s in statuses if (usd := self.usd(s)) is not None]
-        unknown = f", and {len(statuses) - len(known)} whose cost nobody knows" if len(known) < len(statuses) else ""
+        unknown = f", and {len(statuses) - len(known)} of unknown cost" if len(known) < len(statuses) else ""
         live = sum(not s.state.ended for s in statuses)
         head = f"{self.url}: {live} of {len(statuses)} live, {dollars(sum(known))} so far{unknown}"
         return [f"{head}; started by launch_replicas, so there is no outer step", *map(self._line, statuses)]

@@ -309,7 +309,7 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
     limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
-    unknown = f", {len(spent.unknown)} launches at a price that nobody knows" if spent.unknown else ""
+    unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
     return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
 
 
@@ -340,7 +340,7 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
             f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  a control record has it, the log is gone"
         )
     if spent.untold:
-        rows.append(f"  the log of their launch is gone, so nobody knows what these cost: {', '.join(spent.untold)}")
+        rows.append(f"  the log of their launch is gone, so their cost is unknown: {', '.join(spent.untold)}")
     each = f", {dollars(spent.usd / report.head)} each" if report.head and spent.usd else ""
     steps = f"; {report.head} outer steps{each}"
     head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"

@@ -184,7 +184,7 @@ class Quote:
         price = self.plan.usd_per_hour
         spent = f"{dollars(self.spent.usd)} spent so far, " if self.spent.usd else ""
         if price is None:
-            return f"{spent}nobody knows the price of one of these; {self._limit_in_words()}"
+            return f"{spent}the price of one of these is unknown; {self._limit_in_words()}"
         return f"{spent}{dollars(price)} per hour in all; {self._limit_in_words()}"
 
     def _limit_in_words(self) -> str:
@@ -210,7 +210,9 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
     """Make the quote.  Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
     check_reach(url, places)
     if budget.limited and not all(p.lease for p in places):
-        raise UsageError("--no-lease and a budget contradict each other: when nobody looks, nobody minds the budget")
+        raise UsageError(
+            "--no-lease and a budget contradict each other: without a supervisor nothing enforces the budget"
+        )
     executor = build_executor(places)
     try:
         plan = executor.plan([spec_for(url, place_of(places, slot), slot) for slot in slots])
@@ -238,9 +240,7 @@ def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool
     if found.free or yes:
         return True
     if not _is_terminal(person := person or sys.stdin):
-        raise UsageError(
-            "this costs money, and there is nobody to ask (stdin is no terminal); add --yes if it is right"
-        )
+        raise UsageError("this costs money, and stdin is not a terminal, so you cannot be asked; add --yes to agree")
     return _ask_person("start it?", person)
 
 

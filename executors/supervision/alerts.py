@@ -244,5 +244,5 @@ def alerts_of(url: str, clock: Clock, emit: Emit) -> Alerts:
     try:
         return Alerts(url, clock, emit)
     except ValueError as error:
-        emit("warning", kind="alerts", text=f"{error}; nobody is alerted")
+        emit("warning", kind="alerts", text=f"{error}; no alert is sent")
         return Alerts("", clock, emit)

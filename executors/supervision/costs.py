@@ -332,7 +332,7 @@ class Budget:
 def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None]) -> str:
     """Why replicas at these prices per hour may not be launched; "" if they may."""
     if None in prices and not budget.allow_unknown_price:
-        return "nobody knows the price of what would be launched; --allow-unknown-price launches it all the same"
+        return "no price is known for this launch; --allow-unknown-price launches it anyway"
     if budget.max_usd and spent.untold and not budget.allow_unknown_price:
         return (
             f"nobody knows what {', '.join(spent.untold)} cost: the log of their launch is gone, so max_usd = "

@@ -3,7 +3,7 @@
     done                                             the run has all its steps, and no replica beats any more
     supervised by pid 7 on modal/supervisor.1        its beat is younger than UNHEARD_S
     … was last heard 3 h 2 min ago                   older: killed, or cut off; how to replace it
-    nobody supervises it; the last one ended: …      its last words, from the log
+    no supervisor; the last one ended: …      its last words, from the log
 
 Not promised: that a silent supervisor is dead; a second one takes over only once the beat is seen to stand still.
 """
@@ -36,7 +36,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     end = last_end(report)
     if holder is None:
         words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
-        return _done_words(report, clock) if report.done else f"nobody supervises it{words}", {
+        return _done_words(report, clock) if report.done else f"no supervisor{words}", {
             "supervisor": None,
             "supervisor_end": end,
         }
@@ -46,8 +46,8 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     line = f"supervised by {who}"
     if unheard >= UNHEARD_S:
         line = (
-            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so nobody may be replacing "
-            f"replicas; "
+            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so lost replicas may not be "
+            f"replaced; "
             f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
         )
     return _done_words(report, clock) if report.done else line, {"supervisor": about, "supervisor_end": end}

@@ -190,7 +190,7 @@ def _silence_limit_s(s: Observation, limits: Limits) -> float:
 
 def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
     if s.state is None:
-        return Launch(s.slot, "nobody runs it")
+        return Launch(s.slot, "no process runs it")
     if (hopeless := _give_up_reason(s, limits)) is not None:
         return GiveUp(s.slot, hopeless)
     left = s.ended_at + max(limits.pause(s.losses), limits.reward_pause(s.reward_failures)) - now

@@ -40,7 +40,7 @@ def reward_failed(report: Report, now: float) -> list[Trouble]:
 
 
 def platform_silent(report: Report, now: float) -> list[Trouble]:
-    advice = "Replicas go on; nobody is replaced until it answers"
+    advice = "Replicas go on; none is replaced until it answers"
     texts = open_outages(report.events, now)
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 

@@ -97,7 +97,7 @@ def stop_run(
     """
     patience = Patience(store, clock, grace_s)
     if _is_over(store, clock.wall()):
-        say("the run is finished and nobody beats: there is nobody to ask; looking whether anything is left of it")
+        say("the run is finished and no replica sends a heartbeat; looking for processes that it left")
     else:
         _ask_to_leave(store, clock, patience, say)
     return _end_everything(store, clock, patience, say, executor)
@@ -181,7 +181,7 @@ def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launch
         there = launches.sweep()
         for text in [text for text in there if text not in shown]:
             shown.add(text)
-            say(f"{text}: nobody was looking after it; it is cancelled now")
+            say(f"{text}: it had no supervisor; it is cancelled now")
         waited = clock.now() - began
         if (not there and waited >= lag_s) or waited >= CANCELLED_S or launches.out_of_reach:
             return there
@@ -195,7 +195,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
     launches.read_log()  # the supervisor that ended just now may have written some of them down
     for handle in launches.strangers:
-        journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; nobody wrote it down")
+        journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; the log does not name it")
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
     for status in launches.unbooked:
         unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
@@ -250,7 +250,7 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
 def _stranger_ends(launches: Launches) -> list[End]:
     """The ends of replicas that no log names, once no list of a platform shows one any more."""
     return [
-        End(launch_name(h), False, f"{h.executor} ({h.native or h.pid}): cancelled, nobody was looking after it")
+        End(launch_name(h), False, f"{h.executor} ({h.native or h.pid}): cancelled, it had no supervisor")
         for h in sorted(launches.strangers, key=lambda h: (h.slot, h.attempt, h.native))
     ]
 

@@ -118,7 +118,7 @@ class Slots:
         alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
             if handle not in self.twins:
-                self.book("found", handle, "nobody wrote it down: a second process of one launch, or one given up")
+                self.book("found", handle, "the log does not name it: a second process of one launch, or one given up")
                 self.twins[handle] = float("-inf")
         for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
             del self.twins[handle]
@@ -159,7 +159,7 @@ class Slots:
         for s in statuses:
             h = s.handle
             if not s.state.ended and (h.slot, h.attempt, h.native) not in written:
-                self.book("found", h, "it runs, and nobody wrote that down")
+                self.book("found", h, "found a running replica that the log does not name")
             if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
                 self.replaced[h] = float("-inf")
         self.publisher = self._new_state(PUBLISH)

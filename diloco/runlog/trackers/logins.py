@@ -32,7 +32,7 @@ def _missing_wandb(environ: Mapping[str, str]) -> str:
     if any(environ.get(key) for key in keys) or settings.get("api_key") or _has_netrc_line(host, environ):
         return ""
     return (
-        f"nobody is logged in to wandb at {host} on this machine, and nothing was written to it. Run `wandb login`, "
+        f"no login to wandb at {host} on this machine, and nothing was written to it. Run `wandb login`, "
         "set WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later"
     )
 
@@ -70,7 +70,7 @@ def _missing_trackio(environ: Mapping[str, str]) -> str:
         if environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or kept.is_file():
             return ""
         return (
-            f"nobody is logged in to Hugging Face on this machine, where trackio's Space {environ['TRACKIO_SPACE_ID']} "
+            f"no login to Hugging Face on this machine, where trackio's Space {environ['TRACKIO_SPACE_ID']} "
             "is, and nothing was written to it. Run `hf auth login`, or unset TRACKIO_SPACE_ID to write to this machine"
         )
     server = environ.get("TRACKIO_SERVER_URL", "")

@@ -103,7 +103,7 @@ class Recipe:
 
     def line(self, spec: ReplicaSpec, flavor: str) -> str:
         price = self.hub.prices().get(flavor)
-        cost = "nobody knows its price" if price is None else f"{dollars(price)[1:]} USD per hour"
+        cost = "its price is unknown" if price is None else f"{dollars(price)[1:]} USD per hour"
         limit = timedelta(seconds=self.limit(spec))
         return f"a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
 

@@ -109,7 +109,7 @@ class Kind(Plain):
         return round(sum_ * (REGION if self.region else 1.0), 4)
 
     def words(self, price: float | None) -> str:
-        cost = "nobody knows its price" if price is None else f"up to {dollars(price)} per hour"
+        cost = "its price is unknown" if price is None else f"up to {dollars(price)} per hour"
         cores, mib = self.most
         size = f"{' or '.join(self.gpu) or 'no GPU'}, at most {cores:g} cores, {mib / 1024:g} GiB and"
         return f"a container on Modal, {size} {self.timeout_s / 3600:g} h, {cost}"

@@ -82,7 +82,7 @@ WHY_GONE = {
     "PREEMPTED": "preempted",
     "NODE_FAIL": "its node failed",
     "BOOT_FAIL": "its node did not boot",
-    "CANCELLED": "cancelled by somebody else",
+    "CANCELLED": "cancelled by another user or program",
     FORGOTTEN: "Slurm knows no such job any more",
 }
 
