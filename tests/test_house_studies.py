@@ -297,3 +297,22 @@ def test_the_page_of_other_rules_has_the_table_of_its_rows(world: str) -> None:
     rows = read_rows(ROWS / f"outer-rules-{world}.jsonl")
     assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in outer_rules.ARMS for s in outer_rules.SEEDS}
     assert outer_rules.table(WORLDS[world], rows) in (ROWS.parent / "outer-rules.md").read_text()
+
+
+def test_a_rule_is_decided_by_its_bound_at_four_replicas_and_by_its_worst_other_cell() -> None:
+    def rows(of: dict[str, float]) -> list[dict[str, object]]:
+        """Losses, and rewards alike: `of` a rule at N = 4, H = 5 and in the other cells."""
+        return [
+            {"arm": f"fleet-{n}-{h} {rule}", "seed": s, "curve": [[0, v + s / 100], [9, v + s / 100]]}
+            for n in (2, 4, 8) for h in (5, 20) for s in range(8)
+            for rule in tuned.RULES
+            for v in [of.get(rule, 1.0) if (n, h) == (4, 5) else of.get(f"{rule} else", 1.0)]
+        ]  # fmt: skip
+
+    same = rows({"sqrt": 0.5, "times": 0.5, "times else": 1.02})  # smaller: better for a loss
+    lines = tuned.decision_table({"text": same}).splitlines()
+    told = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines[2:]}
+    assert (told["sqrt"][2], told["sqrt"][4]) == ("yes", "yes"), "better at N = 4, H = 5, alike elsewhere"
+    assert (told["times"][2], told["times"][4]) == ("yes", "no") and told["times"][3].startswith("-2.0, text")
+    assert (told["norm"][2], told["norm"][4]) == ("no", "yes")
+    assert tuned.gain("toolworld", same, 4, 5, "sqrt").mean == pytest.approx(-0.5), "more is better there"

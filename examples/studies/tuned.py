@@ -3,6 +3,7 @@
     python examples/studies/tuned.py toolworld tune --to studies         about two hours of one core
     python examples/studies/tuned.py toolworld judge --to studies        about four
     python examples/studies/tuned.py text tune|judge --to studies        a fifth of that
+    python examples/studies/tuned.py text decide --to studies            T5 and T6, from the judged rows of both tasks
 
     tune    every arm × TEN settings × seeds 104, 105       ─▶ the setting with the best mean over the run, for each arm
     judge   those settings, the defaults, and rules that nobody tuned × seeds 8 … 15
@@ -27,7 +28,7 @@ from effective_step import disagreement
 from fleet import OuterRate, outer_steps
 from replicas import MEASURES, SIZES, Arm, auto_rate, by_seed, curve_of, linked
 from torch import Tensor
-from trials import Curve, Row, Trial, area, paired, read_rows, run_missing
+from trials import Curve, Paired, Row, Trial, area, paired, read_rows, run_missing
 from worlds import WORLDS, World
 
 from diloco.safety import pairwise_cosine
@@ -37,6 +38,7 @@ TUNED_ON, JUDGED_ON = (104, 105), range(8, 16)
 LINKED = [0.5 * 2 ** (k / 2) for k in range(10)]
 FLEET = [(scale, *outer) for outer in ((0.7, 0.5), (1.0, 0.0)) for scale in (1.0, 2.0, 4.0, 8.0, 16.0)]
 GOOD_ENOUGH = {"toolworld": 0.05, "text": 0.02}  # reward; share of the loss
+NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: the same
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ def rules() -> dict[str, Setting]:
 
 def main() -> None:
     given = arguments()
+    if given.part == "decide":
+        print(decision_table({name: read_rows(given.to / f"tuned-{name}-judging.jsonl") for name in NO_WORSE}))
+        return
     world = WORLDS[given.world]
     world.prepare(given.to)
     tuning, judging = (given.to / f"tuned-{world.name}-{part}.jsonl" for part in ("tuning", "judging"))
@@ -195,10 +200,39 @@ def _difference(world: World, rows: list[Row], first: str, second: str | None) -
     return str(paired(*(values if world.upwards else values[::-1])))
 
 
+def decision_table(rows: dict[str, list[Row]]) -> str:
+    """Each rule against the default: T5 (N = 4, H = 5), and T6's worst of the other cells, in shares of its margin.
+
+    A rule answers T5 where the one-sided bound is above 0 on both tasks, and T6 where no cell is below −1.
+    """
+    others = [(n, h) for n in SIZES for h in EVERY[1:] if (n, h) != (4, 5)]
+    lines = ["| rule | T5, by task | T5 | worst other cell, × margin | T6 | mean gain |", "|---|---|---|---|---|---|"]
+    for rule in (name for name in RULES if name != "default"):
+        first = {task: gain(task, rows[task], 4, 5, rule) for task in rows}
+        worst = min(
+            (gain(task, rows[task], n, h, rule).lower / NO_WORSE[task], f"{task} N = {n}, H = {h}")
+            for task in rows
+            for n, h in others
+        )
+        yes = ["yes" if all(one.lower > 0 for one in first.values()) else "no", "yes" if worst[0] >= -1 else "no"]
+        told = "; ".join(f"{task} {one}" for task, one in first.items())
+        mean = fmean(one.mean for one in first.values())
+        lines.append(f"| {rule} | {told} | {yes[0]} | {worst[0]:+.1f}, {worst[1]} | {yes[1]} | {mean:+.3f} |")
+    return "\n".join(lines)
+
+
+def gain(task: str, rows: list[Row], n: int, h: int, rule: str) -> Paired:
+    """Over the default, positive where the rule is better: reward, or a share of the default's loss."""
+    ours, default = ([area(row["curve"]) for row in by_seed(rows, f"fleet-{n}-{h} {of}")] for of in (rule, "default"))
+    if WORLDS[task].upwards:
+        return paired(ours, default)
+    return paired([1 - a / b for a, b in zip(ours, default, strict=True)], [0.0] * len(ours))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=list(WORLDS))
-    parser.add_argument("part", choices=["tune", "judge"])
+    parser.add_argument("part", choices=["tune", "judge", "decide"])
     parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
     parser.add_argument("--arms", default="", help="only settings whose name has this in it")
     parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
