@@ -49,7 +49,8 @@ class Bounds:
             (self.most, le, "at most {:g}"), (self.below, lt, "below {:g}"),
         )  # fmt: skip
         asked = [(limit, holds, words) for limit, holds, words in limits if limit is not None]
-        if not asked or (math.isfinite(value) and all(holds(value, limit) for limit, holds, _ in asked)):
+        finite = isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is no float
+        if not asked or (finite and all(holds(value, limit) for limit, holds, _ in asked)):
             return ""
         return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
 
@@ -86,7 +87,7 @@ class Table:
             object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
             bounds: Bounds = f.metadata.get("bounds", Bounds())
             if value is not None and (fault := bounds.find_fault(value)):
-                raise self.error(f"{name} = {value!r} {fault}. Set {name}.")
+                raise self.error(f"{name} = {_shown(value)} {fault}. Set {name}.")
         self.check()
 
     def check(self) -> None:
@@ -102,6 +103,12 @@ class Table:
 
 
 # -------------------------------------------------------------------- types
+
+
+def _shown(value: Any) -> str:
+    """Return the value in a message; Python refuses to write an int of some thousands of digits."""
+    huge = isinstance(value, int) and value.bit_length() > 256
+    return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
 
 @cache

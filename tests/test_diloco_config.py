@@ -179,3 +179,17 @@ def test_one_replica_alone_is_warned_of() -> None:
     assert solo_warning(Wanted(replicas=3, min_replicas=2)) == ""
     assert "3 are wanted, any of them will do" in solo_warning(Wanted(replicas=3, min_replicas=1))
     assert "the only one" in solo_warning(Wanted(replicas=1, min_replicas=1))
+
+
+@pytest.mark.parametrize(("table", "name"), [("outer", "max_carry"), ("fleet", "steps"), ("fleet", "log_rollouts")])
+@pytest.mark.parametrize("value", [10**400, -(10**5000)], ids=["large", "negative"])
+def test_an_integer_that_no_float_holds_is_refused_or_kept_and_never_a_traceback(
+    table: str, name: str, value: int
+) -> None:
+    """`math.isfinite` raises for the first, and `repr` for the second."""
+    try:
+        RunConfig.from_dict({table: {name: value}, "inner": {}})
+    except ConfigError as refused:
+        assert f"{table}.{name}" in str(refused) and len(str(refused)) < 300
+    else:
+        assert (table, name, value > 0) == ("fleet", "steps", True)

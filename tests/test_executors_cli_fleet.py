@@ -215,7 +215,7 @@ def test_a_price_that_nobody_knows_is_refused_unless_told_so(capsys, config):  #
 def test_what_costs_money_wants_a_yes_from_a_person(config):  # noqa: F811
     url = config.parent / "run"
     done = outcome(["train", config, "--run", url, *PAID])
-    assert done.returncode == 2 and "stdin is no terminal" in done.stderr and "--yes" in done.stderr
+    assert done.returncode == 2 and "stdin is not a terminal" in done.stderr and "--yes" in done.stderr
     assert "$8.00 per hour in all; no limit (--max-usd X sets one)" in done.stderr and not url.exists()
 
 

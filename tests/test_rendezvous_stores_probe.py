@@ -155,7 +155,9 @@ def test_a_few_errors_are_no_verdict(s3: S3Server) -> None:
 
 def test_a_store_where_every_create_fails_cannot_carry_a_run(s3: S3Server) -> None:
     s3.fault("409", op="PutObject", key="race|small|twice", times=10_000)
-    assert "nobody could create" in (probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL).why_unfit() or "")
+    assert "no key could be created" in (
+        probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL).why_unfit() or ""
+    )
 
 
 def test_a_refusing_store_is_its_own_message(s3: S3Server) -> None:
