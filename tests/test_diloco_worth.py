@@ -59,8 +59,8 @@ def test_samples_hours_and_the_gain_of_a_reward() -> None:
     assert (found.samples, found.hours, found.unit) == (640.0, 2.0, "GPU-hours")
     assert found.gain_per_hour == pytest.approx(0.3)
     assert worth_words(found) == [
-        "640 samples in 2 GPU-hours: reward 0.1 → 0.7, +0.3 per GPU-hour",
-        "agreement 0.50: 5 replicas ×0.96 time, ×1.20 hours; 3 replicas ×1.07 time, ×0.80 hours (a guess)",
+        "640 samples in 2 GPU-hours: reward 0.1 → 0.7 (+0.3/GPU-h)",
+        "agreement 0.50: 5 replicas ×0.96 time ×1.20 hours, 3 ×1.07 ×0.80 (a guess)",
     ]
     assert json.loads(json.dumps(worth_dict(found)))["resized"]["5"] == {"time": 0.96, "hours": 1.2}
 
@@ -68,7 +68,13 @@ def test_samples_hours_and_the_gain_of_a_reward() -> None:
 def test_replicas_that_make_the_same_step_want_a_larger_rate() -> None:
     said = {c: worth_words(worth(report([step(0, c, reward=0.1), step(1, c, reward=0.2)]))) for c in (0.79, 0.94)}
     assert len(said[0.79]) == 2
-    assert said[0.94][2] == "replicas make nearly the same step: a larger inner.lr would do more than another replica"
+    assert said[0.94][2] == "replicas step alike: a larger inner.lr does more than another replica"
+
+
+def test_its_lines_fit_into_80_columns_with_their_indent() -> None:
+    found = report([step(t, 0.94, slots=16, reward=0.123 + 0.8 * t / 40) for t in range(40)], hours=123.4, device="cpu")
+    lines = worth_words(worth(found))
+    assert len(lines) == 3 and max(map(len, lines)) <= 78, lines
 
 
 def test_a_loss_has_no_gain_and_a_cpu_is_no_gpu() -> None:
@@ -94,5 +100,8 @@ def test_a_session_that_runs_is_counted_to_its_newest_heartbeat(tmp_path: Path) 
 def test_status_and_report_say_it() -> None:
     seen = report([step(0, 0.5, reward=0.1), step(1, 0.5, reward=0.7)])
     for shown in ("\n".join(status_table(seen, T0 + 9)), summary(seen)):
-        assert "640 samples in 2 GPU-hours" in shown and "agreement 0.50: 5 replicas ×0.96 time" in shown
+        assert (
+            "640 samples in 2 GPU-hours" in shown
+            and "agreement 0.50: 5 replicas ×0.96 time ×1.20 hours, 3 ×1.07 ×0.80 (a guess)" in shown
+        )
     assert status_dict(seen, T0 + 9)["worth"]["samples"] == 640

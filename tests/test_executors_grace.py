@@ -142,11 +142,9 @@ def uploading_replica(argv: list[str]) -> int:
     return UploadingToy(argv[0], argv[2]).live()
 
 
-def test_stop_waits_for_an_upload_that_began_after_it_asked(tmp_path, executor, monkeypatch):  # noqa: F811
-    """Before: the seconds were reckoned once, from the pace of inner steps, and the upload was cut off."""
-    monkeypatch.setattr(shutdown, "GRACE_S", 0.3)
-    run, said = found(tmp_path, replicas=1, steps=50), list[str]()
-    looks = supervisor_of_toys(run, executor, "uploading_replica", lambda *_: None)
+def stopped_while_it_trains(run, executor, entry):  # noqa: F811
+    """Start one replica of toys under a supervisor that then leaves; -> what `diloco stop` found and said."""
+    looks, said = supervisor_of_toys(run, executor, entry, lambda *_: None), list[str]()
 
     def trains() -> bool:
         looks.tick()
@@ -155,20 +153,18 @@ def test_stop_waits_for_an_upload_that_began_after_it_asked(tmp_path, executor, 
     wait_for(trains, "an inner step")
     looks.lease.beat("left")
     (end,) = stop_run(run.store, SystemClock(), None, said.append)
+    return end, said
+
+
+def test_stop_waits_for_an_upload_that_began_after_it_asked(tmp_path, executor, monkeypatch):  # noqa: F811
+    """Before: the seconds were reckoned once, from the pace of inner steps, and the upload was cut off."""
+    monkeypatch.setattr(shutdown, "GRACE_S", 0.3)
+    end, said = stopped_while_it_trains(found(tmp_path, replicas=1, steps=50), executor, "uploading_replica")
     assert not end.live and "left at outer step" in end.text and "within 0.33 s" in said[0], (end, said)
 
 
 @pytest.mark.slow
 def test_stop_waits_for_a_long_inner_step(tmp_path, executor, monkeypatch):  # noqa: F811
     monkeypatch.setattr(shutdown, "GRACE_S", 0.1)
-    run, said = found(tmp_path, replicas=1, steps=50), list[str]()
-    looks = supervisor_of_toys(run, executor, "slow_replica", lambda *_: None)
-
-    def trains() -> bool:
-        looks.tick()
-        return any(b.phase == "train" and b.rate for b in read_report(run.store).beats.values())
-
-    wait_for(trains, "an inner step")
-    looks.lease.beat("left")
-    (end,) = stop_run(run.store, SystemClock(), None, said.append)
+    end, said = stopped_while_it_trains(found(tmp_path, replicas=1, steps=50), executor, "slow_replica")
     assert not end.live and "left at outer step" in end.text and "within 4.6 s" in said[0], (end, said)

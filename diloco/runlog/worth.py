@@ -102,7 +102,7 @@ def _seconds(session: "SessionSummary", report: "Report") -> float:
 
 
 def worth_words(found: Worth) -> list[str]:
-    """At most three lines; [] before an outer step is committed."""
+    """Describe it in at most three lines of 80 columns; [] before an outer step is committed."""
     return [*_used_words(found), *_agreement_words(found)] if found.samples else []
 
 
@@ -110,18 +110,17 @@ def _used_words(found: Worth) -> list[str]:
     used = f"{found.samples:,.0f} samples in {found.hours:.3g} {found.unit}"
     if found.first is None or found.newest is None:
         return [used]
-    rate = "" if found.gain_per_hour is None else f", {found.gain_per_hour:+.3g} per {found.unit[:-1]}"
+    rate = "" if found.gain_per_hour is None else f" ({found.gain_per_hour:+.2g}/{found.unit.removesuffix('ours')})"
     return [f"{used}: {found.name} {found.first:.3g} → {found.newest:.3g}{rate}"]
 
 
 def _agreement_words(found: Worth) -> list[str]:
-    sizes = [
-        f"{n} replica{'s' * (n > 1)} ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)
-    ]
     if found.cosine is None:
         return []
-    alike = ["replicas make nearly the same step: a larger inner.lr would do more than another replica"]
-    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)", *(alike if found.cosine > ALIKE else [])]
+    (more, *longer), (fewer, *shorter) = _other_sizes(found)
+    words = "{} replicas ×{:.2f} time ×{:.2f} hours, {} ×{:.2f} ×{:.2f}".format(more, *longer, fewer, *shorter)
+    alike = ["replicas step alike: a larger inner.lr does more than another replica"]
+    return [f"agreement {found.cosine:.2f}: {words} (a guess)", *(alike if found.cosine > ALIKE else [])]
 
 
 def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:

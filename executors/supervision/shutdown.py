@@ -283,10 +283,14 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:
     """Wait until no replica and no other supervisor is there any more, at most so long."""
-    began = clock.now()
-    asked = float("-inf")
+    began, limit = clock.now(), 0.0
+    looked = asked = float("-inf")
     moved: dict[str, int] = {}
-    while clock.now() < began + seconds():
+    while True:
+        if clock.now() - looked >= ASK_S or clock.now() >= began + limit:
+            limit, looked = seconds(), clock.now()
+        if clock.now() >= began + limit:
+            return
         if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):
             launches.look()
             asked = clock.now()
