@@ -22,11 +22,11 @@ from diloco.eval_config import TASK_ONLY, EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from diloco.unreadable import file_hint, object_hint, toml_fault
 from inner import InnerConfig, InnerError
-from inner.base import MOVED, TRL_NAMES
-from inner.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
-from inner.hub_data import HubDataset
-from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
-from inner.task_settings import entry_point, is_one_file
+from inner.data.hub_data import HubDataset
+from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
+from inner.settings.inner import MOVED, TRL_NAMES
+from inner.settings.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
+from inner.settings.task import entry_point, is_one_file
 from inner.tasks.spec import is_task
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing

@@ -26,16 +26,16 @@ from typing import Any
 
 from diloco.config import ConfigError, RunConfig
 from diloco.sibling_modules import find_siblings, join_siblings, zip_modules
-from inner.base import InnerConfig
+from inner.data.hub_data import HubDataset, pin_dataset, read_dataset
+from inner.data.hub_pins import PREFIX
+from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.errors import InnerError
-from inner.flat_names import EVAL, MODULES, is_code, setting_of
-from inner.hub_data import HubDataset, pin_dataset, read_dataset
-from inner.hub_pins import PREFIX
-from inner.prompts import Numbered, check_rows, load_prompts, read_rows
-from inner.reward_model import pin_reward_model
-from inner.task_settings import DataSettings, is_one_file
+from inner.settings.flat_names import EVAL, MODULES, is_code, setting_of
+from inner.settings.inner import InnerConfig
+from inner.settings.task import DataSettings, is_one_file
 from inner.tasks.make import make_rows
 from inner.tasks.spec import TaskSpec, refuse_absent
+from inner.usercode.reward_model import pin_reward_model
 
 SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
 

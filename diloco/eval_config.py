@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from inner.base import Files, InnerConfig
+from inner.data.prompts import load_prompts
 from inner.errors import InnerError
-from inner.flat_names import EVAL, setting_of
-from inner.prompts import load_prompts
-from inner.tables import Table, setting
-from inner.task_settings import check_sources, check_task
+from inner.settings.flat_names import EVAL, setting_of
+from inner.settings.inner import Files, InnerConfig
+from inner.settings.tables import Table, setting
+from inner.settings.task import check_sources, check_task
 from inner.tasks.spec import TaskSpec
 
 

@@ -24,7 +24,7 @@ from math import ceil
 from diloco.config import AUTO, RunConfig, keep_bytes
 from diloco.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
-from inner.hub_model import is_on_hub
+from inner.models.hub_model import is_on_hub
 from rendezvous import codecs
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.keeping import Sizes, largest_window, snapshot_period

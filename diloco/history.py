@@ -24,9 +24,9 @@ from diloco.fragments import cut_fragments
 from diloco.launch import ModelRecord, Run, fetch_model, is_weights_file, read_run, save_below
 from diloco.optimizer import Nesterov, OuterState
 from diloco.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
-from inner.build import load_start
-from inner.hub_model import HubError
-from inner.lora import ADAPTER, save_adapter
+from inner.models.hub_model import HubError
+from inner.models.lora import ADAPTER, save_adapter
+from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.background import no_emit, together_on
 from rendezvous.chain import Chain

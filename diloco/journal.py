@@ -1,7 +1,7 @@
 """The log that one session of a replica writes for people: one small object of JSON lines per outer step.
 
     log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
-    log/{slot}-{generation}/000000.rollouts.jsonl, …             rollouts of one outer step (inner/rollout_sample.py)
+    log/{slot}-{generation}/000000.rollouts.jsonl, …             rollouts of one outer step (inner/rollouts/sample.py)
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 

@@ -23,8 +23,8 @@ from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, without_set
 from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
-from inner.base import BUILT_IN_MODELS
-from inner.flat_names import EVAL, FILE_SETTINGS, MODULES
+from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
+from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
 from rendezvous.chain import first_open_step, lost_record
 from rendezvous.clock import Clock, SystemClock
@@ -42,7 +42,7 @@ from rendezvous.stores.open import open_store, urls_above
 
 if TYPE_CHECKING:
     from inner import InnerConfig
-    from inner.hub_model import HubModel
+    from inner.models.hub_model import HubModel
 
 LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
 PUBLISH_PATIENCE_S = 20.0
@@ -153,7 +153,7 @@ class ModelRecord(Record):
     @property
     def hub_model(self) -> "HubModel | None":
         """The model on the Hub that θ₀ is; None: its files are in the bucket."""
-        from inner.hub_model import HubModel
+        from inner.models.hub_model import HubModel
 
         digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items() if not stored["key"]}
         return HubModel(self.hub["model"], self.hub["commit"], digits) if self.hub else None
@@ -598,7 +598,7 @@ def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
     config = run.config.inner
     if config.model in BUILT_IN_MODELS or Path(config.model).is_dir():
         return
-    from inner.dry_run import check_start
+    from inner.train.dry_run import check_start
 
     made, hub = scratch / "model", scratch / "hub"
     held_out = run.config.eval.source if run.config.eval is not None else None
@@ -607,9 +607,9 @@ def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
 
 def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     """Named, if every replica gets the same bits from the Hub; else carried."""
-    from inner.build import load_start
-    from inner.hub_model import link_hub_files, pin_hub_model
-    from inner.lora import ADAPTER, new_adapter, save_adapter
+    from inner.models.hub_model import link_hub_files, pin_hub_model
+    from inner.models.lora import ADAPTER, new_adapter, save_adapter
+    from inner.train.build import load_start
 
     config = run.config.inner
     if (found := pin_hub_model(config)) is None:
@@ -628,7 +628,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
 
 def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) -> ModelRecord:
     import inner
-    from inner.build import load_start
+    from inner.train.build import load_start
 
     inner.publish_model(config, folder)
     model, _ = load_start(folder, config.dtype, config.lora)
@@ -661,7 +661,7 @@ def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
 def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
     """θ₀'s folder, from the bucket or from the Hub; -> `folder`, a normal from_pretrained folder.   Raises HubError."""
     if (model := record.hub_model) is not None:
-        from inner.hub_model import link_hub_files
+        from inner.models.hub_model import link_hub_files
 
         link_hub_files(model, folder)
     for name, stored in record.files.items():

@@ -22,9 +22,9 @@ from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.seeds import derive_seed
 from diloco.start_model import refuse_other_base
 from inner import InnerLoop, Seeds, build_inner
+from inner.data.prompts import Row, load_prompts
 from inner.errors import RewardFailed
-from inner.flat_names import EVAL
-from inner.prompts import Row, load_prompts
+from inner.settings.flat_names import EVAL
 
 
 def evaluate_step(

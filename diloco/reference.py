@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import RunConfig
-from inner.tables import Bounds, Table, default_of, field_types, table_class
-from inner.trl_fields import TRL_FIELDS, TRL_VERSION
-from inner.trl_settings import HANDED_THROUGH, OWNED
+from inner.settings.tables import Bounds, Table, default_of, field_types, table_class
+from inner.settings.trl import HANDED_THROUGH, OWNED
+from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from diloco.manager import StoreManager
     from diloco.outer import OuterLoop
     from inner import InnerLoop
-    from inner.order import Share
+    from inner.data.order import Share
 
 SLOW_CODEC = (
     "the compiled kernels of the codecs are not here ({why}): packing, means and sums take about three times as long, "
@@ -238,7 +238,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     from diloco.manager import StoreManager
     from diloco.session_host import SessionHost
     from diloco.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
-    from inner.precision import lost_updates
+    from inner.models.precision import lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
@@ -281,7 +281,7 @@ def _build_loop(
     """The inner loop, and the folder of its model: one with weights, if some of them are in no snapshot."""
     from diloco.start_model import has_more_than_trained
     from inner import build_inner
-    from inner.precision import PrecisionWarning
+    from inner.models.precision import PrecisionWarning
 
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
@@ -321,8 +321,8 @@ def _make_evaluator(
 ) -> "Evaluator | None":
     """Make the evaluator; None without [eval]."""
     from diloco.evaluator import Evaluator
-    from inner.flat_names import EVAL
-    from inner.prompts import load_prompts
+    from inner.data.prompts import load_prompts
+    from inner.settings.flat_names import EVAL
 
     config = run.config.eval
     if config is None:
@@ -366,7 +366,7 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
 def share_of(config: RunConfig, slot: str) -> "Share":
     """The slot's part of the rows, of as many as the run was founded with replicas.  Slots that were added later deal
     the rows out once more, in another order."""
-    from inner.order import Share
+    from inner.data.order import Share
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)
     return Share(derive_seed(config.seed, "prompts", deal), index, config.fleet.replicas)

@@ -1,7 +1,7 @@
 """The modules beside the user's code that it imports: one .zip of them, which the run carries as it carries the code.
 
     rewards.py: import helpers ──▶ helpers.py beside it, and what that imports ──▶ ~/.cache/diloco/…/modules.zip
-    a replica: the .zip stands first on sys.path before the code is run (inner/userfiles.py)
+    a replica: the .zip stands first on sys.path before the code is run (inner/usercode/userfiles.py)
 
 A name that is installed here, or Python's own, is no module of the user's.  Equal files give equal bytes.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diloco.config import ConfigError, RunConfig
 from inner import InnerError
-from inner.gguf_header import is_gguf_file, read_gguf_header
+from inner.models.gguf_header import is_gguf_file, read_gguf_header
 from rendezvous import codecs
 from rendezvous.clock import Clock
 from rendezvous.probe import measure_throughput

@@ -28,9 +28,9 @@ from diloco.fragments import cut_fragments
 from diloco.model_checks import frozen_digest
 from diloco.optimizer import Nesterov, OuterState
 from diloco.session import Session
-from inner.build import load_start
-from inner.hub_model import HubError, HubModel
-from inner.lora_settings import LoraSettings
+from inner.models.hub_model import HubError, HubModel
+from inner.settings.lora import LoraSettings
+from inner.train.build import load_start
 from rendezvous.digests import digest_of, is_digest
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
 from rendezvous.wire import as_bytes

@@ -20,7 +20,7 @@ from typing import Any, cast
 from diloco.config import ConfigError
 from diloco.journal import rollout_head, rollout_line
 from inner import TraceState, TraceWarning, save_states
-from inner.rollout_sample import SampledRollout, rollout_states
+from inner.rollouts.sample import SampledRollout, rollout_states
 from rendezvous import layout
 from rendezvous.store import Store
 

@@ -30,14 +30,14 @@ import torch
 from local_teachers import question, serving, wrong_name
 
 from inner import DEFAULT_TEACHERS, InnerConfig, Seeds, Teacher, ToolWorld, build_inner, publish_model
-from inner.hints import filter_hint
+from inner.channels.hints import filter_hint
 from inner.replay.actions import action_message
 from inner.replay.ask import replay_trace
 from inner.replay.pairs import extract_dpo_pairs, save_pairs
 from inner.replay.states import TraceState
-from inner.rollout_sample import rollout_states
-from inner.settings import ReplaySettings, SdpoSettings
-from inner.task_settings import GrpoSettings
+from inner.rollouts.sample import rollout_states
+from inner.settings.channels import ReplaySettings, SdpoSettings
+from inner.settings.task import GrpoSettings
 
 WORLD = ToolWorld(kinds=6, names=32)
 THETA_0_STEPS = 4  # generations of 64 at θ₀, for the pairs

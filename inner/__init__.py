@@ -1,8 +1,8 @@
 """The inner loop: prompts, completions, log-probs, rewards, losses.
 
     build_inner(config, model_dir, files, seeds) -> InnerLoop      the whole package in one call
-        loop = "grpo"         TRL's GRPOTrainer + hint distillation at tool errors    inner/grpo.py
-        loop = "supervised"   next-token loss on one text or token file               inner/supervised.py
+        loop = "grpo"         TRL's GRPOTrainer + hint distillation at tool errors    inner/train/grpo.py
+        loop = "supervised"   next-token loss on one text or token file               inner/train/supervised.py
 
 Importing `inner` imports neither torch nor trl: a name is loaded when it is first asked for. A name whose package is
 missing can still be imported; using it says what to install.
@@ -14,22 +14,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inner.base import Files, InnerConfig, InnerError, InnerLoop, Seeds
-    from inner.build import build_inner, publish_model
-    from inner.check import check_inner
-    from inner.compose import LossParts, build_batch, compose_loss
-    from inner.consensus import ConsensusScore, recorded_answers
-    from inner.lessons import Rollout
-    from inner.llm_hints import LLMHints
+    from inner.channels.consensus import ConsensusScore, recorded_answers
+    from inner.channels.lessons import Rollout
+    from inner.channels.llm_hints import LLMHints
+    from inner.channels.process_head import ProcessHead, train_process_head
+    from inner.channels.process_reward import ProcessReward, turn_states
+    from inner.channels.spans import hinted_spans, span_batch
+    from inner.extras.rollout_check.check import RolloutCheck, check_rollouts
     from inner.losses.divergence import generalized_jsd_loss
     from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
     from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
     from inner.losses.sdpo import sdpo_loss
     from inner.losses.taid import TAIDScheduler, taid_loss
-    from inner.objectives import PO_OBJECTIVES
-    from inner.poconfig import make_dr_grpo_config, make_po_config
-    from inner.process import ProcessReward, turn_states
-    from inner.process_head import ProcessHead, train_process_head
     from inner.replay.ask import Replay, ReplayStopped, replay_trace
     from inner.replay.normalize import (
         DJNormalizer,
@@ -41,10 +37,14 @@ if TYPE_CHECKING:
     from inner.replay.states import TraceState, TraceWarning, load_states, save_states
     from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
     from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
-    from inner.rollout_check import RolloutCheck, check_rollouts
-    from inner.spans import hinted_spans, span_batch
-    from inner.supervised import SupervisedLoop
-    from inner.trainer import ComposerReplicationTrainer
+    from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
+    from inner.settings.objectives import PO_OBJECTIVES
+    from inner.settings.poconfig import make_dr_grpo_config, make_po_config
+    from inner.train.build import build_inner, publish_model
+    from inner.train.compose import LossParts, build_batch, compose_loss
+    from inner.train.supervised import SupervisedLoop
+    from inner.train.trainer import ComposerReplicationTrainer
+    from inner.usercode.check import check_inner
     from inner.worlds.toolworld import ToolWorld
 
 __all__ = [
@@ -112,44 +112,44 @@ __all__ = [
 
 _HOME = {
     "DEFAULT_TEACHERS": "inner.replay.teachers",
-    "PO_OBJECTIVES": "inner.objectives",
-    "ComposerReplicationTrainer": "inner.trainer",
+    "PO_OBJECTIVES": "inner.settings.objectives",
+    "ComposerReplicationTrainer": "inner.train.trainer",
     "DJNormalizer": "inner.replay.normalize",
     "DPOPair": "inner.replay.pairs",
-    "Files": "inner.base",
-    "InnerConfig": "inner.base",
+    "Files": "inner.settings.inner",
+    "InnerConfig": "inner.settings.inner",
     "InnerError": "inner.errors",
-    "InnerLoop": "inner.base",
-    "LLMHints": "inner.llm_hints",
-    "LossParts": "inner.compose",
+    "InnerLoop": "inner.settings.inner",
+    "LLMHints": "inner.channels.llm_hints",
+    "LossParts": "inner.train.compose",
     "NormalizedDPOPair": "inner.replay.normalize",
     "Replay": "inner.replay.ask",
     "ReplayStopped": "inner.replay.ask",
-    "Seeds": "inner.base",
-    "SupervisedLoop": "inner.supervised",
+    "Seeds": "inner.settings.inner",
+    "SupervisedLoop": "inner.train.supervised",
     "TAIDScheduler": "inner.losses.taid",
     "Teacher": "inner.replay.teachers",
     "TeacherAction": "inner.replay.teachers",
     "ToolWorld": "inner.worlds.toolworld",
     "TraceState": "inner.replay.states",
     "TraceWarning": "inner.replay.states",
-    "build_batch": "inner.compose",
-    "build_inner": "inner.build",
-    "check_inner": "inner.check",
-    "compose_loss": "inner.compose",
+    "build_batch": "inner.train.compose",
+    "build_inner": "inner.train.build",
+    "check_inner": "inner.usercode.check",
+    "compose_loss": "inner.train.compose",
     "dpo_loss": "inner.losses.preference",
     "entropy_aware_opd_loss": "inner.losses.opd",
     "eopd_loss": "inner.losses.opd",
     "extract_dpo_pairs": "inner.replay.pairs",
     "generalized_jsd_loss": "inner.losses.divergence",
-    "hinted_spans": "inner.spans",
+    "hinted_spans": "inner.channels.spans",
     "load_pairs": "inner.replay.pairs",
     "load_states": "inner.replay.states",
-    "make_dr_grpo_config": "inner.poconfig",
-    "make_po_config": "inner.poconfig",
+    "make_dr_grpo_config": "inner.settings.poconfig",
+    "make_po_config": "inner.settings.poconfig",
     "openhands_states": "inner.replay.traces",
     "pair_outcomes": "inner.replay.pairs",
-    "publish_model": "inner.build",
+    "publish_model": "inner.train.build",
     "replay_and_normalize_trace": "inner.replay.normalize",
     "replay_and_normalize_trace_sync": "inner.replay.normalize",
     "replay_trace": "inner.replay.ask",
@@ -158,16 +158,16 @@ _HOME = {
     "sdpo_loss": "inner.losses.sdpo",
     "sequence_logprobs": "inner.losses.preference",
     "simpo_loss": "inner.losses.preference",
-    "RolloutCheck": "inner.rollout_check",
-    "check_rollouts": "inner.rollout_check",
-    "ConsensusScore": "inner.consensus",
-    "recorded_answers": "inner.consensus",
-    "Rollout": "inner.lessons",
-    "ProcessReward": "inner.process",
-    "turn_states": "inner.process",
-    "ProcessHead": "inner.process_head",
-    "train_process_head": "inner.process_head",
-    "span_batch": "inner.spans",
+    "RolloutCheck": "inner.extras.rollout_check.check",
+    "check_rollouts": "inner.extras.rollout_check.check",
+    "ConsensusScore": "inner.channels.consensus",
+    "recorded_answers": "inner.channels.consensus",
+    "Rollout": "inner.channels.lessons",
+    "ProcessReward": "inner.channels.process_reward",
+    "turn_states": "inner.channels.process_reward",
+    "ProcessHead": "inner.channels.process_head",
+    "train_process_head": "inner.channels.process_head",
+    "span_batch": "inner.channels.spans",
     "swe_agent_states": "inner.replay.traces",
     "taid_loss": "inner.losses.taid",
     "tau_bench_states": "inner.replay.traces",

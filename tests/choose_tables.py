@@ -18,9 +18,9 @@ from diloco.footprint import LINK, Footprint, delta_bytes, footprint, lines
 from diloco.sizing import adapter_parameters
 from diloco.units import byte_size, duration
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, USD_PER_HOUR, Kind, memory_limit_mib
-from inner.base import InnerConfig
-from inner.lora_settings import LoraSettings
-from inner.task_settings import DataSettings, RewardSettings, SamplingSettings
+from inner.settings.inner import InnerConfig
+from inner.settings.lora import LoraSettings
+from inner.settings.task import DataSettings, RewardSettings, SamplingSettings
 from rendezvous.codecs.choose import sync_seconds
 from tests.site_pages import DOCS
 

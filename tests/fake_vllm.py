@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
-from inner import build
+from inner.train import build
 
 
 class FakeLLM:

@@ -34,8 +34,8 @@ ENDLESS = 100_000  # outer steps: such a run ends when a test says so, however l
 WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
 PRELOAD = [
-    "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.build",
-    "inner.supervised", "inner.check", "inner.grpo", "tests.victim",
+    "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.train.build",
+    "inner.train.supervised", "inner.usercode.check", "inner.train.grpo", "tests.victim",
 ]  # fmt: skip
 
 

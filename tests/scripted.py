@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import add_response_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from inner.channels.spans import context_and_action
 from inner.replay.actions import action_text
-from inner.spans import context_and_action
 from inner.worlds.body import tiny_llama
 
 ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>"}

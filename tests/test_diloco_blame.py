@@ -21,8 +21,8 @@ from diloco.launch import read_run
 from diloco.optimizer import OuterState
 from executors.cli.looking_back import split_command
 from executors.cli.main import main
-from inner.build import load_start
-from inner.text_loss import text_losses
+from inner.train.build import load_start
+from inner.train.text_loss import text_losses
 from rendezvous import layout
 from tests.puppets import PuppetRun, toward
 

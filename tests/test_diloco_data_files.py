@@ -19,9 +19,9 @@ import pytest
 
 from diloco.config import ConfigError, RunConfig, load_config
 from diloco.data_files import gather_data, gather_rows
+from inner.data.hub_data import HubDataset
 from inner.errors import InnerError
-from inner.hub_data import HubDataset
-from inner.task_settings import DataSettings
+from inner.settings.task import DataSettings
 from tests.hf_models import HubDatasets
 from tests.test_executors_cli import ROOT
 from tests.test_executors_preflight import plans

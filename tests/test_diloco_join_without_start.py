@@ -11,7 +11,7 @@ from diloco.launch import fetch_model, fetch_model_without_weights
 from diloco.replica import ZEROS, Inputs, _build_loop, _fetch_inputs
 from diloco.start_model import has_more_than_trained
 from inner import InnerConfig, Seeds
-from inner.build import load_start
+from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.chain import first_open_step
 from tests.audit import check_run

@@ -26,12 +26,12 @@ from diloco.sizing import parameters_of, trained_parameters_of
 from diloco.start_model import refuse_changed_base, refuse_other_base
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
-from inner.build import load_start
-from inner.grpo import _silence_libraries, trainer_arguments
-from inner.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter
-from inner.lora_settings import LoraSettings
-from inner.optim import make_optimizer
-from inner.trainer import ComposerReplicationTrainer
+from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter
+from inner.models.optim import make_optimizer
+from inner.settings.lora import LoraSettings
+from inner.train.build import load_start
+from inner.train.grpo import _silence_libraries, trainer_arguments
+from inner.train.trainer import ComposerReplicationTrainer
 from inner.worlds.tiny import tiny_model
 from rendezvous import layout
 from rendezvous.clock import SystemClock

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inner.order import Share, prompt_order
+from inner.data.order import Share, prompt_order
 from tests.fleet import Fleet
 from tests.test_inner_toolworld import SMALL, WORLD
 

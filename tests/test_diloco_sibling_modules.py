@@ -85,7 +85,7 @@ def test_a_replica_has_them_and_nothing_else_of_the_folder(folder: Path) -> None
     files = fetch_files(run, folder / "fetched")
     assert files["modules"].name == "modules.zip" and sorted(files) == ["modules", "reward"]
     (folder / "empty").mkdir()
-    said = "from inner.userfiles import load_reward\nfrom pathlib import Path\n" + (
+    said = "from inner.usercode.userfiles import load_reward\nfrom pathlib import Path\n" + (
         f"files = { ({k: str(v) for k, v in files.items()})!r}\n"
         "print(load_reward('reward', 'rewards.py:score', {k: Path(v) for k, v in files.items()})(completions=['x']))"
     )

@@ -22,8 +22,8 @@ from diloco.launch import ModelRecord, fetch_model_without_weights, open_run, pu
 from diloco.start_model import first_arrays, refuse_other_bits, theta_digest
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
-from inner.build import load_start
-from inner.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model
+from inner.models.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model
+from inner.train.build import load_start
 from rendezvous import layout, snapshots
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun

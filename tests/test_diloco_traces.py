@@ -17,9 +17,9 @@ from diloco.traces import freeze, run_states
 from examples.local_teachers import serving, tool_name, wrong_name
 from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs
-from inner.base import InnerConfig, Seeds
-from inner.build import build_inner
-from inner.rollout_sample import MOST, MOST_BYTES, RolloutSample, rollout_states, secrets_here
+from inner.rollouts.sample import MOST, MOST_BYTES, RolloutSample, rollout_states, secrets_here
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
 from rendezvous import layout
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock

@@ -17,7 +17,7 @@ from diloco.history import state_at
 from diloco.launch import Run, fetch_model, open_run, publish_model, read_run
 from diloco.runlog.report import read_report
 from inner import Seeds, build_inner
-from inner.vllm_settings import has_vllm
+from inner.settings.vllm import has_vllm
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.records import Beat
@@ -136,7 +136,7 @@ def check_ratios(run: Run, folder: Path) -> None:
 def build_theta(run: Run, record: Any, folder: Path, step: int) -> Any:
     """SmolLM2 with the committed adapter of that step in its weights, from the bucket alone."""
     from diloco.history import put_into
-    from inner.build import load_start
+    from inner.train.build import load_start
 
     adapted, _ = load_start(folder, "float32", run.config.inner.lora)
     put_into(adapted, state_at(read_run(run.url), record, step)[1])

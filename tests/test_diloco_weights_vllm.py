@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inner.gguf_model import load_gguf
-from inner.vllm_settings import has_vllm
+from inner.models.gguf_model import load_gguf
+from inner.settings.vllm import has_vllm
 from rendezvous import FileStore, SystemClock, follow_weights, layout
 from rendezvous.background import Inline, no_emit
 from rendezvous.weights.writer import WeightsWriter

@@ -13,8 +13,16 @@ import pytest
 from executors.cli.check import check_lines
 from executors.cli.main import main
 from inner import InnerConfig, InnerError
-from inner.known import folder_or_refusal
-from inner.trial import PromptTrial, Trial, TriedCompletion, count_tokens, load_tokenizer, run_trial, try_reward
+from inner.models.known import folder_or_refusal
+from inner.usercode.trial import (
+    PromptTrial,
+    Trial,
+    TriedCompletion,
+    count_tokens,
+    load_tokenizer,
+    run_trial,
+    try_reward,
+)
 from inner.worlds.toolworld import ToolWorld
 from tests.tiny_models import tiny_model_folder
 
@@ -91,7 +99,7 @@ def test_without_a_network_and_a_cache_a_check_says_the_ways_out_at_once(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(project / "empty"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("inner.trial.ask_child", lambda *_, **__: pytest.fail("the tokenizer was asked for"))
+    monkeypatch.setattr("inner.usercode.trial.ask_child", lambda *_, **__: pytest.fail("the tokenizer was asked for"))
     for offline, why in (("1", "offline (HF_HUB_OFFLINE)"), ("0", "refused")):
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
         assert main(["check", str(project / "run.toml"), "--set", "inner.model=me/absent"]) == 2
@@ -110,7 +118,7 @@ def test_a_cached_tokenizer_is_read_from_the_cache_and_the_hub_is_not_asked(
     (cache / "snapshots" / "abc" / "config.json").write_text("{}")
     monkeypatch.setenv("HF_HUB_CACHE", str(project / "hub"))
     config = InnerConfig.from_dict({"model": "me/mine", "data": {"prompts": "p"}, "rewards": {"function": "r.py:s"}})
-    monkeypatch.setattr("inner.known.ask_hub", lambda *_: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("inner.models.known.ask_hub", lambda *_: pytest.fail("the Hub was asked"))
     assert folder_or_refusal(config) == cache / "snapshots" / "abc"
 
 

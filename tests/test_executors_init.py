@@ -11,7 +11,7 @@ from diloco.config import load_config
 from diloco.eval_config import check_held_out
 from executors.cli.init import TASKS
 from executors.cli.main import main
-from inner.check import check_inner
+from inner.usercode.check import check_inner
 
 
 def ended(*words: str) -> int:

@@ -95,7 +95,7 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     ]
     files = {f.filename for mount in platform.server.mounts.values() for f in mount}
     assert {
-        f"{HOME}/{name}" for name in ("diloco/demo.toml", "rendezvous/codecs/kernels/cpu.c", "inner/build.py")
+        f"{HOME}/{name}" for name in ("diloco/demo.toml", "rendezvous/codecs/kernels/cpu.c", "inner/train/build.py")
     } <= files
     assert f"{HOME}/tests/entrypoints.py" in files and not [f for f in files if f.endswith(".pyc")]
 

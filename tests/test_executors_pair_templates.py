@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inner import InnerConfig, InnerError, ToolWorld
-from inner.dry_run import check_start, dry_run
-from inner.pair_ids import encode_fitting_pairs
+from inner.channels.pair_ids import encode_fitting_pairs
+from inner.train.dry_run import check_start, dry_run
 from inner.worlds.body import tiny_llama
 from tests.tables import merge_tables
 

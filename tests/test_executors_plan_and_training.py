@@ -25,11 +25,11 @@ from executors.platforms.multi import Place
 from executors.preflight import checks
 from executors.preflight.run_url import UsageError
 from inner import InnerConfig, Seeds
-from inner.build import build_inner, publish_model
-from inner.dry_run import DryRun, check_start
+from inner.data.prompts import load_prompts
 from inner.errors import InnerError
-from inner.prompts import load_prompts
-from inner.rehearse import copy_files, run_checks, try_answers
+from inner.train.build import build_inner, publish_model
+from inner.train.dry_run import DryRun, check_start
+from inner.usercode.rehearse import copy_files, run_checks, try_answers
 from tests.tables import merge_tables
 from tests.tiny_models import ARCHITECTURES, tiny_model_folder
 

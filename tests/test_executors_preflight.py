@@ -24,8 +24,8 @@ from diloco.config import RunConfig
 from executors.platforms.multi import Place
 from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
-from inner.known import cached_snapshot, known_model
-from inner.rehearse import missing_package, rehearse
+from inner.models.known import cached_snapshot, known_model
+from inner.usercode.rehearse import missing_package, rehearse
 from inner.worlds.body import tiny_llama
 from tests import test_executors_pair_templates as pair_templates
 from tests.hf_server import HFServer
@@ -467,7 +467,7 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: di
 
 
 SANDBOXED = """
-from inner.worlds.deletion.world import FeatureDeletion
+from inner.extras.deletion.world import FeatureDeletion
 """
 
 

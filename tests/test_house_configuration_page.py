@@ -7,9 +7,9 @@ import pytest
 
 from diloco import reference
 from diloco.config import ConfigError, RunConfig
-from inner.base import MOVED, InnerConfig, InnerError
-from inner.flat_names import FILE_SETTINGS, FLAT_NAMES
-from inner.tables import Table, list_settings
+from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES
+from inner.settings.inner import MOVED, InnerConfig, InnerError
+from inner.settings.tables import Table, list_settings
 
 
 def test_the_page_is_what_the_code_says() -> None:

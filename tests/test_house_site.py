@@ -14,7 +14,7 @@ import torch
 from diloco import StoreManager, make_diloco
 from diloco.config import RunConfig
 from executors.cli.parser import make_parser
-from inner.tables import list_settings
+from inner.settings.tables import list_settings
 from rendezvous import layout
 from tests import choose_tables
 from tests.site_pages import (

@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from executors.cli.init import MODEL
-from inner.base import InnerConfig
-from inner.build import publish_model
+from inner.settings.inner import InnerConfig
+from inner.train.build import publish_model
 from tests.hf_models import HubModels
 from tests.site_pages import DOCS, Commands, all_pages, bucket_drawing, key_shapes, runnable
 

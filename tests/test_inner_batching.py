@@ -8,11 +8,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
-from inner.base import InnerConfig, InnerError
-from inner.grpo import _silence_libraries
-from inner.lessons import Rollout
-from inner.order import step_in_generation
-from inner.trainer import LESSONS
+from inner.channels.lessons import Rollout
+from inner.data.order import step_in_generation
+from inner.settings.inner import InnerConfig, InnerError
+from inner.train.grpo import _silence_libraries
+from inner.train.trainer import LESSONS
 from tests.tables import merge_tables
 from tests.test_inner_toolworld import WORLD
 from tests.test_inner_trainer import make
@@ -185,10 +185,10 @@ def test_evaluation_with_groups_of_another_size(rows: int, monkeypatch: pytest.M
         groups.append(group)
         return original(rollouts, group, *args)
 
-    import inner.trainer
+    import inner.train.trainer
 
-    original = inner.trainer.rollout_lessons
-    monkeypatch.setattr(inner.trainer, "rollout_lessons", lessons)
+    original = inner.train.trainer.rollout_lessons
+    monkeypatch.setattr(inner.train.trainer, "rollout_lessons", lessons)
     trainer = make(**ROLLOUT)
     trainer.args.per_device_eval_batch_size, trainer.num_generations_eval = rows, 2
     with _silence_libraries():

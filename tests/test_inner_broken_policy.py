@@ -11,10 +11,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from inner.base import InnerConfig, Seeds
-from inner.grpo import _silence_libraries, trainer_arguments
-from inner.reward_calls import RewardCalls
-from inner.trainer import ComposerReplicationTrainer
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.grpo import _silence_libraries, trainer_arguments
+from inner.train.trainer import ComposerReplicationTrainer
+from inner.usercode.reward_calls import RewardCalls
 from tests.test_inner_reward_calls import Listener
 
 torch.set_num_threads(1)

@@ -14,21 +14,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from inner.base import InnerConfig, InnerError
-from inner.channels import causal_lm, scale_logits_as_model
-from inner.check import check_inner
-from inner.grpo import _silence_libraries
-from inner.lessons import Rollout, reprompt, rollout_lessons
+from inner.channels.lessons import Rollout, reprompt, rollout_lessons
+from inner.channels.pair_ids import encode_pair, turn_marks
+from inner.channels.spans import Turn
+from inner.channels.teacher import DistillationTeacher
+from inner.channels.terms import causal_lm, scale_logits_as_model
 from inner.losses.divergence import generalized_jsd_loss
 from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
-from inner.pair_ids import encode_pair, turn_marks
 from inner.replay.pairs import DPOPair, save_pairs
-from inner.settings import ChannelSettings, linear_ramp
-from inner.spans import Turn
-from inner.teacher import DistillationTeacher
-from inner.trainer import LESSONS
+from inner.settings.channels import ChannelSettings, linear_ramp
+from inner.settings.inner import InnerConfig, InnerError
+from inner.train.grpo import _silence_libraries
+from inner.train.trainer import LESSONS
+from inner.usercode.check import check_inner
 from inner.worlds.toolworld import ToolWorld
 from tests.test_inner_hints import byte_tokenizer
 from tests.test_inner_toolworld import WORLD, small_folder

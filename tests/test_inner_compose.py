@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inner.compose import build_batch, compose_loss
 from inner.losses.divergence import generalized_jsd_loss
+from inner.train.compose import build_batch, compose_loss
 from inner.worlds.tiny import tiny_model, tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld
 

@@ -15,12 +15,12 @@ from unittest.mock import patch
 import pytest
 
 from inner.errors import InnerError
-from inner.worlds.deletion import sandbox
-from inner.worlds.deletion.generate import make_tasks
-from inner.worlds.deletion.judge import GRADING, DeletionTask, HiddenTest, canonical, judge
-from inner.worlds.deletion.monitor import find_flags
-from inner.worlds.deletion.sandbox import SandboxLimits, run_sandboxed
-from inner.worlds.deletion.world import FeatureDeletion
+from inner.extras.deletion import sandbox
+from inner.extras.deletion.generate import make_tasks
+from inner.extras.deletion.judge import GRADING, DeletionTask, HiddenTest, canonical, judge
+from inner.extras.deletion.monitor import find_flags
+from inner.extras.deletion.sandbox import SandboxLimits, run_sandboxed
+from inner.extras.deletion.world import FeatureDeletion
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not here: apt-get install bubblewrap")
 
@@ -123,7 +123,7 @@ def test_an_attack_scores_nothing_by_the_walls_alone_and_has_a_name(name: str) -
 
 @pytest.mark.parametrize("code", ["import time\ntime.sleep(99)", "while True: pass"])
 def test_sleeping_past_the_limit_is_ended_and_named(code: str) -> None:
-    with patch("inner.worlds.deletion.judge.GRADING", SandboxLimits(seconds=0.5)):
+    with patch("inner.extras.deletion.judge.GRADING", SandboxLimits(seconds=0.5)):
         verdict = judge(TASK, {**TASK.files, MODULE: code})
     assert verdict.reward == 0.0 and verdict.flags == ("time limit",)
 

@@ -14,15 +14,15 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.base import InnerConfig, Seeds
 from inner.errors import InnerError
-from inner.grpo import _silence_libraries, trainer_arguments
-from inner.trainer import ComposerReplicationTrainer
-from inner.worlds.deletion.generate import make_tasks, prompt_row
-from inner.worlds.deletion.harbor import write_harbor
-from inner.worlds.deletion.judge import CANARY, DeletionTask, judge, load_task
-from inner.worlds.deletion.monitor import find_flags
-from inner.worlds.deletion.world import FeatureDeletion
+from inner.extras.deletion.generate import make_tasks, prompt_row
+from inner.extras.deletion.harbor import write_harbor
+from inner.extras.deletion.judge import CANARY, DeletionTask, judge, load_task
+from inner.extras.deletion.monitor import find_flags
+from inner.extras.deletion.world import FeatureDeletion
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.grpo import _silence_libraries, trainer_arguments
+from inner.train.trainer import ComposerReplicationTrainer
 from tests.scripted import scripted_folder
 from tests.test_inner_trainer import FOLDER
 

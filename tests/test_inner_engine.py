@@ -13,8 +13,8 @@ import torch
 
 from diloco.config import RunConfig
 from inner import InnerConfig, InnerError, Seeds, build_inner, publish_model
-from inner.engine import ENOUGH, MaskedShare, engine_parameters, masked_share
-from inner.grpo import trainer_arguments
+from inner.rollouts.engine import ENOUGH, MaskedShare, engine_parameters, masked_share
+from inner.train.grpo import trainer_arguments
 from tests.fake_vllm import FakeLLM, fake_vllm
 from tests.tables import merge_tables
 from tests.test_inner_grpo import after

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from inner.base import InnerConfig, Seeds
-from inner.build import build_inner
-from inner.reward_calls import RewardFailed
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
+from inner.usercode.reward_calls import RewardFailed
 from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, small_folder
 

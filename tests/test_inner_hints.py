@@ -12,11 +12,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inner import InnerError, Teacher, TraceState, compose_loss, openhands_states, swe_agent_states, tau_bench_states
-from inner.hints import LONGEST, TEMPLATES, error_kind, failed_tool, filter_hint, same_action, template_hint, templates
-from inner.llm_hints import LLMHints, hint_request, read_hint
+from inner.channels.hints import (
+    LONGEST,
+    TEMPLATES,
+    error_kind,
+    failed_tool,
+    filter_hint,
+    same_action,
+    template_hint,
+    templates,
+)
+from inner.channels.llm_hints import LLMHints, hint_request, read_hint
+from inner.channels.spans import Span, hinted_spans, read_turns, span_batch
 from inner.replay.actions import action_text
 from inner.replay.teachers import NANO, request_body, worst_cost_nano
-from inner.spans import Span, hinted_spans, read_turns, span_batch
 from inner.worlds.toolworld import ToolWorld
 from tests.hostile_server import HostileServer
 from tests.teacher_server import Reply, TeacherServer, refuses, says

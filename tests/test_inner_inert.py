@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from inner.flat_names import FLAT_NAMES
 from inner.losses.divergence import divergence_entries
-from inner.settings import CHANNEL_KEYWORDS, READ_ONLY_WHERE, ChannelError, ChannelSettings, highest_jsd_entry
+from inner.settings.channels import CHANNEL_KEYWORDS, READ_ONLY_WHERE, ChannelError, ChannelSettings, highest_jsd_entry
+from inner.settings.flat_names import FLAT_NAMES
 
 ON: dict[str, Any] = {"alpha_sdpo": 0.1, "beta_replay": 0.1}
 CHANGED: dict[str, Any] = {

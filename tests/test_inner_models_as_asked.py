@@ -24,10 +24,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from inner.base import InnerConfig, InnerError
-from inner.known import ask_hub, known_model, refuse_towers
-from inner.positions import number_positions
-from inner.sampling_config import sample_as_asked
+from inner.models.known import ask_hub, known_model, refuse_towers
+from inner.rollouts.positions import number_positions
+from inner.rollouts.sampling_config import sample_as_asked
+from inner.settings.inner import InnerConfig, InnerError
 from tests import test_inner_trainer
 from tests.test_inner_broken_policy import train_toy
 from tests.test_inner_scoring import ROWS, build

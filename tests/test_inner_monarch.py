@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from inner.backends.monarch.rounds import Weights, read_weights
-from inner.base import InnerConfig, Seeds
-from inner.build import load_start
 from inner.errors import InnerError
+from inner.extras.monarch.rounds import Weights, read_weights
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import load_start
 from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, small_folder
 
@@ -172,7 +172,7 @@ def test_a_dead_owner_takes_its_actors_along_and_the_same_command_goes_on(
 
 
 def make_plan(**changes: Any) -> Any:
-    from inner.backends.monarch.actors import ReplicaPlan
+    from inner.extras.monarch.actors import ReplicaPlan
 
     config = InnerConfig(**merge_tables(SMALL, {"batch_size": 8, "sdpo": {"weight": 0.1}}, changes.pop("inner", {})))
     given: dict[str, Any] = {"config": config.to_dict(), "model_dir": str(small_folder()), "files": {}, "seeds": SEEDS}
@@ -187,8 +187,8 @@ PRELUDE = """
 import json, os, pathlib, tempfile
 import torch
 from inner import InnerError, Teacher, ToolWorld
-from inner.backends.monarch.replica import Replica
-from inner.backends.monarch.rounds import RoundTrainer
+from inner.extras.monarch.replica import Replica
+from inner.extras.monarch.rounds import RoundTrainer
 from tests.test_inner_monarch import SEEDS, make_plan, small_folder, start_weights, wait_for_process
 """
 
@@ -348,7 +348,7 @@ def test_plans_that_would_end_an_actor_are_refused() -> None:
         make_plan(inner={"grpo": {"steps_per_generation": 4}}).check()
     with pytest.raises(InnerError, match="give all three"):
         make_plan(replay_actors=2).check()
-    from inner.backends.monarch.actors import ask_pool
+    from inner.extras.monarch.actors import ask_pool
 
     with pytest.raises(InnerError, match="no TrainerActor"):
         ask_pool([])

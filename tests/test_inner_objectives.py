@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inner.base import InnerConfig, InnerError
-from inner.dynamic import informative_groups, join_groups, refill_groups
-from inner.objectives import (
+from inner.rollouts.dynamic import informative_groups, join_groups, refill_groups
+from inner.settings.inner import InnerConfig, InnerError
+from inner.settings.objectives import (
     PO_OBJECTIVES,
     ObjectiveError,
     exactly_on_policy,
@@ -23,8 +23,8 @@ from inner.objectives import (
     inert_knobs,
     po_settings,
 )
-from inner.poconfig import POConfig, make_dr_grpo_config, make_po_config
-from inner.trainer import ComposerReplicationTrainer
+from inner.settings.poconfig import POConfig, make_dr_grpo_config, make_po_config
+from inner.train.trainer import ComposerReplicationTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -353,8 +353,8 @@ def test_run_config_keys() -> None:
 
 
 def test_the_loop_s_arguments_hold_the_objective() -> None:
-    from inner.base import Seeds
-    from inner.grpo import trainer_arguments
+    from inner.settings.inner import Seeds
+    from inner.train.grpo import trainer_arguments
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -395,7 +395,10 @@ def test_the_command_prints_the_menu(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_menu_needs_no_torch() -> None:
-    code = "import inner.objectives, inner.base, sys; inner.objectives.format_menu(); print('torch' in sys.modules)"
+    code = (
+        "import inner.settings.inner, sys; from inner.settings.objectives import format_menu; format_menu(); "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

@@ -12,14 +12,22 @@ from typing import Any, get_args
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
-from inner.attempts import AtMostWorst
-from inner.base import InnerError
-from inner.check import tool_names
-from inner.hints import templates
-from inner.spans import error_record
-from inner.worlds import mcp_tools
-from inner.worlds.mcp_tools import method_name, tool_method, tool_methods
-from inner.worlds.openenv import GONE, OVER, OpenEnv, ToolFailed, failure_of, observation_text, openenv_environment
+from inner.channels.hints import templates
+from inner.channels.spans import error_record
+from inner.extras.openenv import mcp_tools
+from inner.extras.openenv.client import (
+    GONE,
+    OVER,
+    OpenEnv,
+    ToolFailed,
+    failure_of,
+    observation_text,
+    openenv_environment,
+)
+from inner.extras.openenv.mcp_tools import method_name, tool_method, tool_methods
+from inner.settings.inner import InnerError
+from inner.usercode.attempts import AtMostWorst
+from inner.usercode.check import tool_names
 
 websockets = pytest.importorskip("websockets", reason="the extra `openenv` is not installed")
 

@@ -25,12 +25,12 @@ import pytest
 import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
-from inner.attempts import AtMostWorst
-from inner.base import InnerConfig, InnerError, Seeds
-from inner.build import build_inner
-from inner.check import check_inner, load_environment, tool_names
-from inner.rollout_sample import rollout_states
-from inner.worlds.openenv import GONE, OVER, OpenEnv, openenv_environment
+from inner.extras.openenv.client import GONE, OVER, OpenEnv, openenv_environment
+from inner.rollouts.sample import rollout_states
+from inner.settings.inner import InnerConfig, InnerError, Seeds
+from inner.train.build import build_inner
+from inner.usercode.attempts import AtMostWorst
+from inner.usercode.check import check_inner, load_environment, tool_names
 from tests.test_inner_openenv import failure_in, patient
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 
@@ -380,7 +380,8 @@ def test_a_server_that_restarts_in_the_middle_of_an_episode(capsys: pytest.Captu
 def test_a_grpo_step_through_a_real_server(servers: dict[str, str], tmp_path: Path) -> None:
     """Nothing forced: the warm-started ToolWorld model calls the server's tools; the reward comes with the last."""
     (tmp_path / "env.py").write_text(
-        f"from inner.worlds.openenv import openenv_environment\nWorld = openenv_environment({servers['world']!r})\n"
+        "from inner.extras.openenv.client import openenv_environment\n"
+        f"World = openenv_environment({servers['world']!r})\n"
     )
     files = {"environment": tmp_path / "env.py"}
     sampling = {"environment": "env.py:World", "max_completion_length": 64}  # the errors have room
@@ -426,7 +427,7 @@ def test_only_a_failure_that_is_raised_is_one_for_trl(servers: dict[str, str], t
     """tools/failure_frequency does not see what a tool returns, even an error. So the client raises."""
     answer = f"return {FORMS[form]}" if FORMS[form] else "raise"
     (tmp_path / "env.py").write_text(
-        "from inner.worlds.openenv import ToolFailed, openenv_environment\n"
+        "from inner.extras.openenv.client import ToolFailed, openenv_environment\n"
         f"class World(openenv_environment({servers['world']!r})):\n"
         "    _failures = []\n"
         "    def _call(self, tool, /, **arguments):\n"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from inner import InnerConfig, InnerError
-from inner.optim import MuonAndAdamW, RunSchedule, make_optimizer
+from inner.models.optim import MuonAndAdamW, RunSchedule, make_optimizer
 
 SUPERVISED: dict[str, Any] = {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}}
 

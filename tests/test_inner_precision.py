@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from inner.base import InnerError
-from inner.precision import PrecisionWarning, casts_products, check_precision, lost_updates, refuse_float16
-from inner.teacher import DistillationTeacher
+from inner.channels.teacher import DistillationTeacher
+from inner.models.precision import PrecisionWarning, casts_products, check_precision, lost_updates, refuse_float16
+from inner.settings.inner import InnerError
 from tests.fleet import Fleet
 from tests.test_inner_toolworld import small_folder
 from tests.test_inner_trainer import B, make, measure, rollouts

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from inner.backends.prime_rl import loss_fn
+from inner.extras.prime_rl import loss_fn
 from tests.prime_rl_golden import PATH, Sample, drawn, outcome, probe, samples
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def test_the_config_of_the_page_names_this_function_and_its_settings() -> None:
 
 def test_it_needs_torch_and_nothing_else() -> None:
     heavy = "{'transformers', 'trl', 'prime_rl'}"
-    code = f"import sys; import inner.backends.prime_rl; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys; import inner.extras.prime_rl; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
 
 

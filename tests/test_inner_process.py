@@ -11,19 +11,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.config import ConfigError, RunConfig
-from inner.base import InnerConfig, InnerError
-from inner.check import check_data, check_inner
-from inner.consensus import ConsensusScore, recorded_answers, turn_score
-from inner.dynamic import informative_groups
-from inner.grpo import _silence_libraries
-from inner.lessons import Rollout
-from inner.objectives import PO_OBJECTIVES
-from inner.process import ProcessReward, ScoredSpan, process_advantages, score_steps, standardise, turn_states
-from inner.process_calls import ForgivingProcess
-from inner.process_head import HeadScore, ProcessHead, head_examples, train_process_head
+from inner.channels.consensus import ConsensusScore, recorded_answers, turn_score
+from inner.channels.lessons import Rollout
+from inner.channels.process_head import HeadScore, ProcessHead, head_examples, train_process_head
+from inner.channels.process_reward import (
+    ProcessReward,
+    ScoredSpan,
+    process_advantages,
+    score_steps,
+    standardise,
+    turn_states,
+)
+from inner.channels.spans import Turn
 from inner.replay.pairs import count_votes
 from inner.replay.teachers import TeacherAction
-from inner.spans import Turn
+from inner.rollouts.dynamic import informative_groups
+from inner.settings.inner import InnerConfig, InnerError
+from inner.settings.objectives import PO_OBJECTIVES
+from inner.train.grpo import _silence_libraries
+from inner.usercode.check import check_data, check_inner
+from inner.usercode.process_calls import ForgivingProcess
 from tests.test_inner_toolworld import WORLD, small_folder
 from tests.test_inner_trainer import make, measure, rollouts
 
@@ -54,7 +61,7 @@ def rollout(*turns: tuple[int, int], reward: float = 0.0, **more: Any) -> Rollou
 def plain_reference(
     advantages: list[float], steps: list[ScoredSpan], width: int, credit: str, scale: str, w: float
 ) -> Any:
-    """The formula of inner/process.py read out loud, for groups of two rollouts."""
+    """The formula of inner/channels/process_reward.py read out loud, for groups of two rollouts."""
     out = [[a] * width for a in advantages]
     for row in range(len(advantages)):
         for t in range(width):

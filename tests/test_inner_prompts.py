@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from inner import InnerConfig, InnerError
-from inner.prompts import load_prompts
-from inner.task_settings import DataSettings
+from inner.data.prompts import load_prompts
+from inner.settings.task import DataSettings
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
 SETTINGS = DataSettings(columns={"question": "prompt"})

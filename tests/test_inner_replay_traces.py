@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inner import InnerError, TraceState, TraceWarning, openhands_states, swe_agent_states, tau_bench_states
-from inner.hints import template_hint
+from inner.channels.hints import template_hint
 from inner.replay.actions import action_message, wire_messages
 from inner.worlds.gsm8k import exact_match, final_number, gsm8k_rows
 

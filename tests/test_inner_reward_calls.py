@@ -20,13 +20,23 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.attempts import LARGEST, Again, Ask, AtMostWorst, Failure, Scored, Values, plan_attempts, read_values
-from inner.base import InnerConfig, InnerError
-from inner.broken import BrokenRewards
 from inner.connections import is_connection_error
-from inner.deadline import TimedOut, call_within
-from inner.hint_calls import ForgivingHint
-from inner.reward_calls import RewardCalls, RewardFailed
+from inner.settings.inner import InnerConfig, InnerError
+from inner.usercode.attempts import (
+    LARGEST,
+    Again,
+    Ask,
+    AtMostWorst,
+    Failure,
+    Scored,
+    Values,
+    plan_attempts,
+    read_values,
+)
+from inner.usercode.broken import BrokenRewards
+from inner.usercode.deadline import TimedOut, call_within
+from inner.usercode.hint_calls import ForgivingHint
+from inner.usercode.reward_calls import RewardCalls, RewardFailed
 from tests.test_inner_toolworld import WORLD
 from tests.test_inner_trainer import B, make, rollouts
 
@@ -481,7 +491,7 @@ def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> No
 
 
 def test_whoever_looks_is_told_what_is_being_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inner.deadline.REMIND_S", 0.05)
+    monkeypatch.setattr("inner.usercode.deadline.REMIND_S", 0.05)
     said, waited = threading.Event(), []
     call_within(120.0, lambda: said.wait(60), lambda seconds: (waited.append(seconds), said.set())[1])
     assert waited == [0.05]

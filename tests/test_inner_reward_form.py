@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inner import InnerConfig, InnerError
-from inner.check import check_inner, constant_reward
-from inner.rehearse import rehearse
+from inner.usercode.check import check_inner, constant_reward
+from inner.usercode.rehearse import rehearse
 
 CHAT = [{"prompt": [{"role": "user", "content": "6 + 1?"}], "answer": "7"}] * 2
 TEXT = [{"prompt": "6 + 1?", "answer": "7"}] * 2

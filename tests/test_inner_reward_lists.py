@@ -8,11 +8,11 @@ import torch
 
 from diloco.config import ConfigError, RunConfig
 from diloco.launch import fetch_files, open_run
-from inner.base import InnerConfig, InnerError, Seeds
-from inner.check import check_data, check_inner
 from inner.errors import RewardFailed
-from inner.grpo import GrpoLoop
-from inner.task import load_task
+from inner.settings.inner import InnerConfig, InnerError, Seeds
+from inner.train.grpo import GrpoLoop
+from inner.train.task import load_task
+from inner.usercode.check import check_data, check_inner
 from rendezvous.clock import SystemClock
 from tests.tables import merge_tables
 from tests.test_inner_reward_calls import make_reward_calls

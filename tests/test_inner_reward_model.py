@@ -14,8 +14,8 @@ from diloco.launch import fetch_files, open_run
 from diloco.units import byte_size
 from executors.preflight.outlook import size_lines
 from inner import InnerConfig, InnerError
-from inner.reward_model import make_reward
-from inner.task import load_task
+from inner.train.task import load_task
+from inner.usercode.reward_model import make_reward
 from rendezvous.clock import SystemClock
 from tests.fleet import Fleet
 from tests.hf_models import HubModels

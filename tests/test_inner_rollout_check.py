@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inner import check_rollouts
-from inner.rollout_check import _token_statistics
+from inner.extras.rollout_check.check import _token_statistics
 
 Rollout = tuple[list[int], list[int], list[float]]
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from inner.backends import monarch as actors
-from inner.backends.monarch.rounds import (
+from inner.errors import InnerError, RewardFailed
+from inner.extras import monarch as actors
+from inner.extras.monarch.rounds import (
     Round,
     RoundTrainer,
     Weights,
@@ -20,11 +21,10 @@ from inner.backends.monarch.rounds import (
     write_moments,
     write_weights,
 )
-from inner.backends.monarch.wire import Generation, generate, pad_left, read_random_state, until_end, write_random_state
-from inner.base import InnerConfig, InnerLoop, Seeds
-from inner.build import build_inner, load_start, publish_model
-from inner.errors import InnerError, RewardFailed
-from inner.lora import ADAPTER
+from inner.extras.monarch.wire import Generation, generate, pad_left, read_random_state, until_end, write_random_state
+from inner.models.lora import ADAPTER
+from inner.settings.inner import InnerConfig, InnerLoop, Seeds
+from inner.train.build import build_inner, load_start, publish_model
 from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, small_folder
 

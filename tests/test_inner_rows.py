@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from inner import InnerConfig, InnerError, Seeds
-from inner.build import build_inner
-from inner.check import check_inner
-from inner.grpo import Rows
-from inner.prompts import load_prompts
-from inner.rendering import prompt_ids
-from inner.task_settings import DataSettings
-from inner.userfiles import load_module
+from inner.data.prompts import load_prompts
+from inner.data.rendering import prompt_ids
+from inner.settings.task import DataSettings
+from inner.train.build import build_inner
+from inner.train.grpo import Rows
+from inner.usercode.check import check_inner
+from inner.usercode.userfiles import load_module
 from tests.scripted import real_tokenizer, scripted_folder
 from tests.tables import merge_tables
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inner.host import StandaloneHost
-from inner.scoring import committed_weights
+from inner.rollouts.scoring import committed_weights
 from tests.test_inner_grpo import after, build
 from tests.test_inner_toolworld import WORLD
 

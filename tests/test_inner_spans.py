@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from inner import InnerError
-from inner.metric_means import MetricMeans
-from inner.order import Share, prompt_order, window_starts
-from inner.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
+from inner.channels.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
+from inner.data.order import Share, prompt_order, window_starts
+from inner.train.metric_means import MetricMeans
 
 FAILED = "{'error': 'Tool t0_1 not found.'}"
 

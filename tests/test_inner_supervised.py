@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from inner.base import InnerConfig, InnerError, Seeds
-from inner.build import build_inner, publish_model
+from inner.settings.inner import InnerConfig, InnerError, Seeds
+from inner.train.build import build_inner, publish_model
 from tests.tables import merge_tables
 
 torch.set_num_threads(1)

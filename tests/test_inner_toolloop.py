@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import response_templates
 
-from inner.base import InnerConfig, Seeds
-from inner.build import build_inner
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
 from inner.worlds.toolworld import ToolWorld
 from tests.benchmarks.bench_tools import as_shipped, run
 from tests.tables import merge_tables

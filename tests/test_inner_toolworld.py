@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.chat_template_utils import get_json_schema
 
-from inner.base import InnerConfig, Seeds
-from inner.build import build_inner, publish_model
-from inner.check import tool_names
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner, publish_model
+from inner.usercode.check import tool_names
 from inner.worlds.tiny import tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld, final_answer
 from tests.tables import merge_tables
@@ -156,7 +156,7 @@ def test_dialogues_use_every_name() -> None:
 
 def test_a_wrong_name_gets_trls_own_error_turn() -> None:
     """Through TRL's real tool loop: the unknown name becomes an error turn, the right one a result, in ids and text."""
-    from inner.spans import read_turns
+    from inner.channels.spans import read_turns
 
     loop: Any = build_inner(InnerConfig(**SMALL, sdpo={"weight": 0.1}), small_folder(), {}, Seeds(data=0, noise=0))
     seen: list[Any] = []

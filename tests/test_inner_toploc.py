@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inner import toploc_proofs
 from inner.errors import InnerError
-from inner.toploc_proofs import ProofCheck, check_proofs, hidden_states, prove_rollout
+from inner.extras.rollout_check import toploc as toploc_proofs
+from inner.extras.rollout_check.toploc import ProofCheck, check_proofs, hidden_states, prove_rollout
 
 PROMPT, COMPLETION = [1, 5, 9, 2], [(7 * i) % 60 + 1 for i in range(40)]
 needs_toploc = pytest.mark.skipif(find_spec("toploc") is None, reason="toploc is not built here: make test-backends")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.base import InnerConfig, InnerError, Seeds
-from inner.grpo import _silence_libraries, trainer_arguments
-from inner.spans import Turn
-from inner.trainer import LESSONS, ComposerReplicationTrainer
+from inner.channels.spans import Turn
+from inner.settings.inner import InnerConfig, InnerError, Seeds
+from inner.train.grpo import _silence_libraries, trainer_arguments
+from inner.train.trainer import LESSONS, ComposerReplicationTrainer
 from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 

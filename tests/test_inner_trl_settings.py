@@ -12,9 +12,9 @@ import transformers
 
 from diloco.config import ConfigError, RunConfig
 from inner import InnerConfig, InnerError
-from inner.tables import list_settings
-from inner.trl_fields import TRL_FIELDS
-from inner.trl_settings import ALIASES, HANDED_THROUGH, OWNED
+from inner.settings.tables import list_settings
+from inner.settings.trl import ALIASES, HANDED_THROUGH, OWNED
+from inner.settings.trl_fields import TRL_FIELDS
 from tests.test_inner_trainer import make, measure, rollouts
 from tests.trl_table import PAGE, table_source
 

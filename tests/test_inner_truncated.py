@@ -10,11 +10,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inner.base import InnerConfig, Seeds
-from inner.grpo import _silence_libraries, trainer_arguments
-from inner.lessons import Rollout, aligned_lesson, hint_lessons, rollout_lessons
-from inner.spans import Turn
-from inner.trainer import LESSONS, ComposerReplicationTrainer
+from inner.channels.lessons import Rollout, aligned_lesson, hint_lessons, rollout_lessons
+from inner.channels.spans import Turn
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.grpo import _silence_libraries, trainer_arguments
+from inner.train.trainer import LESSONS, ComposerReplicationTrainer
 from tests.audit import check_run
 from tests.fleet import Fleet
 from tests.scripted import ENDS, ENVIRONMENT, LENGTH, questions, scripted, scripted_folder, scripted_task

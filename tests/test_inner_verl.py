@@ -58,15 +58,15 @@ def test_the_entry_point_is_there_and_has_registered_the_estimator(verl: Any) ->
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn  # pyright: ignore
 
     assert [e.value for e in entry_points(group="verl.plugins") if e.name == "serverless_diloco"] == [
-        "inner.backends.verl_plugin"
+        "inner.extras.verl.plugin"
     ]
-    assert get_adv_estimator_fn("grpo_composer").__module__ == "inner.backends.verl"
+    assert get_adv_estimator_fn("grpo_composer").__module__ == "inner.extras.verl.estimator"
 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_without_alpha_it_is_verls_grpo_bit_for_bit(verl: Any, by_std: bool) -> None:
     data, fields = batch(verl)
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     mine = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", norm_adv_by_std_in_grpo=by_std)
     other, _ = batch(verl)
@@ -82,7 +82,7 @@ def test_without_alpha_it_is_verls_grpo_bit_for_bit(verl: Any, by_std: bool) -> 
 
 
 def test_with_alpha_the_fields_arrive_through_verls_own_compute_advantage(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     plain = advantage(verl, batch(verl)[0], "grpo_composer")
@@ -96,7 +96,7 @@ def test_with_alpha_the_fields_arrive_through_verls_own_compute_advantage(verl: 
 
 def test_fields_that_do_not_arrive_are_an_error_and_not_plain_grpo(verl: Any) -> None:
     """verl drops what a batch has beside its own fields: here they lie in the batch, and nowhere else."""
-    from inner.backends import verl as ours
+    from inner.extras.verl import estimator as ours
 
     ours._attached.set(None)
     data, fields = batch(verl)
@@ -109,7 +109,7 @@ def test_fields_that_do_not_arrive_are_an_error_and_not_plain_grpo(verl: Any) ->
 
 
 def test_rows_that_were_moved_since_are_an_error(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     for order in ([1, 0, 2, 3], [0, 1, 3, 2]):
         data, fields = batch(verl)
@@ -129,7 +129,7 @@ def of_one_length(verl: Any, seed: int, uids: str = "aabb") -> tuple[Any, dict[s
 
 
 def test_fields_of_the_batch_before_are_an_error_where_all_answers_are_equally_long(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     first, fields = of_one_length(verl, 0)
     attach_composer_fields(first, **fields)
@@ -140,7 +140,7 @@ def test_fields_of_the_batch_before_are_an_error_where_all_answers_are_equally_l
 
 
 def test_rows_of_a_group_that_changed_places_are_an_error_even_with_one_length_and_reward(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = of_one_length(verl, 0)
     attach_composer_fields(data, **fields)
@@ -150,7 +150,7 @@ def test_rows_of_a_group_that_changed_places_are_an_error_even_with_one_length_a
 
 
 def test_a_copy_of_the_same_rows_is_known_where_rows_can_be_told_apart(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     attach_composer_fields(data, **fields)
@@ -160,7 +160,7 @@ def test_a_copy_of_the_same_rows_is_known_where_rows_can_be_told_apart(verl: Any
 
 
 def test_the_last_fields_that_were_attached_count(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     once = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
@@ -173,7 +173,7 @@ def test_the_last_fields_that_were_attached_count(verl: Any) -> None:
 @pytest.mark.parametrize("garbage", [-torch.inf, torch.nan])
 def test_what_lies_in_the_padding_does_not_matter(verl: Any, garbage: float) -> None:
     """0 · −∞ is no number, and one such token would be the whole batch's loss."""
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     unused = (fields["error_mask"] == 0) | (data.batch["response_mask"] == 0)
@@ -186,7 +186,7 @@ def test_what_lies_in_the_padding_does_not_matter(verl: Any, garbage: float) -> 
 
 
 def test_a_used_token_without_a_number_and_a_bad_weight_are_refused(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     fields["error_mask"][0, 0], fields["teacher_logprobs"][0, 0] = 1, -torch.inf
@@ -198,7 +198,7 @@ def test_a_used_token_without_a_number_and_a_bad_weight_are_refused(verl: Any) -
 
 
 def test_masks_and_log_probs_may_have_other_dtypes(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     plain = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
@@ -210,7 +210,7 @@ def test_masks_and_log_probs_may_have_other_dtypes(verl: Any) -> None:
 
 
 def test_groups_of_one_are_verls(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = of_one_length(verl, 0, "abcd")
     plain = advantage(verl, of_one_length(verl, 0, "abcd")[0], "grpo")
@@ -219,7 +219,7 @@ def test_groups_of_one_are_verls(verl: Any) -> None:
 
 def test_a_batch_that_is_handed_over_comes_first(verl: Any) -> None:
     """As verl-project/verl#7473 would do."""
-    from inner.backends import verl as ours
+    from inner.extras.verl import estimator as ours
 
     ours._attached.set(None)
     data, fields = batch(verl)
@@ -234,7 +234,7 @@ def test_a_batch_that_is_handed_over_comes_first(verl: Any) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)
     with pytest.raises(ValueError, match=r"sdpo_teacher_logprobs.*\(4, 5\).*do not fit response_mask, \(4, 6\)"):
@@ -268,7 +268,7 @@ def loss_of(verl: Any, advantages: torch.Tensor, data: Any) -> tuple[torch.Tenso
 
 
 def test_the_fields_reach_verls_loss_and_without_alpha_nothing_changes(verl: Any) -> None:
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
 
     def loss(estimator: str, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         data, fields = batch(verl)
@@ -296,7 +296,7 @@ def in_a_worker():
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from tests import test_inner_verl as t
     import verl.trainer.ppo.ray_trainer
-    from inner.backends.verl import attach_composer_fields
+    from inner.extras.verl.estimator import attach_composer_fields
     data, fields = t.batch(verl)
     mine = t.advantage(verl, attach_composer_fields(data, **fields), "grpo_composer")
     moved = t.advantage(verl, data, "grpo_composer", alpha_sdpo=0.1)
@@ -316,4 +316,4 @@ def test_a_ray_worker_has_it_too(verl: Any, tmp_path_factory: pytest.TempPathFac
         [sys.executable, "-c", WORKER, str(folder), str(ROOT)], capture_output=True, text=True, timeout=240, cwd=ROOT,
         env={**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.stdout.strip().splitlines()[-1:] == ["True inner.backends.verl True False"], done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1:] == ["True inner.extras.verl.estimator True False"], done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Writes inner/trl_fields.py from the installed TRL: python -m tests.trl_table"""
+"""Writes inner/settings/trl_fields.py from the installed TRL: python -m tests.trl_table"""
 
 import dataclasses
 import types

@@ -121,7 +121,7 @@ def _note_deltas(folder: str) -> None:
 
 def _note_lessons(folder: str) -> None:
     """For every lesson of every loss: is it about the tokens that the rollout in TRL's batch has there?"""
-    from inner.trainer import LESSONS, ComposerReplicationTrainer
+    from inner.train.trainer import LESSONS, ComposerReplicationTrainer
 
     original = ComposerReplicationTrainer._sdpo_loss
 

@@ -100,8 +100,8 @@ class Spy:
 
 def watch(stem: str, scale: float) -> None:
     """Every engine of this process is noted."""
-    from inner.engine import Engine
-    from inner.grpo import GrpoLoop
+    from inner.rollouts.engine import Engine
+    from inner.train.grpo import GrpoLoop
 
     spy = Spy(stem, scale)
     generate, follow = Engine.generate, GrpoLoop.follow

@@ -28,10 +28,10 @@ from diloco.launch import ModelRecord, Run, fetch_files
 from diloco.offline_eval import OfflineScorer
 from diloco.optimizer import OuterState
 from diloco.start_model import refuse_other_base
-from inner.build import load_start
-from inner.supervised import load_tokens
-from inner.text_loss import text_losses
-from inner.userfiles import local_file
+from inner.data.prompts import local_file
+from inner.train.build import load_start
+from inner.train.supervised import load_tokens
+from inner.train.text_loss import text_losses
 
 WIDTH = 256  # tokens in a window, where the run's own loop has none
 LOWER, HIGHER, UNKNOWN = -1, +1, 0  # which way is better

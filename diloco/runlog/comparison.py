@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.launch import RunRecord
 from diloco.runlog.report import Report, curve_of
-from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
+from inner.settings.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
 from rendezvous.digests import hex_of
 
 COLUMNS = 8

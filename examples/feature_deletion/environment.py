@@ -1,5 +1,5 @@
-"""Feature Deletion: the environment is inner.worlds.deletion.world's, and needs bubblewrap where replicas run."""
+"""Feature Deletion: the environment is inner.extras.deletion.world's, and needs bubblewrap where replicas run."""
 
-from inner.worlds.deletion.world import FeatureDeletion
+from inner.extras.deletion.world import FeatureDeletion
 
 __all__ = ["FeatureDeletion"]

@@ -1,6 +1,6 @@
 """Scores of single turns: how many of the teachers would have done the same?  The replica's TeacherReplayActors ask."""
 
 from inner import ConsensusScore
-from inner.backends.monarch import ask_pool
+from inner.extras.monarch import ask_pool
 
 score = ConsensusScore(ask_pool, shape="weighted")

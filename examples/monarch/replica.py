@@ -29,8 +29,8 @@ from diloco.config import RunConfig, load_config
 from diloco.replica import share_of
 from diloco.seeds import derive_seed
 from inner import Seeds, Teacher, ToolWorld, publish_model
-from inner.backends.monarch import Replica, ReplicaPlan, read_weights, write_weights
-from inner.build import load_start
+from inner.extras.monarch import Replica, ReplicaPlan, read_weights, write_weights
+from inner.train.build import load_start
 
 CLIENTS = 2  # TeacherReplayActors
 

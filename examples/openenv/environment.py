@@ -1,9 +1,9 @@
 """The other end of server.py: the server's own tools, as TRL's environment.
 
 OPENENV_URL says where the server is. For tools that you would rather describe yourself, write a class on OpenEnv with a
-method per tool (inner/worlds/openenv.py shows one).
+method per tool (inner/extras/openenv/client.py shows one).
 """
 
-from inner.worlds.openenv import openenv_environment
+from inner.extras.openenv.client import openenv_environment
 
 Arithmetic = openenv_environment()

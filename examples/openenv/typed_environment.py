@@ -6,7 +6,7 @@ OPENENV_URL says where the server is. In run.toml: environment = "typed_environm
 from collections.abc import Mapping
 from typing import Any
 
-from inner.worlds.openenv import OpenEnv
+from inner.extras.openenv.client import OpenEnv
 
 
 class Guessing(OpenEnv):

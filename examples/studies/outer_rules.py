@@ -37,7 +37,7 @@ from worlds import WORLDS, World
 from diloco.optimizer import nesterov
 from diloco.safety import pairwise_cosine
 from inner import InnerConfig, InnerLoop
-from inner.task_settings import ScheduleSettings
+from inner.settings.task import ScheduleSettings
 from rendezvous.rules import Rules
 
 MACHINES, EVERY, STEPS = 4, 5, 80  # inner steps of each machine

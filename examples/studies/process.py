@@ -25,9 +25,9 @@ from trials import Curve, Row, Trial, area, paired, run_missing
 from worlds import NAMES, PROMPTS
 
 from inner import InnerConfig, InnerLoop, Seeds, ToolWorld, TraceState, build_inner, publish_model, train_process_head
-from inner.build import load_start
-from inner.process_settings import ProcessSettings
-from inner.task_settings import RewardSettings, ToolworldSettings
+from inner.settings.process import ProcessSettings
+from inner.settings.task import RewardSettings, ToolworldSettings
+from inner.train.build import load_start
 
 STEPS, BATCH, EVERY = 160, 32, 10
 SEEDS = range(8)

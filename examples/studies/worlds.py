@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from inner import InnerConfig, InnerLoop, Seeds, ToolWorld, build_inner, publish_model
-from inner.base import SamplingSettings
-from inner.lora_settings import LoraSettings
-from inner.task_settings import DataSettings, RewardSettings, ToolworldSettings
-from inner.text_loss import text_losses
+from inner.settings.inner import SamplingSettings
+from inner.settings.lora import LoraSettings
+from inner.settings.task import DataSettings, RewardSettings, ToolworldSettings
+from inner.train.text_loss import text_losses
 
 NAMES, PROMPTS = 16, 256
 WIDTH = 32  # bytes of context

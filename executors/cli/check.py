@@ -1,9 +1,9 @@
-"""`diloco check CONFIG`: the reward on the first prompts, before anything is rented; inner/trial.py asks it.
+"""`diloco check CONFIG`: the reward on the first prompts, before anything is rented; inner/usercode/trial.py asks it.
 
 Not promised: that the reward is right.  It says what the reward answers; whether that is meant, the reader knows.
 """
 
-from inner.trial import PromptTrial, Trial
+from inner.usercode.trial import PromptTrial, Trial
 
 WIDTH = 72
 

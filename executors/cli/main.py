@@ -650,8 +650,8 @@ def _eval(args: Namespace) -> int:
 def _held_out_file(spelling: str, config: "RunConfig") -> Path:
     """The file that is named, or one with the rows of a dataset of the Hub."""
     from diloco.data_files import gather_rows
-    from inner.flat_names import EVAL
-    from inner.task_settings import is_one_file
+    from inner.settings.flat_names import EVAL
+    from inner.settings.task import is_one_file
 
     if not is_one_file(spelling):
         return gather_rows(EVAL, spelling, Path(), config.inner.data, _say)[1]
@@ -775,7 +775,7 @@ def _check(args: Namespace) -> int:
     from dataclasses import asdict
 
     from executors.cli.check import check_lines
-    from inner.trial import try_reward
+    from inner.usercode.trial import try_reward
 
     config = _read_config(args)
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
@@ -790,7 +790,7 @@ def _objectives(args: Namespace) -> int:
     from dataclasses import asdict
 
     from diloco.config import load_config
-    from inner.objectives import PO_OBJECTIVES, format_menu
+    from inner.settings.objectives import PO_OBJECTIVES, format_menu
 
     settings = {}
     about = []

@@ -43,7 +43,14 @@ from rendezvous.fields import Within, from_json
 T = TypeVar("T")
 
 # Modules that a replica imports: the fork server has them ready.  A missing name is the replica's to report.
-PRELOAD = ("diloco.replica", "diloco.manager", "diloco.outer", "inner.build", "inner.trainer", "inner.worlds.toolworld")
+PRELOAD = (
+    "diloco.replica",
+    "diloco.manager",
+    "diloco.outer",
+    "inner.train.build",
+    "inner.train.trainer",
+    "inner.worlds.toolworld",
+)
 
 
 @dataclass(frozen=True)

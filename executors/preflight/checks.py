@@ -2,9 +2,9 @@
 
     config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
-    inner.model        ─▶ inner/known.py      a folder, the cache, or one request to the Hub   no torch
-    reward, …          ─▶ inner/rehearse.py   tried in a process of its own, 8 s at most
-    template, adapter … ─▶ inner/dry_run.py   a replica's start without weights, in another, where the model is here
+    inner.model        ─▶ inner/models/known.py          a folder, the cache, or one request to the Hub   no torch
+    reward, …          ─▶ inner/usercode/rehearse.py   tried in a process of its own, 8 s at most
+    template, adapter … ─▶ inner/train/dry_run.py  a replica's start without weights, if the model is here
 
     the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
     what this machine cannot tell ──▶ a note: "not checked: …"
@@ -24,13 +24,13 @@ from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
-from inner.base import BUILT_IN_MODELS, InnerError
-from inner.check import check_data
-from inner.dry_run import dry_run
-from inner.flat_names import setting_of
-from inner.gguf_header import is_gguf_file
-from inner.known import NOT_CHECKED, TOKENIZERS, KnownModel, chat_template, known_model
-from inner.rehearse import TIME_S, rehearse
+from inner.models.gguf_header import is_gguf_file
+from inner.models.known import NOT_CHECKED, TOKENIZERS, KnownModel, chat_template, known_model
+from inner.settings.flat_names import setting_of
+from inner.settings.inner import BUILT_IN_MODELS, InnerError
+from inner.train.dry_run import dry_run
+from inner.usercode.check import check_data
+from inner.usercode.rehearse import TIME_S, rehearse
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
     inner = config.inner
     if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
         return
-    from inner.prompts import load_prompts
+    from inner.data.prompts import load_prompts
 
     (row,) = load_prompts(inner.data.source, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:

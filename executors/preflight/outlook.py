@@ -17,8 +17,8 @@ from diloco.footprint import footprint, lines
 from diloco.superseded import current_url
 from diloco.units import byte_size
 from executors.platforms.multi import Place
-from inner.known import ASK_S
-from inner.task_settings import reward_model_parts
+from inner.models.known import ASK_S
+from inner.settings.task import reward_model_parts
 from rendezvous.errors import RendezvousError
 from rendezvous.membership import Wanted, read_control
 from rendezvous.stores.open import open_store

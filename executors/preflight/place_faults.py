@@ -30,9 +30,9 @@ from executors.platforms.multi import Place
 from executors.platforms.vllm_pins import pinned_version, vllm_requirements
 from executors.preflight.platform_options import options_fault
 from executors.preflight.task_packages import named_packages, task_fault
-from inner.base import InnerError
-from inner.gguf_header import is_gguf_file
-from inner.vllm_settings import INSTALL, has_vllm
+from inner.models.gguf_header import is_gguf_file
+from inner.settings.inner import InnerError
+from inner.settings.vllm import INSTALL, has_vllm
 from rendezvous.seal import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")

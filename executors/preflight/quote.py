@@ -25,7 +25,7 @@ from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.preflight.run_url import UsageError, is_folder
 from executors.preflight.task_packages import task_requirements, with_requirements
 from executors.supervision.costs import Budget, Costs, launch_refusal
-from inner.hub_model import is_hub_name
+from inner.models.hub_model import is_hub_name
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.membership import Wanted, read_control, write_control

@@ -37,7 +37,6 @@ from typing import Any
 
 import httpx
 
-from inner.base import InnerError
 from inner.replay.commands import Key, key_of
 from inner.replay.exchange import send_and_read
 from inner.replay.ledger import CeilingReached, CostCeiling, Ledger, LedgerError, call_digest, to_usd
@@ -51,6 +50,7 @@ from inner.replay.teachers import (
     request_body,
     worst_cost_nano,
 )
+from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 

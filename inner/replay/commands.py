@@ -23,9 +23,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from inner.base import InnerError
 from inner.replay.actions import action_key, action_message, calls_key, text_key
 from inner.replay.untrusted import load_json
+from inner.settings.inner import InnerError
 
 Key = Callable[[str], str]
 Calls = list[tuple[str, Any]]  # names and arguments

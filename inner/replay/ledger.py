@@ -20,9 +20,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, cast
 
-from inner.base import InnerError
 from inner.replay.teachers import NANO
 from inner.replay.untrusted import load_json
+from inner.settings.inner import InnerError
 
 MOST_HOLDERS = 1000  # processes on one machine that look for a ledger of their own
 

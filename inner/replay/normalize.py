@@ -30,11 +30,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
-from inner.base import InnerError
 from inner.replay.actions import Message, action_message
 from inner.replay.commands import Key, has_command
 from inner.replay.pairs import DPOPair, extract_dpo_pairs
 from inner.replay.states import TraceState
+from inner.settings.inner import InnerError
 
 if TYPE_CHECKING:
     from inner.replay.ask import Replay

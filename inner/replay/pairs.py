@@ -26,12 +26,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
-from inner.base import InnerError
 from inner.replay.actions import Message, action_key
 from inner.replay.commands import Key, key_of
 from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
 from inner.replay.untrusted import lone_surrogate, unfit_text
+from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from inner.base import InnerError
 from inner.replay.actions import Message
 from inner.replay.untrusted import load_json
+from inner.settings.inner import InnerError
 
 
 class TraceState(TypedDict):

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any, Literal, NotRequired, TypedDict
 
-from inner.base import InnerError
 from inner.replay.actions import Message, action_text, wire_messages
 from inner.replay.states import TraceState
 from inner.replay.untrusted import load_json, printable_start, unfit_text
+from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact

@@ -18,9 +18,9 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from inner.base import InnerError
 from inner.replay.actions import plain_text
 from inner.replay.states import read_lines
+from inner.settings.inner import InnerError
 
 HUB_ID = "openai/gsm8k"
 ASK = "\n\nThink step by step. End with a line `#### <number>`."

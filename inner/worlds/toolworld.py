@@ -24,7 +24,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inner.hints import filter_hint
+from inner.channels.hints import filter_hint
 from inner.worlds.body import tiny_llama
 
 NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1

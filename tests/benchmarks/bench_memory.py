@@ -59,7 +59,7 @@ def train_plain(folder: Path) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from diloco.launch import read_run
-    from inner.grpo import trainer_arguments
+    from inner.train.grpo import trainer_arguments
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(REAL))

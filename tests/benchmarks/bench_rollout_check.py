@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from inner.gguf_model import load_gguf
-from inner.rollout_check import RolloutCheck, check_rollouts
+from inner.extras.rollout_check.check import RolloutCheck, check_rollouts
+from inner.models.gguf_model import load_gguf
 
 PROMPTS, TOKENS = 4, 32
 QUESTIONS = (

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_tools                    batch 64, 5 pairs of runs of 10 steps, about 2 minutes
 
     one pair:  as shipped, then ours; in turns, so that a busy machine hurts both     ratio = as shipped / ours
-    as shipped: the same trainer with TRL's own methods where inner/toolloop.py has others
+    as shipped: the same trainer with TRL's own methods where inner/rollouts/toolloop.py has others
 
 ToolWorld, K = 6, S = 32, one thread. Both runs of a pair end with the same bits in every parameter, or this fails.
 
@@ -23,7 +23,7 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner import InnerConfig, Seeds, build_inner, publish_model
-from inner.toolloop import LeanToolLoop
+from inner.rollouts.toolloop import LeanToolLoop
 
 OURS = ("_generate", "_tokenize_prompts", "_get_tool_suffix_ids", "_cache_schemas")
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner import ComposerReplicationTrainer, InnerConfig, Seeds, ToolWorld, publish_model
-from inner.grpo import _silence_libraries, trainer_arguments
+from inner.train.grpo import _silence_libraries, trainer_arguments
 from tests.test_inner_channels import world_pairs
 
 WORLD = ToolWorld()

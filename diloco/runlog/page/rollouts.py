@@ -6,7 +6,7 @@
     {"step": 40, "slot": "r01", "reward": 1.0, "turns": [{"role": "user", "text": "…"}, …]}
 
 A hint stands before the turn that failed, as the self-teacher reads it.  A run does not write its hints down; this is
-the one that the templates (inner/hints.py) make of the error.
+the one that the templates (inner/channels/hints.py) make of the error.
 
 Not promised: the hint of a run that has a hint function of its own, or a model that writes them.
 """
@@ -19,8 +19,8 @@ from diloco.journal import rollout_head, rollout_line
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.extent import Rounds
 from diloco.runlog.report import Report, SessionSummary
-from inner.hints import templates
-from inner.rollout_sample import SampledRollout, rollout_states
+from inner.channels.hints import templates
+from inner.rollouts.sample import SampledRollout, rollout_states
 from rendezvous import layout
 from rendezvous.store import Readable
 

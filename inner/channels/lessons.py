@@ -1,0 +1,102 @@
+"""The context that the self-teacher gets for a rollout, and the tokens of the rollout that it scores.
+
+    hint      prompt … hint … <assistant>                       │ a turn that failed        one lesson per such turn
+    rollout   prompt … a sibling's success, the errors … <assistant> │ the whole response   one lesson per rollout
+
+"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO): the first rollout of the same
+prompt that has the reward, never the rollout itself, and what its own failed calls came back with. A rollout with
+neither teaches nothing. Tool results stay visible to the teacher and are no token to learn.
+
+A rollout that ran into max_completion_length teaches like any other, also where mask_truncated_completions keeps it
+out of the policy loss: that mask is there because such a rollout's reward is noise, and a lesson does not read the
+reward of the rollout that it corrects (docs/internals/decisions/013).
+
+Not promised: the reprompt inside the user's own message: it is a message of its own behind it, so that the prompt's ids
+stay as they were sampled from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inner.channels.hints import Hint, shorten_middle
+from inner.channels.spans import HintSplicer, Lesson, Turn
+
+SOLUTION = "Correct solution:\n\n{}\n\n"
+FEEDBACK = "The following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
+AGAIN = "Correctly solve the original question."
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One row of TRL's batch. ids: the completion's, without padding, whether it was cut off or not.
+    written: 1 where the model wrote them.   reward: NaN where it is not known.   completion: messages, or a text."""
+
+    row: Mapping[str, Any]
+    prompt: list[int]
+    ids: list[int]
+    written: tuple[int, ...]
+    turns: list[Turn]
+    reward: float
+    completion: Any = ""
+
+
+def hint_lessons(
+    rollouts: Sequence[Rollout], hint: Hint, hint_context: Callable[..., dict[str, Any]], splice: HintSplicer
+) -> list[list[Lesson]]:
+    """hint_context(row, turn) -> the first argument of `hint`. A hint with `prepare` gets all failures at once."""
+    failed = [[(turn, hint_context(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
+    if prepare := getattr(hint, "prepare", None):
+        prepare([(seen, turn.error) for each in failed for turn, seen in each])
+    return [
+        [
+            aligned_lesson(r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, _turn_tokens(r, turn)))
+            for turn, seen in each
+            if (text := hint(seen, str(turn.error))) is not None
+        ]
+        for r, each in zip(rollouts, failed, strict=True)
+    ]
+
+
+def _turn_tokens(rollout: Rollout, turn: Turn) -> list[int]:
+    return rollout.ids[turn.start : turn.end]
+
+
+def aligned_lesson(
+    rollout: Rollout, start: int, end: int, teacher_ids: list[int], written: tuple[int, ...] = ()
+) -> Lesson:
+    """The lesson, if the teacher's row ends with the rollout's tokens start … end - 1; else RuntimeError.
+
+    The k-th token of the turn is compared with the k-th from the row's end, so any other row would teach the model some
+    other text (a hint's own tokens, say) without a sign of it in the loss."""
+    turn = rollout.ids[start:end]
+    if not 0 <= start < end or len(turn) != end - start or teacher_ids[start - end :] != turn:
+        raise RuntimeError(
+            f"a lesson is not aligned: the turn is tokens {start} to {end - 1} of a completion with "
+            f"{len(rollout.ids)} tokens, {turn[:8]} …, and the teacher's row ends with "
+            f"{teacher_ids[start - end :][:8]} …. This is a defect of this package or an unsupported TRL (use trl "
+            "1.16); alpha_sdpo = 0 trains without the channel. Please report it with the chat template."
+        )
+    return Lesson(start, end, teacher_ids, written)
+
+
+def rollout_lessons(
+    rollouts: Sequence[Rollout], group: int, success: float, decode: Callable[[list[int]], str], splice: HintSplicer
+) -> list[list[Lesson]]:
+    lessons = []
+    for i, rollout in enumerate(rollouts):
+        first = i // group * group
+        siblings = [j for j in range(first, first + group) if j != i and rollouts[j].reward >= success]
+        solution = decode(rollouts[siblings[0]].ids) if siblings else ""
+        text = reprompt(solution, [turn.error for turn in rollout.turns if turn.error])
+        use = text is not None and any(rollout.written)
+        found = splice(rollout.prompt, text or "", rollout.ids) if use else []
+        lessons.append([aligned_lesson(rollout, 0, len(rollout.ids), found, rollout.written)] if use else [])
+    return lessons
+
+
+def reprompt(solution: str, errors: Sequence[str]) -> str | None:
+    """The text that the paper appends to the question; None without a solution and without errors."""
+    parts = [SOLUTION.format(solution.strip())] if solution.strip() else []
+    parts += [FEEDBACK.format("\n".join(shorten_middle(error) for error in errors))] if errors else []
+    return "".join([*parts, AGAIN]) if parts else None

@@ -1,0 +1,206 @@
+"""Hints that a model writes: the same call as any other hint, through the client and the cost ceiling of the replay.
+
+    hint = LLMHints(Teacher("qwen/qwen3-32b", 0.1, 0.3), max_total_usd=1.0, ledger="hints.jsonl")
+    hint(row, error) -> text or None        in the environment's file, as the trainer's `hint`, on TraceStates
+
+    the turn that failed ─▶ one request ─▶ {"hint": …, "tool": …, "arguments": …} ─▶ filter ─▶ hint
+    tools, last messages     (on disk              what the model would do instead     nothing, if that is what failed
+    action, error             already? free)
+
+    no answer: ceiling reached, endpoint down or silent, not the JSON that was asked for, a chat     ─▶ `otherwise`:
+    template's own tokens in it, a full disk, anything else                                             the templates
+
+`prepare` asks for many turns at once; the trainer calls it once per batch of rollouts, and waits `wait_s` at most.
+After a batch that failed the next one is not asked about, then the next three, the next seven, up to 63: an endpoint
+that is down costs little time, and one that comes back is found.
+
+    hints.jsonl     the first process on this machine; it holds the file until it ends
+    hints.1.jsonl   the second, and so on: two replicas never share a ledger, and each has the whole max_total_usd
+
+An answer in the ledger is never paid for again, and all sessions with that ledger together stay under the ceiling. A
+replica that comes back takes the first file that is free, with the answers in it.
+
+Not promised: the same hints on every replica; they only have to help their own rollouts. One ceiling for all replicas:
+N of them may spend N times max_total_usd. The endpoint reads the last messages of the rollout: do not use one that must
+not read them.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inner.channels.hints import Hint, same_action, shorten_middle, templates
+from inner.replay.actions import action_text, plain_text
+from inner.replay.states import TraceState
+from inner.replay.teachers import Teacher
+from inner.replay.untrusted import load_json, template_token, unfit_text
+
+if TYPE_CHECKING:
+    from inner.replay.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 63  # batches in a row that are not asked about
+LAST_MESSAGES = 6  # messages before the turn that the writer sees
+WRITER = (
+    "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "
+    "better step now. Speak of the step as one still to come, and name what to do instead.\n"
+    'Answer with one JSON object: {"hint": "…", "tool": "what to call instead, or null", "arguments": {…} or null}. '
+    "If there is no better step, the hint is null."
+)
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+
+
+class LLMHints:
+    """A Hint. `otherwise` is the Hint that is used where the model gave no answer.
+
+    max_total_usd  for all sessions with this ledger    timeout_s  for one answer    wait_s  for one batch of them"""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        max_total_usd: float,
+        ledger: str | Path,
+        otherwise: Hint = templates,
+        concurrency: int = 16,
+        timeout_s: float = 30.0,
+        wait_s: float = 60.0,
+    ) -> None:
+        teacher.headers()  # a missing key is found now
+        self.teacher = teacher
+        self.max_total_usd = max_total_usd
+        self.ledger = ledger
+        self.otherwise = otherwise
+        self.concurrency = concurrency
+        self.timeout_s = timeout_s
+        self.wait_s = wait_s
+        self._answers: dict[str, str] = {}  # "" where there was none: asked once per process
+        self._open_ledger: Ledger | None = None  # from the first question on
+        self._failures = 0  # batches in a row
+        self._to_skip = 0
+
+    def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
+        written = self._written_hint(row, error)
+        if written is None:
+            return self.otherwise(row, error)
+        hint, instead = written
+        same = instead is not None and same_action(instead, row.get("student_action") or "")
+        return None if not hint or same else shorten_middle(hint)
+
+    def prepare(self, failed: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+        """Asks for all (row, error) that were not asked for before, at once."""
+        states: dict[str, TraceState] = {}
+        for row, error in failed:
+            with contextlib.suppress(*_UNREADABLE):  # __call__ says so
+                state = hint_request(row, error)
+                states[state["state_id"]] = state
+        if new := [state for name, state in states.items() if name not in self._answers]:
+            self._ask_model(new)
+
+    def close(self) -> None:
+        """Let another process have the ledger."""
+        if self._open_ledger is not None:
+            self._open_ledger.close()
+            self._open_ledger = None
+
+    def _written_hint(self, row: Mapping[str, Any], error: str) -> tuple[str | None, str | None] | None:
+        try:
+            state = hint_request(row, error)
+        except _UNREADABLE as why:
+            log.warning(
+                "no hint from %s, the templates go on: the turn cannot be written down (%r)", self._model_name, why
+            )
+            return None
+        if state["state_id"] not in self._answers:
+            self._ask_model([state])
+        return read_hint(self._answers[state["state_id"]])
+
+    @property
+    def _model_name(self) -> str:
+        return self.teacher.model
+
+    def _ask_model(self, states: Sequence[TraceState]) -> None:
+        """Fills in an answer for every state; "" where the model gave none. Never raises."""
+        self._answers |= {state["state_id"]: "" for state in states}
+        if self._to_skip:
+            self._to_skip -= 1
+            return
+        try:
+            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already has an event loop
+                actions = thread.submit(self._replay_states, states).result()
+        except Exception as error:
+            actions = self._skip_after_failure(error)
+        else:
+            self._failures = 0
+        self._answers |= {action["state_id"]: action["action"] for action in actions}
+
+    def _skip_after_failure(self, error: Exception) -> Iterable[Any]:
+        """Skips the next batches, and returns the answers that arrived before the error."""
+        self._failures += 1
+        self._to_skip = min(MOST_SKIPPED, 2**self._failures - 1)
+        why = f"nothing for {self.wait_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
+        log.warning(
+            "no more hints from %s, the templates go on (the next %d batches are not asked about): %s",
+            *(self._model_name, self._to_skip, why),
+        )
+        return getattr(error, "replay", ())
+
+    def _replay_states(self, states: Sequence[TraceState]) -> Any:
+        return asyncio.run(self._replay_in_time(states))
+
+    async def _replay_in_time(self, states: Sequence[TraceState]) -> Any:
+        from inner.replay.ask import replay_trace
+        from inner.replay.ledger import open_free_ledger
+
+        if self._open_ledger is None:
+            self._open_ledger = open_free_ledger(self.ledger)
+        options: dict[str, Any] = {"concurrency": self.concurrency, "tries": 2, "timeout_s": self.timeout_s}
+        async with asyncio.timeout(self.wait_s):
+            return await replay_trace(
+                states, [self.teacher], self.max_total_usd, ledger=self._open_ledger, progress=False, **options
+            )
+
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+
+
+def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
+    """The turn that failed, as a state to ask a teacher in. Equal turns are one request."""
+    before = row.get("state_messages") or row.get("prompt") or []
+    last = before[-LAST_MESSAGES:] if isinstance(before, list) else [{"role": "user", "content": before}]
+    action = row.get("student_action") or ""
+    facts = [
+        "Tools: " + json.dumps(row.get("tools") or [], ensure_ascii=False),
+        *(f"{m['role']}: {shorten_middle(action_text(m) or plain_text(m.get('content')), 2000)}" for m in last),
+        f"The step: {shorten_middle(action, 2000) or 'unknown'}",
+        f"It will fail with: {shorten_middle(error, 2000)}",
+    ]
+    messages = [{"role": "system", "content": WRITER}, {"role": "user", "content": "\n\n".join(facts)}]
+    name = sha256(json.dumps(messages).encode()).hexdigest()
+    return {"state_id": f"hint:{name[:32]}", "state_messages": messages, "student_action": action}
+
+
+def read_hint(answer: str) -> tuple[str | None, str | None] | None:
+    """Return (the hint, a better action as a text) of the writer's answer; None for an answer of another form, or with
+    a text that would speak for others than the writer."""
+    found = _OBJECT.search(answer)
+    try:
+        written = load_json(found[0]) if found else None
+    except ValueError:
+        return None
+    if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
+        return None
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it would end its own message
+        return None
+    tool = written.get("tool")
+    arguments = written.get("arguments")
+    if not (isinstance(tool, str) and isinstance(arguments, dict)):
+        return written.get("hint"), None
+    return written.get("hint"), action_text({"tool_calls": [{"function": {"name": tool, "arguments": arguments}}]})

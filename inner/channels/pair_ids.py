@@ -1,0 +1,128 @@
+"""The pairs of the replay channel as token ids, as this model's chat template writes them.
+
+    pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
+                                    │ rejected                         prompt ids │ rejected ids
+
+`chosen` is another model's text. The tokens with which this model's template begins and ends turns must not stand in
+it: the tokenizer would read them as such, and the student would learn to write the user's turn as well.
+
+Templates differ in the messages that they can write: DeepSeek-V3's adds texts with "+" (a tool's result of None is a
+TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. A pair that the
+model's template cannot write is refused by name, or left out with replay_skip_unfit, by all replicas alike.
+
+Not promised: that a pair which can be written looks as in the model's own training. No torch here.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from inner.channels.spans import context_and_action
+from inner.errors import InnerError
+from inner.replay.actions import action_message
+from inner.replay.pairs import DPOPair
+
+log = logging.getLogger(__name__)
+SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all that do not fit."
+
+
+@dataclass(frozen=True)
+class PairIds:
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    weight: float
+
+    @property
+    def rows(self) -> tuple[list[int], list[int]]:
+        return self.prompt + self.chosen, self.prompt + self.rejected
+
+
+def encode_fitting_pairs(
+    pairs: Sequence[DPOPair],
+    render: Callable[..., list[int]],
+    tokenizer: Any,
+    *,
+    limit: int | None,
+    skip_unfit: bool = False,
+) -> list[PairIds]:
+    """The pairs that this model can take.   limit: its positions.   skip_unfit: leave the others out.
+
+    render(messages, opened, tools) -> ids.   Raises InnerError for the first that does not fit, or if none does.
+    """
+    marks = turn_marks(render, tokenizer)
+    found = list[PairIds]()
+    left_out = list[str]()
+    for pair in pairs:
+        try:
+            found.append(encode_pair(pair, render, tokenizer, limit, marks))
+        except InnerError as error:
+            if not skip_unfit:
+                raise
+            left_out.append(str(error))
+    if left_out and not found:
+        raise InnerError(f"none of the {len(pairs)} pairs fits this model. The first: {left_out[0]}")
+    if left_out:
+        log.warning("replay: %d of %d pairs are left out. The first: %s", len(left_out), len(pairs), left_out[0])
+    return found
+
+
+def encode_pair(
+    pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
+) -> PairIds:
+    """limit: how many positions the model has. marks: what `chosen` must not contain."""
+    if found := _marks_in(pair["chosen"], marks):
+        raise InnerError(
+            f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
+            f"The student would learn to end its turn there and to write another's. {SKIP}"
+        )
+    (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
+    for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+        if not ids:
+            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
+    longest = len(prompt) + max(len(chosen), len(rejected))
+    if limit is not None and longest > limit:
+        raise InnerError(f"pair {pair['state_id']} has {longest} tokens, and the model {limit} positions. {SKIP}")
+    if chosen == rejected:
+        raise InnerError(
+            f"pair {pair['state_id']}: chosen and rejected are the same tokens to this model's tokenizer, so there is "
+            "nothing to prefer. Take the pair out, or use a tokenizer that tells them apart."
+        )
+    return PairIds(prompt, chosen, rejected, _checked_weight(pair))
+
+
+def _marks_in(action: str, marks: Set[str]) -> str | None:
+    """The first of them in the text, or in a call's arguments once they are read ("\\u003c" is "<")."""
+    written = action + json.dumps(action_message(action), ensure_ascii=False)
+    return next((mark for mark in sorted(marks) if mark in written), None)
+
+
+def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
+    """The special tokens that the template writes around plain turns, and those that begin and end a text."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    return {special[i] for i in render(talk, False) if i in special} | {end for end in ends if end}
+
+
+def _checked_weight(pair: DPOPair) -> float:
+    weight = pair.get("weight", 1.0)
+    if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
+        raise InnerError(f"pair {pair['state_id']} has weight {weight!r}: it must be a number of 0 or more.")
+    return float(weight)
+
+
+def _encode_side(
+    pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """The ids of the state and of one side, by a template that may raise anything."""
+    try:
+        return context_and_action(pair, pair[side], render, tokenizer)
+    except Exception as error:
+        roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in pair["state_messages"]))
+        raise InnerError(
+            f"pair {pair['state_id']}: this model's chat template cannot write it with its {side} turn "
+            f"({type(error).__name__}: {error}); its messages have the roles {roles}. {SKIP}"
+        ) from error

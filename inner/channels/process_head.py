@@ -1,0 +1,252 @@
+"""A process reward model: a small head on the start model's states, trained on teachers' actions in recorded traces.
+
+    … <assistant> <call> t3_9 a 4 b 5 </call> <end>
+                │ └──────────── the turn ──────────┘
+                h_context          mean of h                        h: (D,), the start model's states behind half of
+                └──────┬───────────────┘                               its layers. The last layers' know what comes
+                   LayerNorm ─▶ 2·D → 32 → 1 ─▶ σ ─▶ score in [0, 1]   next, and hardly what stands there
+
+    training    every action X that a teacher or the student took in a state, with its share p_X of the teachers' votes
+                as its label (Math-Shepherd trains its model on shares of rollouts alike, arXiv 2312.08935)
+    a run       inner.process.head = "head.safetensors": no teacher is asked any more
+
+Not promised: a judgement of states that are unlike the traces', or of a policy that has learned to please the head.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inner.channels.lessons import Rollout
+from inner.channels.process_reward import ProcessReward, TurnScore
+from inner.channels.spans import context_and_action
+from inner.channels.teacher import DistillationTeacher
+from inner.channels.terms import backbone_states, causal_lm, eval_mode, pad_rows
+from inner.data.rendering import render_ids
+from inner.errors import InnerError
+from inner.models.precision import uncached_autocast
+from inner.replay.commands import Key, key_of
+from inner.replay.pairs import count_votes
+from inner.replay.states import TraceState
+from inner.replay.teachers import TeacherAction
+from inner.settings.process import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
+
+HIDDEN = 32
+AT_ONCE = 32  # rows per forward pass
+
+Place = tuple[int, int, int]  # row, first token of the turn, one behind its last
+
+
+class ProcessHead(nn.Module):
+    """features (N, 2·D) -> logits (N,)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.body = nn.Sequential(
+            nn.LayerNorm(2 * width), nn.Linear(2 * width, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 1)
+        )
+
+    def forward(self, features_N_F: Tensor) -> Tensor:
+        return self.body(features_N_F)[:, 0]
+
+    def save(self, path: str | Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.state_dict(), str(path), {"form": HEAD_FORM, "width": str(self.width)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ProcessHead":
+        """Load a head.   Raises InnerError for a file that `save` did not write."""
+        from safetensors.torch import load_file
+
+        head = cls(read_head_width(Path(path)))
+        head.load_state_dict(load_file(str(path)))
+        return head.eval().requires_grad_(False)
+
+
+# -------------------------------------------------------------------- in a run
+
+
+def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> ProcessReward:
+    """Return the same process reward, ready to score: a head gets the start model's states.
+
+    loss_type: TRL's.   student: the model as it came in.   Raises InnerError for a loss that cannot use it."""
+    if loss_type in WHOLE_SEQUENCE_LOSSES:
+        raise InnerError(
+            f"the loss {loss_type!r} has one advantage for a whole rollout by its formula, and a process reward gives "
+            "each turn its own. Use another objective, or leave `process` out."
+        )
+    if not isinstance(process.score, ProcessHead):
+        return process
+    return replace(process, score=HeadScore(process.score, student))
+
+
+class HeadScore:
+    """A process reward: the head's score of each turn, on the states of the start model.
+
+    student: the model as it came in, whose trainable weights are copied once."""
+
+    def __init__(self, head: ProcessHead, student: nn.Module) -> None:
+        width = student_width(student)
+        if head.width != width:
+            raise InnerError(
+                f"the process head was trained on states of {head.width} numbers, and this model's have {width}. Train "
+                "it with the model that the run starts from (inner.model)."
+            )
+        self._head = head
+        self._start = DistillationTeacher("frozen", student, ema_rate=0.0)
+        self.__name__ = "process_head"
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[list[TurnScore]]:
+        rows = [rollout.prompt + rollout.ids for rollout in rollouts]
+        places = [
+            (i, len(rollout.prompt) + turn.start, len(rollout.prompt) + turn.end)
+            for i, rollout in enumerate(rollouts)
+            for turn in rollout.turns
+        ]
+        device = next(self._start.model.parameters()).device
+        with self._start.in_place(device):
+            features = all_features(self._start.model, rows, places, device)
+        scores = iter(torch.sigmoid(self._head.to(device)(features)).tolist() if len(features) else ())
+        return [[next(scores) for _ in rollout.turns] for rollout in rollouts]
+
+
+def _parts(rows: Sequence[list[int]], places: Sequence[Place]) -> Iterable[tuple[list[list[int]], list[Place]]]:
+    """AT_ONCE rows at a time, with the places that lie in them."""
+    for first in range(0, len(rows), AT_ONCE):
+        last = min(first + AT_ONCE, len(rows))
+        at = [(row - first, start, end) for row, start, end in places if first <= row < last]
+        if at:
+            yield list(rows[first:last]), at
+
+
+@torch.no_grad()
+def all_features(model: nn.Module, rows: Sequence[list[int]], places: Sequence[Place], device: torch.device) -> Tensor:
+    """Return (N, 2·D) fp32: the state before each turn, and the mean over its tokens."""
+    found = [torch.empty(0, 2 * student_width(model), device=device)]
+    for part, at in _parts(rows, places):
+        states_B_T_D = middle_states(model, *pad_rows(part, device)).float()
+        found += [
+            torch.cat((states_B_T_D[row, max(start - 1, 0)], states_B_T_D[row, start : max(end, start + 1)].mean(0)))[
+                None
+            ]
+            for row, start, end in at
+        ]
+    return torch.cat(found)
+
+
+def middle_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Return the states behind half of the layers, (B, T, D).   Raises InnerError for a model without such a list."""
+    lists = [m for m in causal_lm(model).base_model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise InnerError(f"{type(causal_lm(model)).__name__} has no list of layers, so it has no middle for a head.")
+    layers = max(lists, key=len)
+    caught: list[Tensor] = []
+
+    def catch(module: Any, arguments: Any, output: Any) -> None:
+        caught.append(output[0] if isinstance(output, tuple) else output)
+
+    hook = layers[(len(layers) - 1) // 2].register_forward_hook(catch)
+    try:
+        backbone_states(model, ids_B_T, mask_B_T)
+    finally:
+        hook.remove()
+    return caught[0]
+
+
+def student_width(model: Any) -> int:
+    return causal_lm(model).get_output_embeddings().weight.shape[1]
+
+
+# -------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Example:
+    """One action in one state, and the teachers' share for it."""
+
+    row: list[int]
+    start: int
+    label: float
+
+
+def train_process_head(
+    model: nn.Module,
+    tokenizer: Any,
+    states: Sequence[TraceState],
+    actions: Iterable[TeacherAction],
+    *,
+    key: str | Key | None = None,
+    steps: int = 1000,
+    lr: float = 1e-2,
+    seed: int = 0,
+) -> tuple[ProcessHead, float]:
+    """-> the head and its last loss (nats, binary cross-entropy with soft labels).
+
+    model: the one that the run will start from.   states, actions: of a replay (inner.replay).
+    steps: of AdamW on 64 examples each; lr falls to 0 over them.
+    Raises InnerError where no teacher answered."""
+    examples = head_examples(tokenizer, states, actions, key=key)
+    if not examples:
+        raise InnerError("no teacher answered in any of these states, so there is nothing to train a head on.")
+    device = next(model.parameters()).device
+    places = [(i, example.start, len(example.row)) for i, example in enumerate(examples)]
+    with eval_mode(model), uncached_autocast(device):
+        features = all_features(model, [example.row for example in examples], places, device)
+    labels = torch.tensor([example.label for example in examples], device=device)
+    head = _seeded_head(student_width(model), seed).to(device)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.01)
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    drawn = torch.Generator().manual_seed(seed)
+    last = float("nan")
+    for _ in range(steps):
+        rows = torch.randint(len(examples), (64,), generator=drawn).to(device)
+        loss = nn.functional.binary_cross_entropy_with_logits(head(features[rows]), labels[rows])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        falling.step()
+        last = float(loss.detach())
+    return head.eval().requires_grad_(False), last
+
+
+def head_examples(
+    tokenizer: Any,
+    states: Sequence[TraceState],
+    actions: Iterable[TeacherAction],
+    *,
+    key: str | Key | None = None,
+) -> list[Example]:
+    """Return an example for every different action of each state that has answers."""
+
+    def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
+        return render_ids(tokenizer, messages, opened=opened, tools=tools)
+
+    by_state: dict[str, list[TeacherAction]] = defaultdict(list)
+    for action in actions:
+        by_state[action["state_id"]].append(action)
+    examples = []
+    for state in states:
+        same = key_of(key, state.get("action_form"))
+        votes = count_votes(by_state[state["state_id"]], None, same)
+        total = sum(vote.support for vote in votes)
+        shares = {vote.key: (vote.action, vote.support / total) for vote in votes}
+        if shares and (own := same(state["student_action"])):
+            shares.setdefault(own, (state["student_action"], 0.0))
+        for action, share in shares.values():
+            context, turn = context_and_action(state, action, render, tokenizer)
+            examples.append(Example(context + turn, len(context), share))
+    return examples
+
+
+def _seeded_head(width: int, seed: int) -> ProcessHead:
+    """Drawn without touching the process's own random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ProcessHead(width)

@@ -1,0 +1,284 @@
+"""Which tokens of a rollout are which turn, and how a hint is put in front of one of them.
+
+    completion   <call> t3_9 a 4 b 5 </call> <end> <tool> {'error': …} <end> <assistant> giveup <end>
+    tool_mask      1     1   1 1 1 1    1      1     0        0         0        0          1     1
+                 └──────────── turn 0 ───────────┘└────── its tool result ──────┘└──── turn 1 ────┘
+
+    student      prompt … <assistant>            | turn k
+    teacher      prompt … hint … <assistant>     | turn k        the same ids, spliced, never tokenised again
+
+The k-th token of the turn is paired with the k-th token of the turn in the teacher's row, by index: both rows end with
+it. Pure functions but for the tokenizer's template.
+
+    a tool result that is an error      {'error': text, …} as TRL writes it, the same in JSON, "Error: …", a traceback
+    what the environment may add        error_kind, hint_template_key: they go to the hint as they are
+
+    TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
+    recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
+
+Not promised: error turns that TRL rolled back because the result did not fit; TRL does not report those. On recorded
+traces the ids are the tokenizer's, not the ones that some model sampled.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inner.channels.hints import Hint
+from inner.data.rendering import render_ids
+from inner.errors import InnerError
+from inner.replay.actions import Message, action_message, action_text
+from inner.replay.states import TraceState
+
+CACHED = 4096  # hints whose ids are kept
+
+_SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most recent call last\)")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn: completion[start:end] is the model's text; `error` is the result of its tool call, if that failed.
+
+    seen  of a failed turn, for the hint: student_action, state_messages (of the completion), error_kind, …"""
+
+    start: int
+    end: int
+    error: str | None = None
+    seen: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One turn to distil: the student's completion[start:end], and the teacher's row that ends with the same ids.
+
+    written  0/1 for each of these tokens, where some are not the model's own (tool results); () if all are"""
+
+    start: int
+    end: int
+    teacher_ids: list[int]
+    written: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Span:
+    """Two rows that end with the same `length` ids: the k-th of them is the k-th of them in the other row."""
+
+    student_ids: list[int]
+    teacher_ids: list[int]
+    length: int
+
+
+# TRL's tool loop: turns and their errors
+
+
+def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """[(start, end)] of the maximal runs of 1 (tokens that the model wrote)."""
+    turns: list[tuple[int, int]] = []
+    start: int | None = None
+    for i, written in enumerate([*tool_mask, 0]):
+        if written and start is None:
+            start = i
+        elif not written and start is not None:
+            turns.append((start, i))
+            start = None
+    return turns
+
+
+def error_text(content: object) -> str | None:
+    """The message of a tool result that is an error (see above); else None."""
+    record = error_record(content)
+    return None if record is None else str(record["error"])
+
+
+def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """The k-th run of 1s is the k-th assistant message; the tool messages behind it are its results."""
+    failures: list[Mapping[str, Any] | None] = []
+    for at, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            failures.append(_failure_behind(messages, at))
+    spans = model_turns(tool_mask)
+    failures += [None] * (len(spans) - len(failures))
+    return [
+        Turn(start, end) if found is None else Turn(start, end, str(found["error"]), found)
+        for (start, end), found in zip(spans, failures, strict=False)
+    ]
+
+
+def _failure_behind(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any] | None:
+    """The facts about the assistant's message `at` if one of its calls failed. The first failed call counts."""
+    for i, result in enumerate(messages[at + 1 :]):
+        if result.get("role") != "tool":
+            return None
+        if record := error_record(result.get("content")):
+            action = action_text({"tool_calls": _call_behind(messages[at].get("tool_calls") or [], i, result)})
+            return {**record, "student_action": action, "state_messages": list(messages[:at])}
+    return None
+
+
+def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The call whose result is the i-th, or none. TRL puts the results of async tools behind the others."""
+    there = [call for call in calls[i : i + 1] + calls if "function" in call]
+    named = [call for call in there if call["function"]["name"] == result.get("name", call["function"]["name"])]
+    return named[:1]
+
+
+def error_record(content: object) -> dict[str, Any] | None:
+    """{"error": text, and what else the environment says}"""
+    if not isinstance(content, str):
+        return None
+    if content.startswith(("{'error':", '{"error":')):
+        record = _parse_record(content)
+        return record if record is not None and record["error"] else None
+    return {"error": content} if _SAYS_ERROR.match(content) else None
+
+
+def _parse_record(content: str) -> dict[str, Any] | None:
+    for parse in (ast.literal_eval, json.loads):
+        try:
+            record = parse(content)
+            _ = record["error"]
+            return record
+        except (ValueError, SyntaxError, KeyError, TypeError):  # a tool printed what only looks like it
+            continue
+    return None
+
+
+# The splice
+
+
+def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: list[int]) -> list[int]:
+    """`context` (which may end with the assistant's `opening`) + hint + opening + turn, as ids."""
+    if opening and context[-len(opening) :] == opening:
+        context = context[: -len(opening)]
+    return context + hint + opening + turn
+
+
+class HintSplicer:
+    """Puts a hint in front of a turn the way the chat template writes messages.
+
+    render(messages, opened) -> ids, with the opening of an assistant's turn behind them where `opened`"""
+
+    def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
+        self._render = render
+        self._cache: dict[str, list[int]] = {}
+        self.opening, self.role = self._read_template()
+
+    def __call__(self, context: list[int], hint: str, turn: list[int]) -> list[int]:
+        """The teacher's row."""
+        return splice_hint(context, self.hint_ids(hint), self.opening, turn)
+
+    def hint_ids(self, hint: str) -> list[int]:
+        """The hint as the template renders it behind a user message. Rendered alone, some templates add a system
+        prompt."""
+        if hint not in self._cache:
+            if len(self._cache) >= CACHED:
+                self._cache.clear()
+            hinted = self._render([*_ASK, {"role": self.role, "content": hint}], False)
+            self._cache[hint] = hinted[len(self._render(_ASK, False)) :]
+        return self._cache[hint]
+
+    def _read_template(self) -> tuple[list[int], str]:
+        """The ids that open an assistant turn, and the role in which the template takes a hint mid-dialogue."""
+        bare = self._render(_ASK, False)
+        opened = self._render(_ASK, True)
+        if opened[: len(bare)] != bare or len(opened) == len(bare):
+            raise InnerError(
+                "the chat template does not open an assistant turn by appending tokens (add_generation_prompt), so a "
+                "hint cannot be spliced in. Use another template, or set alpha_sdpo = 0."
+            )
+        for role in ("system", "user"):
+            try:
+                hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
+            except Exception:  # a template refuses a role by raising any of jinja's errors
+                continue
+            if hinted[: len(bare)] == bare and len(hinted) > len(bare):
+                return opened[len(bare) :], role
+        raise InnerError(
+            "the chat template takes no message between a user's and the assistant's, so a hint cannot be spliced in. "
+            "Use another template, or set alpha_sdpo = 0."
+        )
+
+
+_ASK: list[Message] = [{"role": "user", "content": "a"}]
+
+
+# Recorded traces
+
+
+def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> list[Span]:
+    """One span per failed state that has a hint."""
+
+    def render(messages: list[Message], opened: bool, tools: Any = None) -> list[int]:
+        return render_ids(tokenizer, messages, opened=opened, tools=tools)
+
+    splice = HintSplicer(render)
+    spans = []
+    for state in states:
+        error = state.get("error")
+        text = hint(state, error) if error else None
+        if text is None:
+            continue
+        context, action = context_and_action(state, state["student_action"], render, tokenizer)
+        spans.append(Span(context + action, splice(context, text, action), len(action)))
+    return spans
+
+
+def context_and_action(
+    state: Mapping[str, Any], action: str, render: Callable[..., list[int]], tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """The ids of a state's messages with the assistant's turn opened, and those of the action behind them.
+
+    render(messages, opened, tools) -> ids"""
+    messages = [_for_template(m) for m in state["state_messages"]]
+    tools = state.get("tools")
+    context = render(messages, True, tools)
+    turn = action_message(action)
+    whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
+    shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
+    return context, whole[len(context) :] if shown else _plain_ids(action, tokenizer)
+
+
+def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
+    """The spans as compose_loss takes them: padded on the right, the loss on the spans' own tokens."""
+    student_ids, student_mask, marked = _pad_and_mark([s.student_ids for s in spans], [s.length for s in spans], pad_id)
+    teacher_ids, teacher_mask, teacher_marked = _pad_and_mark(
+        [s.teacher_ids for s in spans], [s.length for s in spans], pad_id
+    )
+    return {
+        "input_ids": student_ids,
+        "attention_mask": student_mask,
+        "response_mask": marked,
+        "sdpo_loss_mask": marked,
+        "ctx_teacher_input_ids": teacher_ids,
+        "ctx_teacher_attention_mask": teacher_mask,
+        "ctx_teacher_loss_mask": teacher_marked,
+    }
+
+
+def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int) -> tuple[Any, Any, Any]:
+    """ids, attention mask, and the mask of each row's last tokens; each (B, T)."""
+    import torch
+
+    width = max((len(row) for row in rows), default=0)
+    ids = [row + [pad_id] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    last = [[0] * (len(r) - n) + [1] * n + [0] * (width - len(r)) for r, n in zip(rows, lengths, strict=True)]
+    return torch.tensor(ids), torch.tensor(mask), torch.tensor(last)
+
+
+def _for_template(message: Message) -> Message:
+    """A call's arguments as an object; recorded ones are JSON text, and chat templates want them read."""
+    return {**message, **action_message(action_text(message))} if message.get("tool_calls") else message
+
+
+def _without_calls(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "tool_calls"}
+
+
+def _plain_ids(action: str, tokenizer: Any) -> list[int]:
+    """The action's own text, where the template leaves calls out or writes a finished turn unlike an opened one."""
+    ids = tokenizer(action, add_special_tokens=False)["input_ids"]
+    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

@@ -1,0 +1,100 @@
+"""The weights of the self-teacher.
+
+    live     the student's, now                                                   no memory
+    frozen   θ₀, as the model came in                                             one copy of the trainable weights
+    ema      w ← (1 - r) w + r · student, once per inner step of this session    one copy, in fp32 one more under bf16
+    round    θ_t, as committed: the same on every replica that stands at t        one copy
+
+The teacher is the student's own module that has other weights for one forward: frozen layers are shared, an adapter's
+copy is as small as the adapter. Or it is another model with the same vocabulary.
+
+Not promised: one "ema" for all replicas; a session starts its own from the weights that it joined with.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inner.channels.terms import Turns, backbone_states, causal_lm, eval_mode, logits_at, pad_rows
+from inner.errors import InnerError
+from inner.models.precision import uncached_autocast
+from inner.settings.inner import Theta
+
+
+class DistillationTeacher:
+    """kind: one of inner.settings.channels.TEACHERS.   other: a model to use instead of the student's own."""
+
+    def __init__(self, kind: str, student: nn.Module, ema_rate: float, other: nn.Module | None = None) -> None:
+        self.kind = kind
+        self.ema_rate = ema_rate
+        self.model = student
+        self._weights: dict[str, Tensor] = {}
+        self._at: int | None = None  # the outer (round) or inner (ema) step that the copy is of
+        if other is not None:
+            _refuse_vocabulary(student, other)
+            self.kind = "live"
+            self.model = other.eval().requires_grad_(False)
+        elif kind != "live":
+            self._weights = {name: p.detach().clone() for name, p in _trainable_parameters(student).items()}
+        # In bf16 a hundredth of a small difference would be rounded away. Of fp32 weights these are the same tensors.
+        self._average = {name: value.float() for name, value in self._weights.items()} if kind == "ema" else {}
+
+    @torch.no_grad()
+    def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
+        """Update the teacher before it is asked.   committed: the run's outer step.   inner: this session's step."""
+        if self.kind == "round" and theta is not None and committed != self._at:
+            for name, value in theta():
+                self._weights[name].copy_(value)
+            self._at = committed
+        elif self.kind == "ema" and inner != self._at:
+            rate = 1.0 if self._at is None else self.ema_rate
+            for name, p in _trainable_parameters(self.model).items():
+                self._weights[name].copy_(self._average[name].lerp_(p.detach().float(), rate))
+            self._at = inner
+
+    @torch.no_grad()
+    def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
+        """Return the logits at the turns' positions, (N, V): one forward without gradient."""
+        with self.in_place(device):
+            return logits_at(self.model, backbone_states(self.model, *pad_rows(rows, device)), turns)
+
+    @contextmanager
+    def in_place(self, device: torch.device) -> Iterator[None]:
+        """Put the teacher's weights into `model`, without dropout, for the length of a `with`."""
+        with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
+            yield
+
+
+@contextmanager
+def swapped_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other weights. Nothing is copied, and no graph that is open sees a change."""
+    parameters = _trainable_parameters(model) if weights else {}
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = own[name]
+
+
+def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def vocabulary_size(model: Any) -> int:
+    return causal_lm(model).get_output_embeddings().weight.shape[0]
+
+
+def _refuse_vocabulary(student: nn.Module, teacher: nn.Module) -> None:
+    mine = vocabulary_size(student)
+    theirs = vocabulary_size(teacher)
+    if mine != theirs:
+        raise InnerError(
+            f"the student has {mine} tokens and the teacher {theirs}: their distributions cannot be compared. Use a "
+            "teacher with the student's tokenizer, or its answers as preference pairs (inner.replay.pairs)."
+        )

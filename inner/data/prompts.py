@@ -1,0 +1,222 @@
+"""Prompts out of one file: rows that have a `prompt`, and the columns that a reward reads.
+
+    .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
+
+A prompt is a text or a list of messages; a system prompt makes messages of a text.  Held-out prompts ([eval]) go
+through the same.  Several files and datasets of the Hub are made one file before (diloco/data_files.py).  No torch.
+
+Not promised: types for a .csv; its columns are texts.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from inner.data.rendering import text_of
+from inner.settings.flat_names import setting_of
+from inner.settings.inner import Files, InnerError
+from inner.settings.task import DataSettings
+
+ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is no part of the first column's name
+LONGEST_FIELD = 2**31 - 1  # characters of a .csv
+BEYOND = "beyond the header"  # fields of a .csv's row that have no name
+TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+Row = dict[str, Any]
+Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was read there
+
+
+def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
+    """Return the local copy of the file that the config calls `spelling`."""
+    path = files.get(kind)
+    if path is None:
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.'
+        )
+    if not Path(path).is_file():
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: there is no file {path}. Check the path in {setting_of(kind)}."
+        )
+    return Path(path)
+
+
+def load_prompts(
+    spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
+) -> list[Row]:
+    """Rows with a `prompt` and the same columns each.   kind: which of the user's files it is.   Raises InnerError."""
+    path = local_file(kind, spelling, files)
+    name = f"{setting_of(kind, spelling)} = {spelling!r}"
+    return check_rows(name, islice(read_rows(name, path), limit), data)
+
+
+def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: Row | None = None) -> list[Row]:
+    """The rows as training sees them.   first: one whose columns they must have; None: their own first."""
+    checked = list[Row]()
+    for where, found in rows:
+        row = _checked_row(name, where, _named_columns(name, where, found, data.columns), first)
+        first = first or row
+        checked.append(_with_system(name, where, row, data.system))
+        _refuse_other_kind(name, where, checked[-1]["prompt"], checked[0]["prompt"])
+    if not checked:
+        raise InnerError(f"{name} is empty. It needs rows with a `prompt`.")
+    return checked
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_rows(name: str, path: Path) -> Iterator[Numbered]:
+    """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for a file of another kind."""
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
+    try:
+        yield from read(name, path)
+    except UnicodeDecodeError as error:
+        raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
+    except csv.Error as error:
+        raise InnerError(f"{name} is no CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
+
+
+def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
+    with path.open(encoding=ENCODING) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield f"line {number}", json.loads(line)
+                except ValueError as error:
+                    raise InnerError(
+                        f"{name}, line {number} is not JSON: {error}. One JSON object per line."
+                    ) from error
+
+
+def _read_json(name: str, path: Path) -> Iterator[Numbered]:
+    try:
+        found = json.loads(path.read_text(encoding=ENCODING))
+    except ValueError as error:
+        raise InnerError(f"{name} is not JSON: {error}. One list of objects; or name it .jsonl.") from error
+    if not isinstance(found, list):
+        raise InnerError(f"{name} holds a {type(found).__name__}. One list of objects; or name it .jsonl.")
+    return _numbered(found)
+
+
+def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
+    csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
+    with path.open(encoding=ENCODING, newline="") as lines:
+        yield from _numbered(csv.DictReader(lines, restkey=BEYOND))
+
+
+def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as missing:
+        raise InnerError(f"{name} needs {missing.name} to be read: pip install 'serverless-diloco[train]'") from missing
+    try:
+        batches = ParquetFile(path).iter_batches()
+        yield from _numbered(row for batch in batches for row in batch.to_pylist())
+    except (ArrowException, OSError) as error:
+        raise InnerError(f"{name} is no Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+READERS: dict[str, Callable[[str, Path], Iterator[Numbered]]] = {
+    ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------- one row
+
+
+def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) -> Any:
+    """columns: the file's name of a column -> the name that it is to have."""
+    if not columns or not isinstance(row, dict):
+        return row
+    if missing := [column for column in columns if column not in row]:
+        raise InnerError(
+            f"{name}, {where} has no column {missing[0]!r}, which inner.data.columns renames. It has "
+            f"{', '.join(map(repr, row)) or 'none'}."
+        )
+    renamed = {columns.get(column, column): value for column, value in row.items()}
+    if len(renamed) < len(row):
+        raise InnerError(
+            f"{name}, {where}: inner.data.columns = {dict(columns)} gives two columns one name; the file has "
+            f"{', '.join(map(repr, row))}."
+        )
+    return renamed
+
+
+def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        raise InnerError(
+            f"{name}, {where} has no `prompt`: {json.dumps(row, ensure_ascii=False, default=str)[:80]}. "
+            'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the columns of your '
+            'reward; or name the column that is the prompt: inner.data.columns = {question = "prompt"}.'
+        )
+    if first is not None and set(row) != set(first):
+        differing = ", ".join(sorted(map(str, set(row) ^ set(first))))
+        raise InnerError(f"{name}, {where}: column {differing} is not in every row. Write it everywhere.")
+    _check_columns(name, where, row)
+    for number, message in enumerate(row["prompt"] if isinstance(row["prompt"], list) else (), 1):
+        if fault := _message_fault(message):
+            raise InnerError(f"{name}, {where}: message {number} of the prompt {fault}.")
+    return row
+
+
+def _check_columns(name: str, where: str, row: Row) -> None:
+    """Raise InnerError for columns that TRL cannot hand on under their names."""
+    if BEYOND in row:
+        raise InnerError(
+            f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."
+        )
+    if own := [column for column in TRL_OWN if column in row]:
+        raise InnerError(
+            f"{name}, {where}: column {own[0]!r} has a name under which TRL passes something else to rewards. Give it "
+            f'another: inner.data.columns = {{{own[0]} = "my_{own[0]}"}}.'
+        )
+    if seen := [column for column in ("image", "images") if column in row and (column == "image" or row[column] != [])]:
+        raise InnerError(
+            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. Where it is for "
+            f'the reward only, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
+        )
+
+
+def _message_fault(message: Any) -> str:
+    """ "" or why no chat template can be asked about it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        shown = json.dumps(message, ensure_ascii=False, default=str)[:80]
+        return f'has no `role`: {shown}. Write {{"role": "user", "content": "…"}}'
+    if isinstance(message.get("content"), dict):
+        return "has an object for its content. Write a text there"
+    try:
+        text_of(message.get("content"))
+    except InnerError as error:
+        return f"cannot be read: {error}. Take the part out"
+    return ""
+
+
+def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: str | list[Any]) -> None:
+    """Raise InnerError for a prompt of another kind than the first: TRL treats a whole batch like its first prompt."""
+    if type(prompt) is not type(first):
+        kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
+        raise InnerError(
+            f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one way; "
+            "inner.data.system makes messages of texts."
+        )
+
+
+def _with_system(name: str, where: str, row: Row, system: str | None) -> Row:
+    if system is None:
+        return row
+    prompt = row["prompt"]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if messages[0].get("role") == "system":
+        raise InnerError(
+            f"{name}, {where} begins with a system message of its own, and inner.data.system is set. Leave one out."
+        )
+    return {**row, "prompt": [{"role": "system", "content": system}, *messages]}

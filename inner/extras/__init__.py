@@ -1,0 +1,9 @@
+"""What the core never imports: each is an extra with a page, tests and, where it needs one, a package of its own.
+
+deletion/        Feature Deletion: make tasks, judge them in a sandbox      docs/feature-deletion.md
+openenv/         environments behind an OpenEnv or MCP server               docs/openenv.md
+rollout_check/   did the policy write these rollouts? log-probs, TOPLOC     docs/rollout-check.md
+prime_rl.py      PRIME-RL's custom loss      [trainer.loss] type = "custom"           docs/backends.md
+verl/            an advantage of verl        algorithm.adv_estimator=grpo_composer
+monarch/         one replica as actors       examples/monarch/replica.py
+"""

@@ -1,0 +1,148 @@
+"""Tasks out of small repositories: a feature's functions lose their bodies, and tests are sorted by the effect.
+
+    repos/NAME/…/*.py          the package                     python -m inner.extras.deletion.generate \\
+    repos/NAME/feature.toml    features and hidden tests           --repos repos --to tasks --prompts prompts.jsonl
+
+    [[feature]] name, functions = ["package/file.py:Class.method"]        [[test]] name, run, expect (JSON)
+
+    the original     must pass every test, twice                          else the tests are wrong
+    without it       the tests that fail are fail-to-pass, the others pass-to-pass; both twice the same, neither empty,
+                     and some fail-to-pass test expects a value, no exception
+    the solution     is put back into it, and scores 1 where the task without it scores 0
+
+A body becomes `raise NotImplementedError`; signature and docstring stay, as the description. Helpers that only the
+feature used stay too, unless they are named.
+
+Not promised: that every feature can be rebuilt from the remaining code; how hard a task is.
+"""
+
+import argparse
+import ast
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inner.errors import InnerError
+from inner.extras.deletion.harbor import write_harbor
+from inner.extras.deletion.judge import DeletionTask, HiddenTest, canonical, judge
+
+GONE = 'raise NotImplementedError("this feature was taken out")'
+ASK = (
+    "A feature of this Python package was taken out: {functions} {verb} NotImplementedError. Bring it back, as the "
+    "docstrings and the rest of the package say, with the standard library alone. Hidden tests decide; the other "
+    "functions must go on working."
+)
+
+
+def make_tasks(repo: Path) -> list[DeletionTask]:
+    """A task per feature of one repository, each checked by its own tests.   Raises InnerError."""
+    files = {path.relative_to(repo).as_posix(): path.read_text() for path in sorted(repo.rglob("*.py"))}
+    try:
+        told = tomllib.loads((repo / "feature.toml").read_text())
+        tests = [HiddenTest(t["name"], t["run"], json.loads(t["expect"])) for t in told["test"]]
+        features = [(f["name"], list(f["functions"])) for f in told["feature"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InnerError(
+            f"{repo}/feature.toml cannot be read ({error!r}). It has [[feature]] name, functions and [[test]] name, "
+            "run, expect (JSON)."
+        ) from error
+    _refuse_weak_tests(repo.name, tests)
+    return [_make_task(f"{repo.name}-{name}", files, functions, tests) for name, functions in features]
+
+
+def _make_task(
+    name: str, files: Mapping[str, str], functions: Sequence[str], tests: Sequence[HiddenTest]
+) -> DeletionTask:
+    without = dict(files)
+    for function in functions:
+        path, _, qualified = function.partition(":")
+        if path not in files:
+            raise InnerError(f"{name}: there is no file {path}; the repository has {', '.join(files)}.")
+        without[path] = take_out(without[path], qualified)
+    names = [f"`{f.partition(':')[2]}` ({f.partition(':')[0]})" for f in functions]
+    asked = ASK.format(functions=" and ".join(names), verb="raises" if len(names) == 1 else "raise")
+    changed = {path: text for path, text in files.items() if without[path] != text}
+    task = DeletionTask(name, instruction=asked, files=without, solution=changed, tests=tests, fail_to_pass=())
+    task = replace(task, fail_to_pass=sorted(judge(task, without).failed))
+    check_task(task)
+    return task
+
+
+def check_task(task: DeletionTask) -> None:
+    """The solution passes all; without it exactly the fail-to-pass tests fail, and both sets have some."""
+    whole = judge(task, {**task.files, **task.solution})
+    if whole.failed:
+        raise InnerError(f"{task.name}: the original itself fails {', '.join(sorted(whole.failed))}. Mend those tests.")
+    without = judge(task, task.files)
+    if without.failed != frozenset(task.fail_to_pass):
+        odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
+        raise InnerError(f"{task.name}: {', '.join(odd)} did not do the same twice. Hidden tests must not be random.")
+    for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
+        if not found:
+            raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
+    if all(isinstance(t.expect, dict) and set(t.expect) == {"raises"} for t in task.tests if t.name in without.failed):
+        raise InnerError(
+            f"{task.name}: each fail-to-pass test expects an exception, so raising it always would do. Write one that "
+            "expects a value."
+        )
+
+
+def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
+    names = [test.name for test in tests]
+    for test in tests:
+        if test.expect is None or isinstance(test.expect, bool):
+            raise InnerError(f"{repo}: test {test.name!r} expects {test.expect}, which can be guessed. Expect a value.")
+        if len(canonical(test.expect)) > 3 and canonical(test.expect).decode().strip('[]"') in test.run:
+            raise InnerError(f"{repo}: test {test.name!r} has its own answer in `run`. Give it another input.")
+        if names.count(test.name) > 1:
+            raise InnerError(f"{repo}: two tests are called {test.name!r}. Name them apart.")
+
+
+def take_out(source: str, qualified: str) -> str:
+    """The source with one function's body gone; signature and docstring stay."""
+    node: ast.AST = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for part in qualified.split("."):
+        found = [n for n in ast.iter_child_nodes(node) if isinstance(n, kinds) and n.name == part]
+        if not found:
+            raise InnerError(f"there is no function {qualified!r}. Name it as `function` or `Class.method`.")
+        node = found[0]
+    if isinstance(node, ast.ClassDef) or not isinstance(node, kinds) or ast.get_docstring(node) is None:
+        raise InnerError(f"{qualified!r} is no function with a docstring, so nothing would say what it did.")
+    lines = source.splitlines(keepends=True)
+    described = node.body[0]
+    indent = " " * described.col_offset
+    return "".join([*lines[: described.end_lineno], f"{indent}{GONE}\n", *lines[node.end_lineno :]])
+
+
+def prompt_row(task: DeletionTask) -> dict[str, Any]:
+    """A row of a prompts file; `task` carries everything that a replica needs."""
+    return {"prompt": [{"role": "user", "content": task.instruction}], "task": task.dump()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make feature-deletion tasks.")
+    parser.add_argument("--repos", type=Path, required=True, help="a folder of repositories, each with feature.toml")
+    parser.add_argument("--to", type=Path, help="write Harbor task folders here")
+    parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
+    asked = parser.parse_args()
+    tasks = [task for toml in sorted(asked.repos.glob("*/feature.toml")) for task in make_tasks(toml.parent)]
+    if not tasks:
+        raise SystemExit(f"there is no */feature.toml in {asked.repos}. Give --repos a folder of repositories.")
+    for task in tasks:
+        kept = len(task.tests) - len(task.fail_to_pass)
+        print(f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1")
+        if asked.to is not None:
+            write_harbor(task, asked.to / task.name)
+    if asked.prompts is not None:
+        asked.prompts.write_text("".join(json.dumps(prompt_row(task)) + "\n" for task in tasks))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InnerError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,72 @@
+"""A task as a Harbor folder, for TRL's HarborSpec, prime-rl and `harbor run`.
+
+    task.toml         limits, no internet, the canary      environment/   Dockerfile, repo/ without the feature
+    instruction.md    what the agent reads                 tests/         test.sh ─▶ judge.py, inside.py, cases.json
+    solution/         solve.sh, files/ as they were        reward         /logs/verifier/reward.txt: 1 or 0
+
+tests/ reaches the container when the agent is done. judge.py runs as root, closes /tests to others, and starts each
+test as uid 65534; as here, expected values are compared in a process that never imports the agent's code.
+
+Not promised: bubblewrap's walls; there the container is the sandbox. An agent that is root in it may have changed the
+interpreter, against which only a verifier in a container of its own helps.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from inner.extras.deletion.judge import DeletionTask
+from inner.extras.deletion.sandbox import INSIDE, write_files
+
+HERE = Path(__file__).parent
+DOCKERFILE = "# {canary}\nFROM python:3.11-slim\nCOPY repo /work\nWORKDIR /work\n"
+TEST = """#!/bin/bash
+# {canary}
+rm -rf /logs/verifier/*
+mkdir -p /logs/verifier
+exec python3 -I -S /tests/judge.py --work /work --tests /tests --to /logs/verifier/reward.txt
+"""
+SOLVE = """#!/bin/bash
+# {canary}
+cp -r /solution/files/. /work/
+"""
+TOML = """# {canary}
+version = "1.0"
+
+[metadata]
+category = "programming"
+tags = ["feature-deletion", "python"]
+canary = {quoted}
+
+[verifier]
+timeout_sec = 300.0
+
+[agent]
+timeout_sec = 600.0
+
+[environment]
+build_timeout_sec = 600.0
+cpus = 1
+memory_mb = 1024
+storage_mb = 2048
+allow_internet = false
+"""
+
+
+def write_harbor(task: DeletionTask, folder: Path) -> None:
+    """Write the whole folder anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("environment/repo", "tests", "solution/files"):
+        (folder / name).mkdir(parents=True)
+    (folder / "instruction.md").write_text(f"{task.instruction}\n\nThe package is in /work.\n")
+    (folder / "task.toml").write_text(TOML.format(canary=task.canary, quoted=json.dumps(task.canary)))
+    (folder / "environment/Dockerfile").write_text(DOCKERFILE.format(canary=task.canary))
+    write_files(folder / "environment/repo", task.files)
+    write_files(folder / "solution/files", task.solution)
+    (folder / "solution/solve.sh").write_text(SOLVE.format(canary=task.canary))
+    (folder / "tests/test.sh").write_text(TEST.format(canary=task.canary))
+    (folder / "tests/inside.py").write_text(INSIDE)
+    shutil.copyfile(HERE / "harbor_judge.py", folder / "tests/judge.py")
+    cases = [{"name": t.name, "run": t.run, "expect": t.expect} for t in task.tests]
+    told = {"canary": task.canary, "fail_to_pass": list(task.fail_to_pass), "tests": cases}
+    (folder / "tests/cases.json").write_text(json.dumps(told, indent=1) + "\n")

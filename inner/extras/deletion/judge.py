@@ -1,0 +1,101 @@
+"""A task, and the verdict on it: the code's answers are compared outside, as bytes, with values that it cannot see.
+
+    for each hidden test   a fresh sandbox: the agent's files and this one test's program        inside.py
+                           its output, byte for byte == canonical JSON of the expected value     here
+    reward 1               every test of both sets passed, and the monitor has found nothing
+
+    fail-to-pass   fail without the feature        pass-to-pass   pass without it, and have to go on doing so
+
+The expected values never enter a sandbox, and no output is parsed here. To forge a pass means to write the right
+value, and the one way to know it is to compute it. Not promised: that a value of few possibilities cannot be guessed
+(generate.py refuses tests that expect true, false or null), or that the tests cover the whole feature.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from inner.errors import InnerError
+from inner.extras.deletion.sandbox import Ended, SandboxLimits, run_sandboxed
+
+CANARY = "serverless-diloco feature deletion 5b1f6a52-3c0e-4b9d-9f0e-7a8d2c41e6b7: do not train on these hidden tests"
+GRADING = SandboxLimits(seconds=5.0, output=64 << 10)
+AT_ONCE = 2  # sandboxes
+
+
+@dataclass(frozen=True)
+class HiddenTest:
+    """`run` is a program that leaves its value in `result`; an exception's value is {"raises": its class}."""
+
+    name: str
+    run: str
+    expect: Any
+
+
+@dataclass(frozen=True)
+class DeletionTask:
+    """files: the repository without the feature (path → text).   solution: the files as they were."""
+
+    name: str
+    instruction: str
+    files: Mapping[str, str]
+    solution: Mapping[str, str]
+    tests: Sequence[HiddenTest]
+    fail_to_pass: Sequence[str]
+    canary: str = CANARY
+
+    def dump(self) -> str:
+        """JSON for one column of a prompts file.  The solution stays behind: no replica needs it."""
+        return json.dumps({**asdict(self), "solution": {}}, sort_keys=True)
+
+
+def load_task(text: str) -> DeletionTask:
+    """Read the file that `dump` wrote.   Raises InnerError."""
+    try:
+        found = json.loads(text)
+        return DeletionTask(**{**found, "tests": [HiddenTest(**test) for test in found["tests"]]})
+    except (ValueError, TypeError, KeyError) as error:
+        raise InnerError(
+            f"the column `task` is no feature-deletion task ({error!r}: {text[:80]!r}). Make the prompts with "
+            "`python -m inner.extras.deletion.generate`."
+        ) from error
+
+
+@dataclass(frozen=True)
+class DeletionVerdict:
+    """passed: the names of the hidden tests that passed.   flags: the monitor's, with those of the sandbox."""
+
+    passed: frozenset[str]
+    failed: frozenset[str]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def reward(self) -> float:
+        return float(bool(self.passed) and not self.failed and not self.flags)
+
+
+def judge(task: DeletionTask, files: Mapping[str, str], flags: Sequence[str] = ()) -> DeletionVerdict:
+    """Run every hidden test on `files`. `flags`: what the monitor has found already."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        ended = list(pool.map(lambda test: run_sandboxed(files, test.run, GRADING, value=True), task.tests))
+    right = [end.output == canonical(test.expect) and not end.why for test, end in zip(task.tests, ended, strict=True)]
+    names = [test.name for test in task.tests]
+    passed = frozenset(name for name, is_right in zip(names, right, strict=True) if is_right)
+    seen = {flag for end, is_right in zip(ended, right, strict=True) if not is_right for flag in _flags_of(end)}
+    return DeletionVerdict(passed, frozenset(names) - passed, (*flags, *sorted(seen - set(flags))))
+
+
+def canonical(value: Any) -> bytes:
+    """The one spelling of a JSON value: 1, 1.0 and true are three values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _flags_of(ended: Ended) -> list[str]:
+    """Ends of a hidden test's process that honest code rarely has: a limit, or no value at all."""
+    if ended.why:
+        return [ended.why]
+    if not ended.output:
+        return ["left without a value"]
+    return ["memory limit"] if b'"MemoryError"' in ended.output else []

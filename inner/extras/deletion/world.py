@@ -1,0 +1,90 @@
+"""Feature Deletion as an environment: read, write and try code; get_reward asks the hidden tests.
+
+    row["task"]  ──reset──▶  files in memory            list_files() read_file(path) write_file(path, text)
+                                  │                     run_python(program): in the sandbox, with the files read-only
+                                  └──get_reward──▶ monitor ──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
+
+The repository is a dictionary of texts: there is no folder that a link could leave, no history, no bytecode. Neither
+hidden tests nor solution are in any sandbox that the agent's programs see.
+
+Not promised: a shell, or packages beside the standard library.
+"""
+
+import logging
+from typing import Any
+
+from inner.extras.deletion.judge import DeletionVerdict, judge, load_task
+from inner.extras.deletion.monitor import find_flags
+from inner.extras.deletion.sandbox import SandboxLimits, checked_path, require_sandbox, run_sandboxed
+
+LOG = logging.getLogger(__name__)
+TRYING = SandboxLimits(seconds=5.0, output=4 << 10)
+MOST_FILES, MOST_TEXT = 50, 100_000
+
+
+class FeatureDeletion:
+    """TRL's environment: made once per rollout, and its public methods are the tools."""
+
+    def __init__(self) -> None:
+        require_sandbox()
+
+    def reset(self, task: str, **row: Any) -> None:
+        """Begin the task of this row."""
+        self._task = load_task(task)
+        self._files = dict(self._task.files)
+        self._programs: list[str] = []
+        self._verdict: DeletionVerdict | None = None
+
+    def list_files(self) -> str:
+        """List the files of the repository."""
+        return "\n".join(sorted(self._files))
+
+    def read_file(self, path: str) -> str:
+        """Read a file of the repository.
+
+        Args:
+            path: its path, as list_files gives it
+        """
+        if path not in self._files:
+            raise ValueError(f"there is no file {path!r}; there are {', '.join(sorted(self._files))}")
+        return self._files[path]
+
+    def write_file(self, path: str, text: str) -> str:
+        """Write a whole file of the repository.
+
+        Args:
+            path: its path, relative to the repository
+            text: its new content
+        """
+        if not isinstance(path, str) or not isinstance(text, str):
+            raise ValueError("path and text are strings")
+        after = {**self._files, checked_path(path): text}
+        if len(after) > MOST_FILES or len(text) > MOST_TEXT:
+            raise ValueError(f"a repository has at most {MOST_FILES} files of {MOST_TEXT} characters")
+        if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in self._files):
+            raise ValueError(f"{path!r} would be a file and a folder. Choose another path.")
+        text.encode()  # lone surrogates are refused here, and not when the tests are about to run
+        self._files = after
+        return f"{path}: {len(text)} characters"
+
+    def run_python(self, program: str) -> str:
+        """Run a Python program in the repository's folder, which it can import from and not write to.
+
+        Args:
+            program: the program's text
+        """
+        if not isinstance(program, str) or len(program) > MOST_TEXT:
+            raise ValueError(f"a program is a string of at most {MOST_TEXT} characters")
+        self._programs.append(program)
+        ended = run_sandboxed(self._files, program, TRYING)
+        said = ended.output.decode(errors="replace")
+        return f"{said}\n[{ended.why}]" if ended.why else said
+
+    def get_reward(self) -> float:
+        """1.0 if all hidden tests pass and nothing looks like an attack on them, else 0.0."""
+        if self._verdict is None:
+            flags = find_flags(self._task.files, self._files, self._programs)
+            self._verdict = judge(self._task, self._files, flags)
+            if self._verdict.flags:
+                LOG.warning("feature deletion: %s scored 0; flags: %s", self._task.name, "; ".join(self._verdict.flags))
+        return self._verdict.reward

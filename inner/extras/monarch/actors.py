@@ -1,0 +1,301 @@
+"""The notes' four actors: a process each, around the inner loop, the sampler, the teacher and the client of teachers.
+
+    TrainerActor        run_round(t, θ_t, carried) ─▶ Round          rounds.py
+    GeneratorActor      generate(Generation)       ─▶ Completions    wire.py
+    SDPOTeacherActor    logits(Teaching)           ─▶ (N, V)         inner/channels/teacher.py
+    TeacherReplayActor  answer(states)             ─▶ actions        inner/replay/ask.py
+
+The last three keep nothing that a caller cannot give them again: `load` brings weights, a ledger on disk has what was
+paid.  The trainer looks its partners up at its ReplicaActor, once per loss.
+
+Endpoints are plain functions, so each actor has a thread of its own and may wait for another one in it.
+
+Not promised: a GPU for each; every actor takes the first that it sees.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import endpoint  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from inner.channels.teacher import DistillationTeacher
+from inner.channels.terms import Turns
+from inner.errors import InnerError
+from inner.extras.monarch.members import GENERATOR, SDPO_TEACHER, TRAINER, Member, RoleActor, replay_role
+from inner.extras.monarch.rounds import (
+    Carried,
+    Round,
+    RoundTrainer,
+    Weights,
+    read_weights,
+    refuse_unrepeatable,
+    write_weights,
+)
+from inner.extras.monarch.wire import (
+    Completions,
+    Generation,
+    Teaching,
+    generate,
+    products,
+    read_random_state,
+    write_random_state,
+)
+from inner.models.precision import casts_products, gpu_has_bfloat16
+from inner.replay.ask import ReplayStopped, replay_trace
+from inner.replay.states import TraceState
+from inner.replay.teachers import Teacher, TeacherAction
+from inner.settings.inner import InnerConfig, InnerLoop, Seeds, Theta
+from inner.train.build import load_start
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """The material of one replica's actors; every process of it reads the same files.
+
+    config: InnerConfig.to_dict().   model_dir: a folder that publish_model wrote.   files: kind -> path.   steps: H.
+    teachers, max_usd, ledger: of the replay actors together, `replay_actors` of them; none without teachers.
+    restarts: how often a role that has died is started again."""
+
+    config: dict[str, Any]
+    model_dir: str
+    files: dict[str, str]
+    seeds: Seeds
+    steps: int
+    teachers: tuple[Teacher, ...] = ()
+    max_usd: float = 0.0
+    ledger: str = ""
+    replay_actors: int = 0
+    restarts: int = 10
+
+    @property
+    def inner(self) -> InnerConfig:
+        return InnerConfig.from_dict(self.config)
+
+    def check(self) -> None:
+        """Raise InnerError for a plan that would end an actor, before one is started."""
+        config = self.inner
+        config.check()
+        refuse_unrepeatable(config, self.steps)
+        if config.loop != "grpo" or config.vllm is not None:
+            raise InnerError(
+                "these actors generate with transformers for a loop that learns from rewards. Set inner.loop = "
+                '"grpo", and leave [inner.vllm] out.'
+            )
+        if config.sdpo.is_used and config.sdpo.teacher not in ("round", "frozen"):
+            raise InnerError(
+                f'inner.sdpo.teacher = "{config.sdpo.teacher}" changes at each inner step, and an SDPOTeacherActor '
+                'is given weights once per round. Use "round" or "frozen".'
+            )
+        if bool(self.teachers) != bool(self.replay_actors) or (self.teachers and not self.ledger):
+            raise InnerError(
+                f"{len(self.teachers)} teachers for {self.replay_actors} replay actors, ledger {self.ledger!r}: give "
+                "all three, so that a killed actor's answers are not paid for again, or none."
+            )
+
+
+class GeneratorActor(RoleActor):
+    """A copy of the policy that samples."""
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        super().__init__(GENERATOR)
+        self._model = _policy(plan)
+
+    @endpoint
+    def load(self, weights: Weights) -> None:
+        write_weights(self._model, weights)
+
+    @endpoint
+    def generate(self, asked: Generation) -> Completions:
+        return generate(self._model, asked)
+
+
+class SDPOTeacherActor(RoleActor):
+    """A copy of the policy, of the outer step's beginning, that has seen the hint."""
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        super().__init__(SDPO_TEACHER)
+        self._model = _policy(plan)
+        self._teacher = DistillationTeacher("live", self._model, ema_rate=0.0)
+
+    @endpoint
+    def load(self, weights: Weights) -> None:
+        write_weights(self._model, weights)
+
+    @endpoint
+    def logits(self, asked: Teaching) -> Tensor:
+        """Return the teacher's logits, (N, V), on the CPU."""
+        device = next(self._model.parameters()).device
+        with products(device, asked.casts):
+            return self._teacher.logits(asked.rows, asked.turns, device).cpu()
+
+
+class TeacherReplayActor(RoleActor):
+    """One of a pool of clients.   index: its number; it has an equal part of the ceiling, and a ledger of its own."""
+
+    def __init__(self, plan: ReplicaPlan, index: int) -> None:
+        super().__init__(replay_role(index))
+        self._teachers = plan.teachers
+        self._max_usd = plan.max_usd / plan.replay_actors
+        self._ledger = f"{plan.ledger}.{index}"
+
+    @endpoint
+    def answer(self, states: list[TraceState]) -> list[TeacherAction]:
+        """Answers that are in the ledger cost nothing.   Raises InnerError where the replay stopped."""
+        options: dict[str, Any] = {"ledger": self._ledger, "progress": False}
+        try:
+            return list(asyncio.run(replay_trace(states, self._teachers, self._max_usd, **options)))
+        except ReplayStopped as stopped:  # it cannot be pickled with the replay in it, which the ledger has
+            raise InnerError(str(stopped)) from None
+
+
+class TrainerActor(RoleActor):
+    """The inner loop, whose generation and self-teacher are other actors."""
+
+    def __init__(self, plan: ReplicaPlan, replica: Any) -> None:
+        super().__init__(TRAINER)
+        _let_process_rewards_ask(replica, plan.replay_actors)
+        self._trainer = RoundTrainer(
+            plan.inner,
+            Path(plan.model_dir),
+            {kind: Path(path) for kind, path in plan.files.items()},
+            plan.seeds,
+            steps=plan.steps,
+            fit=lambda loop: put_stand_ins(loop, plan, replica),
+        )
+
+    @endpoint
+    def run_round(self, t: int, weights: Weights, carried: Carried | None) -> Round:
+        return self._trainer.run(t, weights, carried)
+
+
+# ---------------------------------------------------------------- in the trainer's process
+
+
+def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
+    """Take the loop's completions and its teacher's logits from other actors from now on."""
+    trainer: Any = loop.trainer  # type: ignore[attr-defined]
+    config = plan.inner
+    casts = casts_products(config.autocast, config.dtype, gpu_has_bfloat16())
+    trainer._generate_single_turn = RemoteGenerator(trainer, Member(replica, GENERATOR), casts)
+    if config.sdpo.is_used:
+        trainer._teacher = RemoteTeacher(config.sdpo.teacher, Member(replica, SDPO_TEACHER), casts)
+
+
+class RemoteGenerator:
+    """Stand-in for TRL's `_generate_single_turn`.  Weights go along once per inner step."""
+
+    def __init__(self, trainer: Any, member: Member, casts: bool) -> None:
+        self._trainer = trainer
+        self._member = member
+        self._casts = casts
+        self._loaded: tuple[int, int] | None = None  # the generator's incarnation, and the micro-batch of its weights
+
+    def __call__(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **options: Any) -> Any:
+        """-> token ids of each completion, and no log-probs: TRL computes them anew."""
+        if images is not None or fields:
+            raise InnerError("a GeneratorActor takes texts, and these prompts have images. Train in one process.")
+        asked = Generation(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            sampling=self._trainer.generation_config.to_dict(),
+            random_state=read_random_state(),
+            eos_ids=list(self._trainer.eos_token_ids),
+            pad_to=self._trainer.pad_to_multiple_of,
+            training=self._trainer.model.training,
+            casts=self._casts,
+        )
+        said: Completions = self._member.ask(lambda actor: self._ask_loaded(actor, asked))
+        write_random_state(said.random_state)
+        return said.ids, None
+
+    def _ask_loaded(self, actor: Any, asked: Generation) -> Completions:
+        version = (self._member.incarnation, self._trainer._step)
+        if version != self._loaded:
+            self._member.wait(actor.load.call_one(read_weights(self._trainer.model)))
+            self._loaded = version
+        return self._member.wait(actor.generate.call_one(asked))
+
+
+class RemoteTeacher:
+    """A DistillationTeacher whose forward is another actor's.   kind: "round" or "frozen"."""
+
+    def __init__(self, kind: str, member: Member, casts: bool) -> None:
+        self._kind = kind
+        self._member = member
+        self._casts = casts
+        self._weights: Weights | None = None  # None: as the model came in
+        self._at = -1
+        self._loaded: tuple[int, int] | None = None
+
+    def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
+        if self._kind == "round" and theta is not None and committed != self._at:
+            self._weights, self._at = dict(theta()), committed
+
+    def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
+        asked = Teaching([list(row) for row in rows], list(turns), self._casts)
+        said: Tensor = self._member.ask(lambda actor: self._ask_loaded(actor, asked))
+        return said.to(device)
+
+    def _ask_loaded(self, actor: Any, asked: Teaching) -> Tensor:
+        version = (self._member.incarnation, self._at)
+        if self._weights is not None and version != self._loaded:
+            self._member.wait(actor.load.call_one(self._weights))
+            self._loaded = version
+        return self._member.wait(actor.logits.call_one(asked))
+
+
+# ---------------------------------------------------------------- the pool of teachers' clients
+
+
+class ReplayPool:
+    """answers(states) -> actions, in the order of the states: a ConsensusScore's, or the pairs' of replay.
+
+    Each actor asks about every K-th state; the one that dies finds in its ledger what it has asked already."""
+
+    def __init__(self, replica: Any, size: int) -> None:
+        self._members = [Member(replica, replay_role(index)) for index in range(size)]
+
+    def __call__(self, states: Sequence[TraceState]) -> list[TeacherAction]:
+        shares = [list(states[index :: len(self._members)]) for index in range(len(self._members))]
+        asked = [(member, share) for member, share in zip(self._members, shares, strict=True) if share]
+        with ThreadPoolExecutor(max(1, len(asked))) as threads:
+            answers = list(threads.map(lambda pair: _ask_share(*pair), asked))
+        place = {state["state_id"]: number for number, state in enumerate(states)}
+        return sorted(_flat(answers), key=lambda action: place[action["state_id"]])
+
+
+def _ask_share(member: Member, states: list[TraceState]) -> list[TeacherAction]:
+    return member.ask(lambda actor: member.wait(actor.answer.call_one(states)))
+
+
+def _flat(lists: Iterable[list[TeacherAction]]) -> list[TeacherAction]:
+    return [action for one in lists for action in one]
+
+
+_pool: ReplayPool | None = None
+
+
+def ask_pool(states: Sequence[TraceState]) -> list[TeacherAction]:
+    """The replay actors of the replica whose trainer this is: `score = ConsensusScore(ask_pool)` in a process reward.
+
+    Raises InnerError in any other process."""
+    if _pool is None:
+        raise InnerError("this is no TrainerActor with replay actors. Give ReplicaPlan teachers and replay_actors.")
+    return _pool(states)
+
+
+def _let_process_rewards_ask(replica: Any, size: int) -> None:
+    global _pool
+    _pool = ReplayPool(replica, size) if size else None
+
+
+def _policy(plan: ReplicaPlan) -> Any:
+    """The start model as the inner loop has it, where it computes fastest."""
+    config = plan.inner
+    model = load_start(Path(plan.model_dir), config.dtype, config.lora)[0]
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

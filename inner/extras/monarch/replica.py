@@ -1,0 +1,168 @@
+"""The owner of a replica's actors: `__supervise__` starts a killed one again.
+
+    ReplicaActor ── spawns ──▶ trainer 1   generator 1   sdpo_teacher 1   replay_client_0 1 …
+         ▲                        ✗ kill -9
+         └── __supervise__(failure): mesh "trainer_1-…" ─▶ spawns trainer 2, and names it to
+                                                                    callers that ask for the trainer
+
+    with Replica(plan) as replica:                  from the outer loop's process
+        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t on, also if actors were killed
+        actions = replica.ask_teachers(states)
+
+A role that has died `restarts` times is not started again: its next caller is told so, with the last reason.
+
+Not promised: life after the death of the ReplicaActor, or of the process that made it; a replica is then started anew,
+and joins its run at the last outer step.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import monarch.actor  # pyright: ignore[reportMissingImports]
+from monarch.actor import endpoint, this_host  # pyright: ignore[reportMissingImports]
+
+from inner.errors import InnerError
+from inner.extras.monarch.actors import (
+    GeneratorActor,
+    ReplayPool,
+    ReplicaPlan,
+    SDPOTeacherActor,
+    TeacherReplayActor,
+    TrainerActor,
+)
+from inner.extras.monarch.members import GENERATOR, SDPO_TEACHER, TRAINER, Member, RoleActor, replay_role
+from inner.extras.monarch.rounds import Carried, Round, Weights
+from inner.replay.states import TraceState
+from inner.replay.teachers import TeacherAction
+
+STOP_S = 30.0
+
+
+class ReplicaActor(RoleActor):
+    """Owns one actor per role."""
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        super().__init__("replica_actor")
+        self._plan = plan
+        self._incarnations: dict[str, int] = {}
+        self._actors: dict[str, Any] = {}
+        self._processes: dict[str, Any] = {}
+        self._last_words: dict[str, str] = {}
+        self._ending = False
+
+    @endpoint
+    def start(self, itself: Any) -> None:
+        """itself: a reference to this actor, for the trainer's look-ups."""
+        self._itself = itself
+        for role in roles_of(self._plan):
+            self._spawn(role)
+
+    @endpoint
+    def member(self, role: str, lost: int = 0) -> tuple[int, Any]:
+        """Return the role's incarnation, and its actor.   Raises InnerError for a role that has died too often.
+
+        lost: the incarnation of which the caller knows that it is gone, though no failure was reported."""
+        if lost and lost == self._incarnations[role]:
+            self._replace(role, "it left without a failure, with exit code 0 perhaps")
+        if self._incarnations[role] > self._plan.restarts + 1:
+            raise InnerError(
+                f"the {role} was started {self._plan.restarts + 1} times, and ended each time; the last: "
+                f"{self._last_words[role]}. Next: look at what it printed above; if it says nothing, at memory."
+            )
+        return self._incarnations[role], self._actors[role]
+
+    @endpoint
+    def end(self) -> None:
+        """All actors stop; from now on a failure is an end that was asked for."""
+        self._ending = True
+        for stopping in [processes.stop() for processes in self._processes.values()]:
+            with suppress(Exception):  # it has ended by itself
+                stopping.get(timeout=STOP_S)
+
+    def __supervise__(self, failure: Any) -> bool:
+        """One call for each mesh of the dead process, Monarch's own loggers among them."""
+        role = next((role for role in self._actors if failure.mesh_name.startswith(f"{self._name(role)}-")), None)
+        if role is not None and not self._ending:
+            self._replace(role, last_line(str(failure)))
+        return True
+
+    def _replace(self, role: str, why: str) -> None:
+        self._last_words[role] = why
+        print(f"the {role} has ended ({why}); it is started again", file=sys.stderr, flush=True)
+        self._spawn(role)
+
+    def _spawn(self, role: str) -> None:
+        self._incarnations[role] = self._incarnations.get(role, 0) + 1
+        if self._incarnations[role] > self._plan.restarts + 1:
+            return
+        actor, arguments = {
+            TRAINER: (TrainerActor, (self._plan, self._itself)),
+            GENERATOR: (GeneratorActor, (self._plan,)),
+            SDPO_TEACHER: (SDPOTeacherActor, (self._plan,)),
+        }.get(role) or (TeacherReplayActor, (self._plan, int(role.rpartition("_")[2])))
+        name = self._name(role)
+        self._processes[role] = this_host().spawn_procs(name=f"{name}_process")
+        self._actors[role] = self._processes[role].spawn(name, actor, *arguments)
+
+    def _name(self, role: str) -> str:
+        return f"{role}_{self._incarnations[role]}"
+
+
+def roles_of(plan: ReplicaPlan) -> list[str]:
+    """The actors that this plan needs."""
+    teacher = [SDPO_TEACHER] if plan.inner.sdpo.is_used else []
+    return [GENERATOR, *teacher, *map(replay_role, range(plan.replay_actors)), TRAINER]
+
+
+def last_line(text: str) -> str:
+    """A failure in one line: Monarch's texts name the cause last."""
+    lines = [line.strip() for line in text.removesuffix(")").splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
+
+
+class Replica:
+    """A plan's actors, in processes of this host, for the length of a `with`."""
+
+    def __init__(self, plan: ReplicaPlan) -> None:
+        plan.check()
+        self._plan = plan
+        self._carried: Carried | None = None  # of the last round that ended
+
+    def __enter__(self) -> Self:
+        self._processes = this_host().spawn_procs(name="replica_process")
+        self.actor: Any = self._processes.spawn("replica", ReplicaActor, self._plan)
+        self.actor.start.call_one(self.actor).get()
+        self._trainer = Member(self.actor, TRAINER)
+        self._asked = 0  # the incarnation that ended the last round
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        monarch.actor.unhandled_fault_hook = _say_fault  # Monarch's own ends this process with exit code 1
+        with suppress(Exception):  # gone already, which is the aim
+            self.actor.end.call_one().get(timeout=STOP_S)
+            self._processes.stop().get(timeout=STOP_S)
+
+    def run_round(self, t: int, weights: Weights) -> Round:
+        """H inner steps from θ_t on; -> a Round.   weights: θ_t, of every trained parameter, on the CPU."""
+
+        def question(trainer: Any) -> Round:
+            carried = self._carried if self._trainer.incarnation != self._asked else None
+            return self._trainer.wait(trainer.run_round.call_one(t, weights, carried))
+
+        ended: Round = self._trainer.ask(question)
+        self._asked, self._carried = self._trainer.incarnation, ended.carried
+        return ended
+
+    def ask_teachers(self, states: Sequence[TraceState]) -> list[TeacherAction]:
+        """The actions of the plan's teachers in these states."""
+        return ReplayPool(self.actor, self._plan.replay_actors)(states)
+
+
+def _say_fault(failure: Any) -> None:
+    """Print a fault after the end of a Replica: a process that Monarch misses then is no fault of the script's."""
+    print(f"monarch, after the replica's end: {last_line(str(failure))}", file=sys.stderr, flush=True)

@@ -1,0 +1,261 @@
+"""A round of H inner steps as a function of the state that survives the process that computes it.
+
+    (t, θ_t, carried) ── H inner steps ──▶ Round(θ, carried, numbers)
+
+    inner step s = t·H + i    its prompts       a function of (seeds, s)                           inner/data/order.py
+                              its random state  set anew from (seeds.noise, s), before anything is drawn
+                              its optimizer     `carried` of the round before: its moments
+
+So another process that is given the same three ends the round with the same bits.  One that has just ended round t − 1
+carries on by itself, and is given θ_t alone.
+
+    run ─order─▶ │ loop.train(stop) in a thread: step … step, stop() ─▶ waits │ ─Round─▶
+
+Not promised: bits that are equal on another kind of CPU; state in the user's own code (an environment that remembers).
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback, set_seed
+
+from inner.errors import InnerError
+from inner.settings.inner import Files, InnerConfig, InnerLoop, Seeds
+from inner.train.build import build_inner
+
+Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The needs of the next round beside θ.   moments: of the optimizer, one dict for each trained parameter, in
+    order."""
+
+    moments: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Result of the round of `t`."""
+
+    t: int
+    weights: Weights
+    carried: Carried
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Order:
+    t: int
+    weights: Weights
+    carried: Carried | None
+
+
+class RoundTrainer:
+    """run(t, θ_t) -> Round, one after the other.
+
+    steps: H.   fit: called with each new loop before it trains, to put stand-ins for parts of it elsewhere.
+    Raises InnerError for a config whose rounds depend on more than they are given."""
+
+    def __init__(
+        self,
+        config: InnerConfig,
+        model_dir: Path,
+        files: Files,
+        seeds: Seeds,
+        *,
+        steps: int,
+        fit: Callable[[InnerLoop], None] = lambda loop: None,
+    ) -> None:
+        refuse_unrepeatable(config, steps)
+        self._config = config
+        self._model_dir = model_dir
+        self._files = files
+        self._seeds = seeds
+        self._steps = steps
+        self._fit = fit
+        self._session: _Session | None = None
+        self._ended: Round | None = None
+
+    def run(self, t: int, weights: Weights, carried: Carried | None = None) -> Round:
+        """H inner steps from θ_t on.
+
+        weights: θ_t, of every trained parameter.   carried: of round t − 1; None: as this trainer has it, which is
+        nothing before its first round.   Errors of the loop come out as they are."""
+        if self._session is None or self._ended is None or t != self._ended.t + 1:
+            carried = carried or (self._ended.carried if self._ended else None)
+            self._open(t)
+        assert self._session is not None
+        try:
+            self._ended = self._session.run(_Order(t, weights, carried))
+        except BaseException:
+            self._session, self._ended = None, None
+            raise
+        return self._ended
+
+    def close(self) -> None:
+        """The loop ends."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _open(self, t: int) -> None:
+        """A loop that begins at round t: on a model of its own, since a second trainer on one model nests its
+        forward."""
+        self.close()
+        seeds = replace(self._seeds, start=t * self._steps)
+        loop = build_inner(self._config, self._model_dir, self._files, seeds)
+        self._fit(loop)
+        self._session = _Session(loop, self._seeds.noise, self._steps)
+
+
+class _Session:
+    """One loop in a thread that stands still between two rounds."""
+
+    def __init__(self, loop: InnerLoop, noise: int, steps: int) -> None:
+        self._loop: Any = loop
+        self._noise = noise
+        self._steps = steps
+        self._done = 0  # inner steps of this round
+        self._t = 0
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._answers: SimpleQueue[Round | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(target=self._train, name="rounds", daemon=True)
+        self._thread.start()
+
+    def run(self, order: _Order) -> Round:
+        self._orders.put(order)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    # in the thread
+
+    def _train(self) -> None:
+        try:
+            if self._begin_round():
+                if (trainer := getattr(self._loop, "trainer", None)) is not None:
+                    trainer.add_callback(_BeforeEachStep(self._seed_step))
+                self._loop.train(self._stop)
+        except BaseException as error:
+            self._answers.put(error)
+
+    def _stop(self) -> bool:
+        """Seed the next inner step, or end the round; asked after every inner step.   -> whether the loop stops."""
+        self._done += 1
+        if self._done < self._steps:
+            self._seed_step()
+            return False
+        self._answers.put(Round(self._t, self._read_weights(), self._read_carried(), self._loop.pop_metrics()))
+        return not self._begin_round()
+
+    def _begin_round(self) -> bool:
+        """Wait for the next order, and stand where it says.  False: there is none."""
+        order = self._orders.get()
+        if order is None:
+            return False
+        self._t = order.t
+        self._done = 0
+        write_weights(self._loop.model, order.weights)
+        if order.carried is not None:
+            self._write_carried(order.carried)
+        self._loop.follow(lambda: order.t, order.weights.items, lambda: 1)
+        self._seed_step()
+        return True
+
+    def _seed_step(self) -> None:
+        step = self._t * self._steps + self._done
+        set_seed(int(np.random.SeedSequence([self._noise, step]).generate_state(1)[0]))
+
+    def _read_weights(self) -> Weights:
+        return read_weights(self._loop.model)
+
+    def _read_carried(self) -> Carried:
+        states = [self._loop.optimizer.state.get(p, {}) for p in trained_parameters(self._loop.model).values()]
+        return Carried([_copied(state) for state in states])
+
+    def _write_carried(self, carried: Carried) -> None:
+        write_moments(self._loop.optimizer, self._loop.model, carried.moments)
+
+
+class _BeforeEachStep(TrainerCallback):
+    """A new trainer draws before its first step (a data loader's seed, say), and that changes nothing."""
+
+    def __init__(self, seed_step: Callable[[], None]) -> None:
+        self._seed_step = seed_step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seed_step()
+
+
+def refuse_unrepeatable(config: InnerConfig, steps: int) -> None:
+    """Raise InnerError if a round of `steps` inner steps is no function of (t, θ_t, carried)."""
+    if steps < 1 or steps % config.boundary:
+        raise InnerError(
+            f"a round of {steps} inner steps would end inside a generation, which serves {config.boundary}. Make H a "
+            f"multiple of {config.boundary}."
+        )
+    if config.sdpo.is_used and config.sdpo.teacher == "ema":
+        raise InnerError(
+            'inner.sdpo.teacher = "ema" is an average over a whole session, which a new process does not have. Use '
+            '"round", which follows the outer step.'
+        )
+
+
+# ---------------------------------------------------------------- trained parameters and their moments
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def read_weights(model: nn.Module) -> Weights:
+    """A copy of the trained parameters, on the CPU."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in trained_parameters(model).items()}
+
+
+@torch.no_grad()
+def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights into the model.   Raises InnerError where they are not those of this model."""
+    mine = trained_parameters(model)
+    if wrong := sorted(set(mine) ^ set(weights)):
+        raise InnerError(
+            f"these weights are not of this model: {wrong[0]!r} is in one of the two alone. Give the weights of every "
+            "trained parameter, of the model that the run began with."
+        )
+    for name, p in mine.items():
+        p.copy_(weights[name])
+
+
+def write_moments(optimizer: Optimizer, model: nn.Module, moments: list[dict[str, Any]]) -> None:
+    """Give every trained parameter the optimizer's state of the same place in the list."""
+    parameters = list(trained_parameters(model).values())
+    if len(parameters) != len(moments):
+        raise InnerError(f"these moments are of {len(moments)} parameters, and this model trains {len(parameters)}.")
+    for p, state in zip(parameters, moments, strict=True):
+        if state:
+            optimizer.state[p] = {kind: _placed(value, p) for kind, value in state.items()}
+
+
+def _placed(value: Any, like: Tensor) -> Any:
+    """A moment lies with its parameter; a count of steps, which has no axes, stays on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(like.device, copy=True) if value.ndim else value.clone()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {kind: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for kind, v in state.items()}

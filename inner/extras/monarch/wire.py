@@ -1,0 +1,107 @@
+"""The questions that a trainer puts to other processes, and the functions that answer them.
+
+    Generation   prompts as token ids, sampling settings, the random state  ─▶  completions, the random state after it
+    Teaching     rows of token ids, the positions that count                ─▶  logits (N, V)
+
+The random state travels in the question and comes back in the answer: the same question has the same answer from every
+process, and a trainer that asks draws the very tokens that it would have drawn itself.
+
+Not promised: images; continuous batching, which TRL does by another way.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from inner.channels.terms import Turns
+from inner.rollouts.sampling_config import sample_as_asked
+
+RandomState = list[Tensor]  # the CPU's, and each GPU's
+
+
+@dataclass(frozen=True)
+class Generation:
+    """prompt_ids: one list per rollout.   sampling: TRL's generation config, as a dict.   training: dropout is on.
+    eos_ids: the ends of a completion.   pad_to: prompts' width is a multiple of it, None for any.
+    casts: products in bfloat16."""
+
+    prompt_ids: list[list[int]]
+    sampling: dict[str, Any]
+    random_state: RandomState
+    eos_ids: list[int]
+    pad_to: int | None
+    training: bool
+    casts: bool
+
+
+@dataclass(frozen=True)
+class Completions:
+    """ids: one list per rollout, to the first end inclusive."""
+
+    ids: list[list[int]]
+    random_state: RandomState
+
+
+@torch.no_grad()
+def generate(model: Any, asked: Generation) -> Completions:
+    """Generate as TRL 1.16 does without an engine (`_generate_single_turn`), token by token."""
+    device = next(model.parameters()).device
+    pad_id = asked.sampling["pad_token_id"]
+    ids_B_T, mask_B_T = pad_left(asked.prompt_ids, pad_id, asked.pad_to)
+    write_random_state(asked.random_state)
+    model.train(asked.training)
+    sample_as_asked(model)
+    with products(device, asked.casts):
+        out = model.generate(
+            input_ids=ids_B_T.to(device),
+            attention_mask=mask_B_T.to(device),
+            generation_config=GenerationConfig(**asked.sampling),
+        )
+    completions = out[:, ids_B_T.size(1) :].tolist()
+    return Completions([until_end(row, asked.eos_ids) for row in completions], read_random_state())
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int, multiple: int | None) -> tuple[Tensor, Tensor]:
+    """ids and attention mask, (B, T) each."""
+    width = max(len(row) for row in rows)
+    if multiple:
+        width = -(-width // multiple) * multiple
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Everything up to the first of `ends`, and that one."""
+    at = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: at + 1]
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """rows: token ids, the hint in them.   turns: (row, first position, how many).   casts: products in bfloat16."""
+
+    rows: list[list[int]]
+    turns: Turns
+    casts: bool
+
+
+def products(device: torch.device, casts: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if casts else nullcontext()
+
+
+def read_random_state() -> RandomState:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+
+
+def write_random_state(state: RandomState) -> None:
+    """A process with fewer GPUs takes as many as it has."""
+    torch.set_rng_state(state[0])
+    if torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), state[1:], strict=False):
+            torch.cuda.set_rng_state(one, device)

@@ -1,0 +1,423 @@
+"""An OpenEnv server as an environment that TRL can take: one session per rollout, public methods are tools.
+
+    Calc = openenv_environment("http://127.0.0.1:8000")          an MCP server: its own tools, as it describes them
+    class Calc(OpenEnv):                                         any other server: a method per tool
+        _url = "http://127.0.0.1:8000"
+        def add(self, a: int, b: int) -> str:
+            ...                                              types and a docstring with Args, as TRL wants them
+            return self._call("add", a=a, b=b)
+
+    reset(**row) ──▶ {"type": "reset"} ─┐                            ┌─▶ text, behind the last user message
+    add(a=1, b=2) ─▶ {"type": "step"} ──┴─ one WebSocket, /ws ───────┼─▶ the tool's answer
+                                                                     └─▶ ToolFailed: TRL shows the model
+                                                                         {'error': …, 'error_kind': …}
+    metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, as they are (spans.py, hints.py)
+    _sites                          every call that failed: t, tool, error, and these two
+    _messages_before(t)             the messages before step t, for a teacher: from the server's `State.history` where
+                                    it keeps one (rfc-openenv-state-replay.md), else from the answers seen here
+
+    reward      _reward_is = "sum"     each observation's reward is what this step earned (OpenEnv's own meaning), or 0
+                                       or None until the end (a delayed reward): they are added
+                             "last"    each is the total so far: the last one counts
+                None                   the session was lost, or the episode ended and the server gave no reward
+                0.0                    the episode did not end, and there was none so far
+                AtMostWorst            a call lost the session, and a fresh one answers at once: the call did it, and
+                                       the reward so far stands, but not above the group's worst (decision 065)
+    done        ends the episode: later calls are not sent, and earn nothing a second time
+
+A server that is started anew, or is full, is waited for at the next reset, `_patience_s` seconds. Needs no `openenv`
+here, only `websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
+
+Not promised: blame for a call that takes the whole server along; a session that survives its connection; more than
+one environment server per class; images.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from inner.errors import InnerError
+from inner.extras.openenv.mcp_tools import tool_methods
+from inner.replay.actions import Message
+from inner.replay.untrusted import load_json
+from inner.usercode.attempts import LARGEST, AtMostWorst
+
+URL_ENV = "OPENENV_URL"
+# OpenEnv's names of errors (mcp_types.ToolErrorType) -> ours; others stay as they are. Its execution_error says
+# nothing: a wrong type is one, so the hint reads the text.
+KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
+# fastmcp's own words for arguments that do not fit; OpenEnv 0.10 files them under execution_error or invalid_args
+_MISFIT = re.compile(r"\d+ validation errors? for call\[")
+_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up behind these
+_CLOSED = "environment is closed"  # a session that the server let go for being idle, its connection still open
+GONE, OVER = "the environment is gone", "the episode is over"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # between two attempts to reach a server
+AT_ONCE_S = 10.0  # for each answer of a fresh session behind one that was lost
+MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte on the wire can be 500 megabytes
+_TEXTS = ("text", "message", "result", "output", "content")  # where an observation keeps its words
+
+
+class ToolFailed(Exception):
+    """A tool's failure.   record: {"error", "error_kind", "hint_template_key"}
+
+    TRL counts a tool as failed only if it raises, and writes `str({"error": str(exception)})` for the model. So the
+    text brings its own repr, which has the other keys behind it; a failure that is returned would not be counted."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(record["error"])
+        self.record = dict(record)
+
+    def __str__(self) -> str:
+        return _ErrorText(self.record)
+
+
+class _ErrorText(str):
+    """The error's text, whose repr is what stands behind "'error': " in the record's."""
+
+    _rest: list[str]
+
+    def __new__(cls, record: Mapping[str, Any]) -> "_ErrorText":
+        text = super().__new__(cls, record["error"])
+        text._rest = [f"{key!r}: {value!r}" for key, value in record.items() if key != "error"]
+        return text
+
+    def __repr__(self) -> str:
+        return ", ".join([super().__repr__(), *self._rest])
+
+
+class OpenEnv:
+    """One session. Everything but tools, reset and get_reward starts with _: TRL takes public methods for tools."""
+
+    _url: str | None = None
+    _timeout_s: float = 60.0  # for one answer
+    _patience_s: float = 60.0  # for a server that is started anew or full, at a reset
+    _reward_is: Literal["sum", "last"] = "sum"
+    _tools: Collection[str] = ()  # the server's, if it said which
+    _sleep: Callable[[float], None] = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self._socket: Any = None
+        self._begin_episode()
+
+    def reset(self, **row: Any) -> str | None:
+        """A new episode. The row's columns are offered to the server's reset, which takes what it knows."""
+        self._begin_episode()
+        given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
+        reply = self._send_patiently("reset", given)
+        if "refused" in reply:
+            raise InnerError(
+                f"the environment at {_server_url(self._url)} could not begin an episode: {reply['refused']}. Its "
+                f"`reset` was given the row's columns {sorted(given)}. Mend it there, or rename the column."
+            )
+        text = self._record_observation(None, reply)
+        return f"\n{text}" if text else None
+
+    def get_reward(self) -> float | None:
+        """Reward of the episode so far; None where the session was lost, or it ended without a reward."""
+        if (self._lost and not self._broke) or (self._done and not self._rewards):
+            return None
+        so_far = float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
+        return AtMostWorst(so_far) if self._broke else so_far
+
+    # methods that a subclass may override
+
+    def _action(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's action for a tool call."""
+        return {"type": "call_tool", "tool_name": tool, "arguments": dict(arguments)}
+
+    def _read_action(self, action: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """`_action`, read back."""
+        return action["tool_name"], dict(action.get("arguments") or {})
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """The text of an observation, as the model reads it."""
+        return observation_text(observation)
+
+    # one call
+
+    def _call(self, tool: str, /, **arguments: Any) -> Any:
+        """The tool's answer. Raises ToolFailed, which TRL shows to the model."""
+        if self._lost or self._done:
+            return GONE if self._lost else OVER
+        action = self._action(tool, arguments)
+        was_open = self._socket is not None and self._socket.state.name == "OPEN"
+        try:
+            reply = self._send_request("step", action)
+        except (OSError, EOFError):
+            gone = self._lose_session()
+            self._broke = was_open and self._answers_at_once()
+            return gone
+        failure = failure_of(reply, self._tools)
+        if failure and _CLOSED in failure["error"]:
+            return self._lose_session()
+        text = self._record_observation(action, reply)
+        if failure is None:
+            return text
+        self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
+        if failure["error_kind"] == "transport_error":  # not the student's fault
+            return failure["error"]
+        raise ToolFailed(failure)
+
+    def _lose_session(self) -> str:
+        self._lost = True
+        self._close()
+        return GONE
+
+    def _answers_at_once(self) -> bool:
+        """Whether the server takes a fresh session, which stays for the next reset, or says that it has no room."""
+        within = min(self._timeout_s, AT_ONCE_S)
+        try:
+            self._socket = _open_socket(self._url, within)
+            for kind, data in (("reset", {}), ("state", None)):
+                _exchange_message(self._socket, kind, data, within)
+        except (OSError, EOFError) as error:
+            self._close()
+            return "CAPACITY_REACHED" in str(error)
+        return True
+
+    def _record_observation(self, action: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> str:
+        text = self._text(reply.get("observation") or {})
+        failure = failure_of(reply, self._tools)
+        self._observed_steps.append((action, text if failure is None else str(failure)))
+        reward = reply.get("reward")
+        if isinstance(reward, int | float) and -LARGEST <= reward <= LARGEST:
+            self._rewards.append(reward)
+        self._done = bool(reply.get("done"))
+        return text
+
+    # replay
+
+    def _messages_before(self, t: int) -> list[Message]:
+        """The messages behind the prompt, up to the observation of step t - 1. t = 1 is before the first call."""
+        history = self._server_history()
+        seen = self._observed_steps if history is None else history
+        if not 0 < t <= len(seen):
+            raise InnerError(f"this episode has {len(seen) - 1} steps; there is nothing before step {t}.")
+        messages: list[Message] = []
+        for action, text in seen[:t]:
+            if action is None:
+                messages += [{"role": "user", "content": text}] if text else []
+            else:
+                name, arguments = self._read_action(action)
+                call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                messages.append({"role": "tool", "name": name, "content": text})
+        return messages
+
+    def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
+        """[(action, text)] as the server remembers it; None where it keeps none of this whole episode."""
+        if self._lost or self._socket is None:  # another session would have another history
+            return None
+        try:
+            history = self._send_request("state", None).get("history")
+        except (OSError, EOFError):
+            self._lose_session()
+            return None
+        if not isinstance(history, list) or len(history) != len(self._observed_steps):
+            return None
+        if not all(isinstance(e, Mapping) and isinstance(e.get("observation"), Mapping) for e in history):
+            return None
+        return [(e.get("action"), self._remembered_text(e)) for e in history]
+
+    def _remembered_text(self, entry: Mapping[str, Any]) -> str:
+        reply = {"observation": entry["observation"], "metadata": entry["observation"].get("metadata")}
+        failure = failure_of(reply, self._tools)
+        return self._text(entry["observation"]) if failure is None else str(failure)
+
+    # the wire
+
+    def _begin_episode(self) -> None:
+        self._observed_steps: list[tuple[Mapping[str, Any] | None, str]] = []  # (action, text); the first is reset's
+        self._sites: list[dict[str, Any]] = []
+        self._rewards: list[float] = []
+        self._lost = self._done = self._broke = False
+
+    def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+        """One request and its answer. OSError or EOFError: the connection is of no more use."""
+        self._socket = self._socket or _open_socket(self._url, self._timeout_s)
+        return _exchange_message(self._socket, kind, data, self._timeout_s)
+
+    def _send_patiently(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """`_send_request`, again while the server is started anew, is full, or has let an idle session go."""
+        pause, waited = 0.0, 0.0
+        while True:
+            try:
+                return self._send_request(kind, data)
+            except (OSError, EOFError) as error:
+                self._close()
+                waited += self._timeout_s if isinstance(error, TimeoutError) else 0.0
+                trouble = self._unreachable(error, waited)
+                if waited >= self._patience_s:
+                    raise InnerError(trouble) from error
+                if pause == FIRST_PAUSE_S:  # the second failure: the first may have been an old connection
+                    print(f"{trouble} Waiting up to {self._patience_s:g} s.", file=sys.stderr, flush=True)
+            self._sleep(pause)
+            waited += pause
+            pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+    def _unreachable(self, error: Exception, waited: float) -> str:
+        long = f" for {waited:.0f} s" if waited else ""
+        return (
+            f"the environment at {_server_url(self._url)} gives no session{long}: {error or type(error).__name__}. "
+            f"Start it, or set {URL_ENV}; it needs a session per rollout of every replica (max_concurrent_envs)."
+        )
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            with suppress(Exception):
+                self._socket.close()
+        self._socket = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the socket's threads are gone by then, and closing it waits for them for ever
+            self._close()
+
+
+def openenv_environment(
+    url: str | None = None,
+    name: str = "OpenEnvironment",
+    *,
+    reward_is: Literal["sum", "last"] = "sum",
+    timeout_s: float = OpenEnv._timeout_s,
+) -> type[OpenEnv]:
+    """A class with a method for each tool of the MCP server at `url` (default: what OPENENV_URL says).
+
+    reward_is   "sum": a step's reward is what it earned; "last": the total so far.   timeout_s: for one answer"""
+    if reward_is not in ("sum", "last"):
+        raise InnerError(f'reward_is = {reward_is!r}: it is "sum" (each step\'s own) or "last" (the total so far).')
+    settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}
+    probe = type(name, (OpenEnv,), settings)()
+    try:
+        tools = (probe._send_request("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
+    except (OSError, EOFError) as error:
+        raise InnerError(
+            f"no OpenEnv server answers at {_server_url(url)}: {error}. Start it, or set {URL_ENV}."
+        ) from error
+    finally:
+        probe._close()
+    if not tools:
+        raise InnerError(
+            f"the server at {_server_url(url)} lists no tools, so it is not an MCP environment. Write a class on "
+            "inner.extras.openenv.client.OpenEnv with a method per tool."
+        )
+    try:
+        methods = tool_methods(tools, taken=dir(OpenEnv))
+        settings["_tools"] = frozenset(tool["name"] for tool in tools)
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
+        raise InnerError(
+            f"what the server at {_server_url(url)} lists as its tools is no list of MCP tools ({error!r:.200}). "
+            "Mend it there."
+        ) from error
+    return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
+
+
+def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[str, Any] | None:
+    """{"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
+
+    It failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
+    tools: those that the server has; one of them cannot be unknown"""
+    observation = reply.get("observation") or {}
+    metadata = reply.get("metadata") or observation.get("metadata") or {}
+    error = observation.get("error")
+    result = observation.get("result")
+    broken = isinstance(result, Mapping) and (result.get("is_error") or result.get("isError"))
+    kind = metadata.get("error_kind") or (error.get("error_type") if isinstance(error, Mapping) else None)
+    if not kind and not broken and "refused" not in reply:
+        return None
+    text = reply.get("refused") or (error.get("message") if isinstance(error, Mapping) else error)
+    text = str(text or metadata.get("error") or observation_text(observation) or kind)
+    kind = str(kind or ("bad_arguments" if "refused" in reply else "execution_error"))
+    if kind == "tool_not_found" and observation.get("tool_name") in tools:
+        kind = "execution_error"  # OpenEnv 0.10 takes every text with "not found" in it for one
+    if kind == "execution_error" and _MISFIT.match(text):
+        kind = "invalid_args"
+    failure = {"error": text, "error_kind": KINDS.get(kind, kind)}
+    hinted = metadata.get("hint_template_key")
+    return {**failure, "hint_template_key": hinted} if hinted else failure
+
+
+def observation_text(observation: Mapping[str, Any]) -> str:
+    """The words of an observation: an MCP tool's result, a field that is called like words, else all of it as JSON."""
+    result = observation.get("result")
+    if isinstance(result, Mapping) and ("content" in result or "data" in result):
+        content = result["content"] if isinstance(result.get("content"), list) else []
+        parts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+        return "\n".join(parts) if parts else str(result.get("data", ""))
+    texts = [observation[name] for name in _TEXTS if isinstance(observation.get(name), str | int | float)]
+    if (words := next((text for text in texts if text != ""), None)) is not None:
+        return str(words)
+    rest = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward") and value}
+    return json.dumps(rest, ensure_ascii=False) if rest else ""
+
+
+def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    from websockets.exceptions import WebSocketException
+
+    message = {"type": kind} if data is None else {"type": kind, "data": data}
+    try:
+        with suppress(WebSocketException):  # a server that hangs up has said why: that is read below
+            socket.send(json.dumps(message))
+        answer = load_json(socket.recv(timeout=timeout_s))
+        reply = _checked_object(_checked_object(answer, "").get("data"), "data")
+        observation = _checked_object(reply.get("observation"), "observation")
+        for owner in (reply, observation):
+            _checked_object(owner.get("metadata"), "metadata")
+    except (WebSocketException, ValueError) as error:
+        raise EOFError(str(error)) from error
+    return reply if answer.get("type") != "error" else _read_refusal(reply)
+
+
+def _checked_object(value: Any, name: str) -> dict[str, Any]:
+    """Return the object; {} for a missing one with a name.   Raises ValueError."""
+    if isinstance(value, dict) or (name and value is None):
+        return value or {}
+    raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is no object, but {str(value)[:80]!r}")
+
+
+def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """An error answer of the server as a reply: a wrong action, or a broken tool. EOFError if it ends the session."""
+    code = reply.get("code")
+    text = str(reply.get("message") or "no reason given")
+    if code in _NO_SESSION:
+        raise EOFError(f"{text} ({code})")
+    details = reply.get("errors")
+    if isinstance(details, list) and all(isinstance(e, Mapping) for e in details) and details:
+        text = "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))}: {e.get('msg')}" for e in details)
+    kind = "bad_arguments" if code == "VALIDATION_ERROR" else "exception"
+    return {"refused": text, "observation": {}, "metadata": {"error_kind": kind}}
+
+
+def _open_socket(url: str | None, timeout_s: float) -> Any:
+    try:
+        from websockets.sync.client import connect
+    except ModuleNotFoundError as missing:
+        raise ImportError("OpenEnv needs websockets: pip install 'serverless-diloco[openenv]'") from missing
+    from websockets.exceptions import WebSocketException
+
+    try:
+        address = f"ws{_server_url(url).removeprefix('http')}/ws"
+        return connect(address, open_timeout=timeout_s, max_size=MOST_MESSAGE, proxy=None).__enter__()
+    except WebSocketException as error:
+        raise EOFError(str(error)) from error
+
+
+def _server_url(url: str | None) -> str:
+    found = url or os.environ.get(URL_ENV)
+    if not found:
+        raise InnerError(f"where is the OpenEnv server? Give its URL, or set {URL_ENV}=http://host:port.")
+    if not found.startswith(("http://", "https://")):
+        raise InnerError(f"{found!r} is no URL of an OpenEnv server: it starts with http:// or https://.")
+    return found.rstrip("/")
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float | bool)

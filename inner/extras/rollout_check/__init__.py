@@ -1,0 +1,1 @@
+"""Whether the policy wrote these rollouts: by its log-probs, or by TOPLOC's proofs."""

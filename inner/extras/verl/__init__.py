@@ -1,0 +1,1 @@
+"""The channels as an advantage estimator of verl."""

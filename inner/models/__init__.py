@@ -1,0 +1,1 @@
+"""Start models: found, read, adapted; their dtype and optimizer."""

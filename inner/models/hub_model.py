@@ -1,0 +1,182 @@
+"""A start model that stays on the Hub: its commit and the SHA-256 of each of its files, taken and compared anywhere.
+
+    pin_hub_model(config) ──▶ HubModel(name, commit, files)   once, where the run is founded; None: nothing on the Hub
+    link_hub_files(model, folder) ──▶ folder of links         every replica: its own HF cache, filled from the Hub
+                                      └ a file with other bits is fetched once more; still others: HubError
+
+    files    config.json, weights (*.safetensors, or *.bin where there are none), tokenizer, templates; nothing else of
+             the repository is read, so that what lies beside them in a cache changes nothing
+
+Not promised: that a commit stays on the Hub; that weights which a file lacks are the same everywhere (the caller
+compares θ itself).  No torch here.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from inner.models.gguf_header import is_gguf_file
+from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
+from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
+
+_AT_ONCE = 4  # files; each is one connection
+_PIECE = 1 << 22  # bytes that are read and digested at a time
+_TEXTS = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
+_SHARDS = {
+    ".safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
+    ".bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
+}
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class HubError(RuntimeError):
+    """The Hub did not give what a run names; the message has the next thing to do.   final: asking again is in vain."""
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """files: name in the repository -> SHA-256, 64 hexadecimal digits."""
+
+    name: str
+    commit: str
+    files: Mapping[str, str]
+
+
+def is_on_hub(config: InnerConfig) -> bool:
+    """Whether inner.model names a model on the Hub, and not a folder or file of this machine."""
+    return is_hub_name(config.model)
+
+
+def is_hub_name(model: str) -> bool:
+    return model not in BUILT_IN_MODELS and not is_gguf_file(model) and not Path(model).is_dir()
+
+
+def pin_hub_model(config: InnerConfig) -> HubModel | None:
+    """The model with its revision resolved and its files digested, in the cache of this machine.
+
+    None: it cannot be named so (a folder, an adapter, files that only the repository's own code reads).
+    Raises InnerError if the Hub does not have it or does not answer.
+    """
+    if not is_on_hub(config):
+        return None
+    try:
+        commit, names = _list_revision(config.model, config.revision)
+        files = needed_files(names)
+        if not _COMMIT.fullmatch(commit) or not files:
+            return None
+        where = _download_files(config.model, commit, files)
+    except HubError as error:
+        at = f" at revision {config.revision}" if config.revision else ""
+        raise InnerError(
+            f"the model {config.model}{at} could not be loaded: {error}. Check inner.model and inner.revision, and the "
+            "Hub token if it is a private one."
+        ) from error
+    refuse_towers(read_json(where["config.json"], f"model = {config.model!r}"), config.model)
+    return HubModel(config.model, commit, {name: _file_sha256(path) for name, path in where.items()})
+
+
+def needed_files(names: Iterable[str]) -> list[str]:
+    """The files of a repository that `from_pretrained` reads; none if it reads the repository in another way."""
+    names = sorted(names)
+    if "config.json" not in names or "adapter_config.json" in names:
+        return []
+    for ending, shards in _SHARDS.items():
+        if weights := [name for name in names if shards.fullmatch(name)]:
+            others = tuple(f"{end}.index.json" for end in _SHARDS if end != ending)
+            return [n for n in names if n in weights or (_TEXTS.fullmatch(n) and not n.endswith(others))]
+    return []
+
+
+def link_hub_files(model: HubModel, folder: Path) -> Path:
+    """The model's files, compared with their digests, as a from_pretrained folder; -> `folder`.   Raises HubError."""
+    for name, path in _download_files(model.name, model.commit, model.files).items():
+        if _file_sha256(path) != model.files[name]:
+            path = cached_file(model.name, model.commit, name, again=True)
+            _refuse_other_bits(model, name, _file_sha256(path))
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)  # of a try before
+        link.symlink_to(path.resolve())
+    return folder
+
+
+def fetch_snapshot(name: str, commit: str) -> Path:
+    """Return this machine's cache folder with the files that `from_pretrained` reads.   Raises HubError."""
+    _, names = _list_revision(name, commit)
+    return _download_files(name, commit, needed_files(names))["config.json"].parent
+
+
+def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
+    if found != model.files[name]:
+        raise HubError(
+            f"{name} of {model.name} at commit {model.commit} has other bits here than when the run was founded: "
+            f"SHA-256 {found[:16]}…, the run has {model.files[name][:16]}…. The Hub, or a mirror of it (HF_ENDPOINT = "
+            f"{_hub_endpoint() or 'not set'}), gave them twice",
+            final=True,
+        )
+
+
+def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
+    """-> commit and file names of a revision: the Hub's answer, or the cache's where the Hub gives none."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi(endpoint=_hub_endpoint()).model_info(name, revision=revision, timeout=2 * ASK_S)
+        names = [s.rfilename for s in info.siblings or ()]
+        if "config.json" in names:
+            cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
+        return info.sha or "", names
+    except Exception as error:  # offline, for which the client raises various exceptions
+        refused = _hub_error(name, revision, error)
+        folder = cached_snapshot(name, revision)
+        if refused.final or folder is None:
+            raise refused from error
+        return folder.name, [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+
+
+def _download_files(name: str, commit: str, files: Iterable[str]) -> dict[str, Path]:
+    """name of a file -> where it is in the cache.  Cached files are not asked for.   OSError: the disk is full."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return dict(threads.map(lambda file: (file, cached_file(name, commit, file)), files))
+
+
+def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
+    """Return a file's path in this machine's cache; a missing file is fetched from the Hub.   Raises HubError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        path = hf_hub_download(
+            name, file, revision=commit, force_download=again, endpoint=_hub_endpoint(), cache_dir=cache_folder()
+        )
+        return Path(path)
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise _hub_error(name, commit, error) from error
+
+
+def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
+    """final: the Hub has answered, and the answer is no."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    at = f" at {revision}" if revision else ""
+    return HubError(f"{name}{at} cannot be taken from the Hub ({words:.160})", final=status in (401, 403, 404))
+
+
+def _hub_endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _file_sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            found.update(piece)
+    return found.hexdigest()

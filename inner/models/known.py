@@ -1,0 +1,259 @@
+"""Checks that the start model exists, without loading it: file names, sizes, headers, and one request to the Hub.
+
+    inner.model   toolworld, tiny ─▶ built in code
+                  a .gguf file    ─▶ its header: an architecture that transformers reads
+                  a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
+                  a Hub id        ─▶ in the cache: the same look      not there: one request, `timeout_s` at most
+                                       └─ no such model, no such revision, gated: refused      no answer: "not checked"
+
+Not promised: that the weights load; that a model which is there now is there when a replica asks.  No torch here.
+"""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inner.models.gguf_header import GgufHeader, check_gguf_file, is_gguf_file
+from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
+
+NOT_CHECKED = "not checked: "  # begins a note about a model that could not be asked for
+ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
+MULTIMODAL = ("image-text-to-text", "any-to-any", "audio-text-to-text", "video-text-to-text", "image-to-text")
+LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """folder: where its files are on this machine (None: nowhere).   note: what a person should know of it."""
+
+    folder: Path | None = None
+    note: str = ""
+
+
+def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:
+    """Look at the model.   Raises InnerError if it cannot be loaded for certain.
+
+    ask(model, revision): asks the Hub (default: online)."""
+    model = config.model
+    if model in BUILT_IN_MODELS:
+        return KnownModel()
+    if is_gguf_file(model):
+        return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
+    if Path(model).is_dir():
+        _check_folder(Path(model), f"model = {model!r}")
+        refuse_towers(read_json(Path(model) / "config.json", f"model = {model!r}"), model)
+        return KnownModel(Path(model))
+    if HUB_ID.fullmatch(model) is None or model.startswith("."):
+        raise InnerError(
+            f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is no name on the "
+            "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
+        )
+    if (folder := cached_snapshot(model, config.revision)) is not None:
+        _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
+        refuse_towers(read_json(folder / "config.json", f"model = {model!r}"), model)
+        return KnownModel(folder)
+    return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
+
+
+def folder_or_refusal(config: InnerConfig) -> Path | None:
+    """The model's files on this machine, with its tokenizer; None where they must be fetched, and can be.
+
+    Raises InnerError, within ASK_S, where they can be fetched from nowhere."""
+    known = known_model(config)
+    if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
+        return known.folder
+    unreachable = known.note or _ask_in_time(config.model, config.revision, ask_hub)
+    if config.model in BUILT_IN_MODELS or is_gguf_file(config.model) or not unreachable:
+        return None
+    why = unreachable.removeprefix(NOT_CHECKED).partition(", so whether")[0]
+    raise InnerError(
+        f"inner.model = {config.model!r}: its tokenizer is not in this machine's cache ({cache_folder()}), and the Hub "
+        f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), or a cache that has it "
+        "(HF_HUB_CACHE=FOLDER; with HF_HUB_OFFLINE=1 the network is not asked), or try again with a network"
+    )
+
+
+def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
+    kinds = ", ".join(header.quantised)
+    rounding = f"from {kinds}; training begins at these rounded weights" if kinds else "without loss"
+    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}); the run carries it so"
+
+
+def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
+    """The snapshot of a Hub model in the cache of this machine; None if it is not there."""
+    cache = cache_folder(environ) / f"models--{model.replace('/', '--')}"
+    name = cache / "refs" / (revision or "main")
+    commit = name.read_text().strip() if name.is_file() else revision or ""
+    folder = cache / "snapshots" / commit
+    return folder if commit and (folder / "config.json").is_file() else None
+
+
+def cache_folder(environ: Any = os.environ) -> Path:
+    """Return the folder of the Hub client's downloads."""
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home) / "hub")
+
+
+# -------------------------------------------------------------------- a folder
+
+
+def _check_folder(folder: Path, what: str, whole: bool = True) -> None:
+    """whole: weights and tokenizer must be there, too; a cache may be half full, and is filled when it is needed."""
+    if not (folder / "config.json").is_file():
+        raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
+    read_json(folder / "config.json", what)
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    for path in weights:
+        _check_weights(path, what)
+    if index := next(folder.glob("*.safetensors.index.json"), None):
+        _check_index(index, {p.name for p in weights}, what)
+    if whole and not weights:
+        raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
+    if whole and not any((folder / name).is_file() for name in TOKENIZERS):
+        raise InnerError(
+            f"{what} has no tokenizer ({TOKENIZERS[0]}, …). Next: tokenizer.save_pretrained({str(folder)!r})"
+        )
+
+
+def read_json(path: Path, what: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InnerError(f"{what}: {path.name} cannot be read: {error}. Download or save it again.") from error
+
+
+def refuse_towers(config: Any, model: str) -> None:
+    """config: the contents of config.json.   Raises InnerError for a model that also takes images, sound or video."""
+    towers = sorted(name for name in config if name.endswith(TOWERS)) if isinstance(config, dict) else []
+    if towers:
+        raise InnerError(
+            f"model = {model!r} is a multimodal checkpoint: its config.json has {', '.join(towers)}. A run trains "
+            "language models on text. The rest would be counted, sent and stepped without ever seeing an input, or be "
+            "missing from what `diloco export` writes. Take the family's text-only checkpoint, or save its language "
+            "model alone (docs/faq.md has the lines), and set inner.model to that folder."
+        )
+
+
+def _check_weights(path: Path, what: str) -> None:
+    """Raise InnerError for a Git LFS pointer or a cut-off file of weights.
+
+    A .safetensors file: 8 bytes of length, a header in JSON, then as many bytes as the header says."""
+    with path.open("rb") as file:
+        start = file.read(len(LFS))
+        if start == LFS:
+            raise InnerError(f"{what}: {path.name} is a Git LFS pointer, not the weights. Next: `git lfs pull` there.")
+        if path.suffix != ".safetensors":
+            return
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        try:
+            header = json.loads(file.read(min(length, size)))
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InnerError(
+                f"{what}: {path.name} is no safetensors file ({error}). Save or download it again."
+            ) from None
+    if size < 8 + length + end:
+        raise InnerError(
+            f"{what}: {path.name} is cut off: {size:,} bytes of {8 + length + end:,}. Save or download it again."
+        )
+
+
+def _check_index(index: Path, there: Iterable[str], what: str) -> None:
+    shards = set(read_json(index, what).get("weight_map", {}).values())
+    if missing := sorted(shards.difference(there)):
+        raise InnerError(f"{what}: {index.name} names {missing[0]}, which is not there. Download or copy it as well.")
+
+
+def chat_template(folder: Path) -> bool | None:
+    """Whether its tokenizer has a chat template.  None: the files do not say."""
+    if any(folder.glob("chat_template*")):
+        return True
+    path = folder / "tokenizer_config.json"
+    return bool(read_json(path, str(folder)).get("chat_template")) if path.is_file() else None
+
+
+# -------------------------------------------------------------------- the Hub
+
+
+def _ask_in_time(
+    model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S
+) -> str:
+    """ "" if the Hub knows it; else why that was not checked.  Raises InnerError if the Hub says no."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return f"{NOT_CHECKED}offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
+    outcome: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            ask(model, revision)
+            outcome.append(None)
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # a look-up of a name cannot be cut short
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        return f"{NOT_CHECKED}the Hub did not answer within {timeout_s:.0f} s, so whether {model} is there"
+    if isinstance(outcome[0], InnerError):
+        raise outcome[0]
+    if outcome[0] is not None:
+        first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
+        return f"{NOT_CHECKED}offline ({first:.80}), so whether {model} is on the Hub"
+    return ""
+
+
+def ask_hub(model: str, revision: str | None) -> None:
+    """Ask the Hub for the model: one request, more for a gated or multimodal one.
+
+    Raises InnerError for a clear no; the client's other errors pass through."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        info = HfApi(endpoint=endpoint).model_info(model, revision=revision, timeout=ASK_S)
+    except GatedRepoError:
+        raise InnerError(_GATED.format(model)) from None
+    except RevisionNotFoundError:
+        raise InnerError(
+            f"model = {model!r} has no revision {revision!r} on the Hub. Correct inner.revision."
+        ) from None
+    except RepositoryNotFoundError:
+        raise InnerError(
+            f"model = {model!r}: the Hub knows no such model (or it is private, and no token here may read it). "
+            "Correct inner.model, or `hf auth login`."
+        ) from None
+    if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
+        raise InnerError(_GATED.format(model))
+    if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # its files say it for certain
+        path = hf_hub_download(model, "config.json", revision=revision, endpoint=endpoint)
+        refuse_towers(read_json(Path(path), f"model = {model!r}"), model)
+
+
+def _may_read(model: str, revision: str | None, endpoint: str | None) -> bool:
+    """Whether this machine's token may read the model's files."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision, endpoint=endpoint), timeout=ASK_S)
+    except GatedRepoError:
+        return False
+    return True
+
+
+_GATED = (
+    "model = {0!r} is gated: the token of this machine may not read it. Accept its licence at "
+    "https://huggingface.co/{0}, `hf auth login`, and give replicas elsewhere the token: --secret HF_TOKEN."
+)

@@ -1,0 +1,216 @@
+"""TRL's GRPOTrainer as we generate with it: the order of prompts, the objective, tool errors and rewards.
+
+    prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
+                                        └ turns and their errors are kept for the trainer's lessons
+
+Work that TRL's tool loop repeats is done once (toolloop.py): whole runs are TRL's, bit for bit.
+
+Not promised: several processes, image prompts in the caches.
+"""
+
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+from trl.trainer.utils import is_async_callable
+
+from inner.channels.spans import Turn, read_turns
+from inner.data.order import Share, prompt_order
+from inner.data.rendering import render_ids
+from inner.rollouts.dynamic import refill_groups
+from inner.rollouts.engine import MASKED, engine_instead, masked_share
+from inner.rollouts.positions import number_positions
+from inner.rollouts.sampler import GenerationSampler, guard_answers
+from inner.rollouts.sampling_config import sample_as_asked
+from inner.rollouts.toolloop import LeanToolLoop, total_rewards
+from inner.settings.objectives import check_settings
+from inner.usercode.reward_calls import RewardCalls
+
+BROKEN = "rewards/broken"  # metric: the share of completions that broke what judges them
+REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
+
+
+class GenerationTrainer(LeanToolLoop):
+    """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer),
+
+    reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: once, and a wrong answer raises
+    engine_dtype   of vLLM, if `args` ask for it (inner/rollouts/engine.py); None: the model's own
+
+    and for subclasses:
+
+    _turns     of the last generation: the turns of each rollout and the errors of its failed calls
+    _rewards   of the last generation, one per rollout
+    _completions  of the last generation: messages, or texts
+    """
+
+    reads_turns = True  # whether the subclass uses them
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: str | None = None,
+        data_seed: int | None = None,
+        start: int = 0,
+        share: Share | None = None,
+        reward_calls: RewardCalls | None = None,
+        engine_dtype: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        with engine_instead(engine_dtype):
+            super().__init__(*args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        sample_as_asked(model)
+        number_positions(model)
+        self._reward_calls = reward_calls
+        call = guard_answers if reward_calls is None else reward_calls.wrap_reward
+        self.reward_funcs = [self._with_completion(call(function)) for function in self.reward_funcs]
+        self._completion_column: dict[str, list[Any]] = {}
+        self._apply_objective(objective)
+        self._turns: list[list[Turn]] | None = None
+        self._rewards: list[float] = []
+        self._completions: Any = []
+        self.share = Share(data_seed) if share is None and data_seed is not None else share
+        self.start_at(start)
+        self._cache_schemas()
+
+    # the objective: what TRL's loss does not do by itself
+
+    def _apply_objective(self, objective: str | None) -> None:
+        arguments: Any = self.args
+        if objective is not None:
+            check_settings(objective, vars(arguments))
+        self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
+        self._refills = 0  # position of the next one in their order
+        if tokens := getattr(arguments, "soft_overlong_tokens", 0):
+            self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
+
+    def _add_reward(self, reward: Any) -> None:
+        self.reward_funcs = [*self.reward_funcs, reward]
+        self.reward_func_names.append(reward.__name__)
+        self.reward_processing_classes = [*self.reward_processing_classes, None]
+        self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
+
+    def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        if self.loss_type == "gmpo":  # TRL has it as a trainer of its own, which differs in this method only
+            from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+
+            return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
+        return super()._compute_loss(model, inputs)
+
+    def _more_rollouts(self, groups: int) -> dict[str, Any]:
+        """Rollouts of the next `groups` prompts, in an order of their own."""
+        dataset: Any = self.train_dataset
+        arguments: Any = self.args
+        at = prompt_order(len(dataset), (self.share or Share(0)).salted(REFILLS))
+        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
+        self._refills += groups
+        return self._generate_rollouts(rows)
+
+    def _first_refill(self, groups: int) -> int:
+        """A function of the generation, which has so many groups: as many positions are its own as it could need."""
+        served = cast(Any, self.args).steps_per_generation * self.num_iterations
+        return self._step // served * groups * self.dynamic_sampling
+
+    # the data order
+
+    def start_at(self, inner_step: int) -> None:
+        """TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the
+        first, and all that is read follows from it: prompts, refills, pairs."""
+        self._step = inner_step * cast(Any, self.args).gradient_accumulation_steps
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        if self.share is None:
+            return super()._get_train_sampler(dataset)
+        rows: Any = self.train_dataset if dataset is None else dataset
+        return GenerationSampler(self, len(rows), self.share)
+
+    # 1. see the error turns and the rewards
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._tool_call_loop(*args, **kwargs)
+        if self.reads_turns:
+            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
+        return out
+
+    def _with_completion(self, reward: Any) -> Any:
+        """Return the same reward with the column `completion`, which TRL keeps back."""
+        if isinstance(reward, nn.Module):
+            return reward
+
+        @wraps(reward, updated=())
+        def sync(**columns: Any) -> Any:
+            return reward(**columns, **self._completion_column)
+
+        @wraps(reward, updated=())
+        async def later(**columns: Any) -> Any:
+            return await reward(**columns, **self._completion_column)
+
+        return later if is_async_callable(reward) else sync
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        has = "completion" in inputs[0]
+        self._completion_column = {"completion": [row["completion"] for row in inputs]} if has else {}
+        by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_by_function = by_function
+        if self._reward_calls is not None and self._mode() == "train":
+            self._reward_calls.check_known(by_function, self.reward_func_names)
+        if self.reads_turns:
+            self._rewards = total_rewards(by_function, self.reward_weights)
+            self._completions = completions
+        return by_function
+
+    def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        if self._reward_calls is None:
+            return rewards_B_F
+        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
+        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, group)
+        self._record_metric(BROKEN, self._reward_calls.broken.share)
+        return settled
+
+    # 2. attach the lessons to the batch
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = self._generate_rollouts(inputs)
+        if not self.dynamic_sampling or self._mode() == "eval":
+            return batch
+        group: int = cast(Any, self.args).num_generations
+        self._refills = self._first_refill(len(inputs) // group)
+        batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
+        self._record_metric("dynamic/informative", informative * group / len(inputs))
+        self._record_metric("dynamic/generations", more)
+        return batch
+
+    def _generate_rollouts(self, inputs: Any) -> Any:
+        self._turns = None
+        batch = super()._generate_and_score_completions(inputs)
+        if "importance_sampling_ratio" in batch:
+            self._record_metric(MASKED, masked_share(batch))
+        return batch
+
+    def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
+        """Generate one completion per row, as the trainer stands; -> rewards (rows, functions), NaN: not known."""
+        with self._reward_calls.uncounted() if self._reward_calls is not None else nullcontext():
+            super()._generate_and_score_completions(rows)
+        return self._rewards_by_function
+
+    # numbers and templates
+
+    def _record_metric(self, name: str, value: float) -> None:
+        # Append only: self.log() inside the loss would clear all other metrics.
+        self._metrics[self._mode()][name].append(float(value))
+
+    def _mode(self) -> str:
+        model: Any = self.model
+        return "train" if model.training else "eval"
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._record_metric("grad_norm", float(norm))
+        return norm
+
+    def _render_ids(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
+        return render_ids(self.processing_class, messages, opened=opened, tools=tools, **self._template_options())

@@ -1,0 +1,191 @@
+"""A small, fair sample of the student's rollouts, kept to be frozen as traces.
+
+    trainer ── every rollout ──▶ RolloutSample ── take(n) ──▶ n of them ──▶ rollout_states ──▶ TraceState …
+                                 reservoir of MOST: each rollout since the last take is as likely as any other
+
+    {"messages": [system, user, assistant, tool, assistant], "first": 2,      messages[first:] are the rollout's own
+     "reward": 0.0, "environment": null, "unsure": {"2": 1.39}}
+
+    unsure[i]   −Σ p log p over the different actions that the group's rollouts took where messages[:i] were the same
+
+It is drawn with a random state of its own: training does not depend on the sample.
+
+Values of environment variables that are called KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS are written as "***".
+
+Not promised: that a prompt or a tool's output holds no other secret. Every reader of the run may read its rollouts.
+"""
+
+import json
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, log
+from typing import Any, TypedDict
+
+from inner.channels.spans import error_record
+from inner.replay.actions import Message, action_key, action_text
+from inner.replay.states import TraceState
+
+MOST = 64  # rollouts between two takes
+MOST_BYTES = 256 * 1024  # of one take, as JSON
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.I)
+
+
+class SampledRollout(TypedDict):
+    """One rollout."""
+
+    messages: list[Message]
+    first: int
+    reward: float | None
+    environment: str | None
+    unsure: dict[str, float]
+
+
+class RolloutSample:
+    """Sees every batch of rollouts, keeps references to a few of them."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._kept: list[tuple[_Batch, int]] = []
+        self._seen = 0
+
+    def add_batch(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        rewards: Sequence[float],
+        environments: Sequence[str | None] | None = None,
+    ) -> None:
+        """One generation: the rollouts of a group have equal prompts. References are kept, nothing is copied."""
+        batch = _Batch(prompts, completions, rewards, environments)
+        for i in range(len(prompts)):
+            self._seen += 1
+            at = self._random.randrange(self._seen)
+            if len(self._kept) < MOST:
+                self._kept.insert(at, (batch, i))
+            elif at < MOST:
+                self._kept[at] = (batch, i)
+
+    def take(self, n: int, secrets: Iterable[str] = ()) -> list[SampledRollout]:
+        """Take n or fewer of the rollouts since the last take, within MOST_BYTES; too large ones are left out whole."""
+        kept = self._kept
+        self._kept = []
+        self._seen = 0
+        taken: list[SampledRollout] = []
+        bytes_left = MOST_BYTES
+        hidden = secret_masker(secrets)
+        for batch, i in kept[: max(0, n)]:
+            line = hidden(json.dumps(batch.rollout_at(i), default=str))
+            if (size := len(line.encode())) <= bytes_left:
+                bytes_left -= size
+                taken.append(json.loads(line))
+        return taken
+
+
+@dataclass(frozen=True)
+class _Batch:
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    rewards: Sequence[float]
+    environments: Sequence[str | None] | None
+
+    def rollout_at(self, i: int) -> SampledRollout:
+        prompt = _as_messages(self.prompts[i], "user")
+        completion = _as_messages(self.completions[i], "assistant")
+        group = [c for p, c in zip(self.prompts, self.completions, strict=True) if p == self.prompts[i]]
+        siblings = [_as_messages(c, "assistant") for c in group]
+        return {
+            "messages": prompt + completion,
+            "first": len(prompt),
+            "reward": float(self.rewards[i]) if isfinite(self.rewards[i]) else None,
+            "environment": self.environments[i] if self.environments else None,
+            "unsure": turn_entropies(completion, siblings, len(prompt)),
+        }
+
+
+def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]], first: int) -> dict[str, float]:
+    """Return index of each of the rollout's own turns -> entropy of the group's actions there, in nats."""
+    found: dict[str, float] = {}
+    for i, turn in enumerate(own):
+        if turn.get("role") == "assistant":
+            there = [
+                s
+                for s in siblings
+                if len(s) > i and s[i].get("role") == "assistant" and _is_same_context(s[:i], own[:i])
+            ]
+            counts = Counter(action_key(action_text(s[i])) for s in there)
+            total = sum(counts.values())
+            found[str(first + i)] = round(-sum(c / total * log(c / total) for c in counts.values()) + 0.0, 4)
+    return found
+
+
+def rollout_states(
+    rollout: SampledRollout, name: str, tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+) -> list[TraceState]:
+    """One state for every turn of the rollout's own in which the student did something.
+
+    tools  environment's name ("" for none) -> JSON schemas"""
+    messages = rollout["messages"]
+    states = []
+    schemas = (tools or {}).get(rollout["environment"] or "", ())
+    for i in range(max(1, rollout["first"]), len(messages)):
+        action = action_text(messages[i])
+        if messages[i].get("role") != "assistant" or not action:
+            continue
+        state: TraceState = {
+            "state_id": f"{name}:{i}",
+            "state_messages": messages[:i],
+            "student_action": action,
+            "reward": rollout["reward"],
+            "error": None,
+        }
+        state.update(_first_failure(messages[i + 1 :]))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        if (entropy := rollout["unsure"].get(str(i))) is not None:
+            state["student_entropy"] = entropy
+        if schemas:
+            state["tools"] = [dict(schema) for schema in schemas]
+        states.append(state)
+    return states
+
+
+def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The values that are masked: of environment variables named like secrets, 8 characters or more."""
+    return [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
+
+
+def secret_masker(secrets: Iterable[str]) -> Callable[[str], str]:
+    """A function that writes *** for each of the secrets in a JSON text."""
+    found = sorted({json.dumps(s)[1:-1] for s in secrets if s}, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, found))) if found else None
+    return (lambda text: pattern.sub("***", text)) if pattern else (lambda text: text)
+
+
+def _first_failure(results: Sequence[Message]) -> dict[str, Any]:
+    """error, and error_kind and hint_template_key where the environment named them, of the first call that failed."""
+    for message in results:
+        if message.get("role") != "tool":
+            break
+        if record := error_record(message.get("content")):
+            return {key: record[key] for key in ("error", "error_kind", "hint_template_key") if key in record}
+    return {}
+
+
+def _as_messages(turns: Any, role: str) -> list[Message]:
+    """A prompt or a completion as messages; one that is text is one message."""
+    return [{"role": role, "content": turns}] if isinstance(turns, str) else [_without_nones(turn) for turn in turns]
+
+
+def _without_nones(message: Mapping[str, Any]) -> Message:
+    """Without the columns that a dataset fills with None."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _is_same_context(there: Sequence[Message], here: Sequence[Message]) -> bool:
+    return list(map(_message_key, there)) == list(map(_message_key, here))
+
+
+def _message_key(message: Message) -> str:
+    return action_key(action_text(message)) if message.get("role") == "assistant" else str(message.get("content"))

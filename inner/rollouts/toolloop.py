@@ -1,0 +1,127 @@
+"""TRL's tool loop without its repeated work, and with a callback for each generation.
+
+    per step of 64 rollouts            as shipped      here
+    JSON schemas of the tools          every prompt    once
+    the tokens behind a tool result    every call      once per result
+    a prompt's tokens                  every rollout   once per group
+    the template that reads turns      every turn ×2   once per generation
+
+The numbers that come out are the same, bit for bit. `on_rollouts` sees every generation with its rewards.
+
+Not promised: a gain without tools, or where every tool result is another; images.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.chat_template_utils import get_json_schema
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from inner.data.rendering import prompt_ids, render_text, text_of
+from inner.errors import InnerError
+
+try:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+except ImportError:  # another transformers: it parses as it does
+    load_response_template = None
+
+CACHED = 4096  # entries; tool results may be endless
+
+# (prompts, completions, rewards, name of each one's environment)
+OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]
+
+
+class LeanToolLoop(GRPOTrainer):
+    """GRPOTrainer with caches. Call `_cache_schemas` once it is built."""
+
+    on_rollouts: OnRollouts | None = None
+
+    def _cache_schemas(self) -> None:
+        self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
+        if by_environment:  # dict schemas are accepted where callables are
+            self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
+        self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
+
+    def tool_schemas(self) -> dict[str, list[Any]]:
+        """The tools that a rollout may call, by its environment's name; "" where there is one environment or none."""
+        by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
+        return {name or "": schemas for name, schemas in by_environment.items() if schemas}
+
+    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
+        shown = [{**m, "content": _shown(m["content"])} for m in tool_messages]
+        key = tuple((m["name"], m["content"]) for m in shown)
+        if key not in self._suffixes:
+            if len(self._suffixes) >= CACHED:
+                self._suffixes.clear()
+            self._suffixes[key] = super()._get_tool_suffix_ids(shown)
+        return list(self._suffixes[key])
+
+    def _tokenize_prompts(self, prompts: list) -> Any:
+        """Prompts that are equal, for the same environment, are rendered once."""
+        environments = getattr(self, "_batch_environments", None) or [None] * len(prompts)
+        rendered: dict[str, list[int]] = {}
+        keys = [f"{name}\n{json.dumps(prompt, default=id)}" for name, prompt in zip(environments, prompts, strict=True)]
+        for key, name, prompt in zip(keys, environments, prompts, strict=True):
+            if key not in rendered:
+                rendered[key] = self._prompt_ids(prompt, name)
+        return [list(rendered[key]) for key in keys], None, {}
+
+    def _prompt_ids(self, prompt: Any, environment: str | None = None) -> list[int]:
+        return prompt_ids(self.processing_class, prompt, tools=self._tools_of(environment), **self._template_options())
+
+    def _prompt_text(self, prompt: Any) -> str:
+        """A chat as the template writes it."""
+        return render_text(self.processing_class, prompt, tools=self._tools_of(None), **self._template_options())
+
+    def _tools_of(self, environment: str | None) -> list[Any]:
+        by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {}
+        return by_environment.get(environment, self._schemas)
+
+    def _template_options(self) -> dict[str, Any]:
+        options: Any = self.chat_template_kwargs
+        return {"chat_template": self.chat_template, **options}
+
+    def _generate(self, prompts: list) -> Any:
+        """TRL parses every turn with the tokenizer's response template, which a dict has to become first."""
+        tokenizer: Any = self._tokenizer
+        template = getattr(tokenizer, "response_template", None)
+        if not isinstance(template, dict) or load_response_template is None:
+            return super()._generate(prompts)
+        tokenizer.response_template = load_response_template(template)
+        try:
+            return super()._generate(prompts)
+        finally:
+            tokenizer.response_template = template
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self._settle_rewards(rewards)
+        if self.on_rollouts is not None:
+            model: Any = self.model
+            if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
+                totals = total_rewards(rewards, self.reward_weights)
+                names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
+                self.on_rollouts(prompts, completions, totals, names)
+        return rewards
+
+    def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        """The rewards that count."""
+        return rewards_B_F
+
+
+def _shown(content: Any) -> str:
+    """A tool's result as the template gets it: a text, the text of its parts, or what Python prints."""
+    try:
+        return str(text_of(content))
+    except InnerError:
+        return str(content)
+
+
+def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> list[float]:
+    """Σ over the functions of weight · reward, without those that are NaN; NaN where all are."""
+    totals = (rewards_B_F * weights_F.to(rewards_B_F)).nansum(dim=1)
+    return totals.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan).tolist()

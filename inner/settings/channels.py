@@ -1,0 +1,326 @@
+"""The weights and the knobs of the loss's three channels, and how they move: [inner.sdpo], [inner.replay].
+
+    total(t) = grpo.weight · policy  +  α(t) · sdpo  +  β(t) · replay           t: the committed outer step
+
+    α(t)   sdpo.weight   ──▶ sdpo.weight_end       ╲  straight lines over the first `schedule.weight_steps` committed
+    β(t)   replay.weight ──▶ replay.weight_end      ▏ steps, then constant; without an end, constant from the start
+    TAID   sdpo.taid_t_start ──▶ sdpo.taid_t_end   ╱
+
+A function of t alone, so all replicas that stand at t optimise the same thing, and a new session goes on where the run
+is.
+
+Not promised: that a weight means the same under another kernel: the scale of the divergence jumps at sdpo.jsd_beta = 0
+and 1, and DPO's gradient grows with the length of the responses.
+
+No torch here: configs are written and read on machines that never train.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Any, ClassVar, Self
+
+from inner.errors import InnerError
+from inner.settings.flat_names import FLAT_NAMES
+from inner.settings.tables import Table, default_of, list_settings, setting
+from inner.settings.task import GrpoSettings, ScheduleSettings
+
+
+class ChannelError(InnerError, ValueError):
+    """The settings of the channels contradict themselves."""
+
+
+TEACHERS = ("round", "frozen", "ema", "live")
+CONTEXTS = ("hint", "rollout")
+WRAPPERS = ("none", "taid", "entropy_opd", "eopd")
+DPO_VARIANTS = ("dpo", "simpo")
+
+
+@dataclass(frozen=True)
+class SdpoSettings(Table):
+    """Distillation of the model's own answers, seen with a hint or a sibling's success."""
+
+    path: ClassVar[str] = "inner.sdpo"
+    error: ClassVar[type[Exception]] = ChannelError
+
+    weight: float = setting(0.0, "α, the weight of the distillation in the loss; 0 is off.", least=0)
+    weight_end: float | None = setting(
+        None, "α after `schedule.weight_steps` committed outer steps; without it α stays.", least=0
+    )
+    context: str = setting(
+        "hint",
+        '"hint": a hint stands in front of each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
+        "\"rollout\": the SDPO paper's: the whole response again, behind a sibling's success and the errors.",
+        one_of=CONTEXTS,
+    )
+    teacher: str = setting(
+        "round",
+        'Whose weights teach: "round" θ_t as committed, the same on every replica (without a run: as they came in), '
+        '"frozen" θ₀, "ema" this session\'s own average, "live" those of this very step.',
+        one_of=TEACHERS,
+    )
+    ema_rate: float = setting(0.01, 'Of `teacher = "ema"`, per inner step.', above=0, most=1)
+    wrapper: str = setting(
+        "none",
+        '"none" is generalized JSD, "taid" TAID, "entropy_opd" a soft gate, "eopd" a hard gate.',
+        one_of=WRAPPERS,
+    )
+    jsd_beta: float = setting(0.5, "0 is forward KL, 0.5 JSD, 1 reverse KL.", least=0, most=1)
+    temperature: float = setting(1.0, "Divides the logits of student and teacher.", above=0)
+    token_clip: float | None = setting(
+        None, "Upper limit of one vocabulary entry's part in the divergence; without it, none.", above=0
+    )
+    top_k: int = setting(
+        100, '`context = "rollout"` only: the student\'s likeliest tokens, and one bucket for all others.', above=0
+    )
+    success: float = setting(
+        1.0, '`context = "rollout"` only: the reward from which on a rollout is shown to its siblings.'
+    )
+    taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
+    taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
+    entropy_opd_h_max: float | None = setting(
+        None, "Nats of entropy at which the soft gate is open; without it log V, at which it hardly opens.", above=0
+    )
+    eopd_threshold: float | None = setting(
+        None, "Nats of the teacher's entropy above which the hard gate adds forward KL.", least=0
+    )
+
+    @property
+    def is_used(self) -> bool:
+        return self.weight > 0 or (self.weight_end or 0) > 0
+
+    @property
+    def may_collapse(self) -> bool:
+        """A model that follows itself at full weight: measured, reward .94 to 0."""
+        return self.teacher == "live" and max(self.weight, self.weight_end or 0) >= 1
+
+    def check(self) -> None:
+        if self.taid_t_start > self.taid_t_end:
+            raise ChannelError(
+                f"inner.sdpo.taid_t_start = {self.taid_t_start} and inner.sdpo.taid_t_end = {self.taid_t_end} must be "
+                "0 <= start <= end <= 1."
+            )
+        if self.context == "rollout" and (self.wrapper != "none" or self.token_clip is not None):
+            raise ChannelError(
+                f'inner.sdpo.context = "rollout" has the SDPO paper\'s own loss, which takes no inner.sdpo.wrapper = '
+                f"{self.wrapper!r} and no inner.sdpo.token_clip = {self.token_clip}. Leave them out."
+            )
+        if self.wrapper == "eopd" and self.eopd_threshold is None:
+            raise ChannelError(
+                'inner.sdpo.wrapper = "eopd" adds forward KL where the teacher\'s entropy is above '
+                "inner.sdpo.eopd_threshold, which is not set. Set it, in nats: a high quantile of the teacher's "
+                "entropies, 0.8 say."
+            )
+        clip = self.token_clip
+        highest = highest_jsd_entry(self.jsd_beta)
+        if clip is not None and self.wrapper == "none" and clip >= highest:
+            raise ChannelError(
+                f"inner.sdpo.token_clip = {clip} never clips: at inner.sdpo.jsd_beta = {self.jsd_beta} no vocabulary "
+                f"entry exceeds {highest:.3f}. Set it below that (OPSD: 0.05, with inner.sdpo.jsd_beta = 0), or leave "
+                "it out."
+            )
+
+
+@dataclass(frozen=True)
+class ReplaySettings(Table):
+    """Preference pairs, such as a run's own traces make."""
+
+    path: ClassVar[str] = "inner.replay"
+    error: ClassVar[type[Exception]] = ChannelError
+
+    weight: float = setting(0.0, "β, the weight of the preference loss on `pairs`; 0 is off.", least=0)
+    weight_end: float | None = setting(
+        None, "β after `schedule.weight_steps` committed outer steps; without it β stays.", least=0
+    )
+    pairs: str | None = setting(None, "The .jsonl file of preference pairs (`save_pairs` writes it).")
+    variant: str = setting(
+        "dpo", '"dpo" against θ₀, with anchors below, or "simpo" without a reference.', one_of=DPO_VARIANTS
+    )
+    batch_size: int = setting(8, "Pairs per forward and backward pass.", above=0)
+    skip_unfit: bool = setting(
+        False, "Leave out pairs that the model's chat template cannot write, or that are too long."
+    )
+    dpo_beta: float = setting(0.1, "β of DPO.", above=0)
+    label_smoothing: float = setting(0.0, "Anchor of DPO: how likely a pair is the wrong way round.", least=0)
+    nll_weight: float = setting(0.0, "Anchor of DPO: weight of the chosen response's NLL.", least=0)
+    dpop_lambda: float = setting(0.0, "Anchor of DPO: λ of DPO-Positive.", least=0)
+    simpo_beta: float = setting(2.0, "β of SimPO.", above=0)
+    simpo_gamma: float = setting(1.0, "Margin γ of SimPO, absolute.", least=0)
+
+    @property
+    def is_used(self) -> bool:
+        return self.weight > 0 or (self.weight_end or 0) > 0
+
+    def check(self) -> None:
+        if self.label_smoothing >= 0.5:
+            raise ChannelError(
+                f"inner.replay.label_smoothing = {self.label_smoothing}: from 0.5 on the rejected response would be "
+                "preferred. Set inner.replay.label_smoothing below 0.5."
+            )
+
+
+@dataclass(frozen=True)
+class ChannelSettings:
+    """policy_weight: [inner.grpo] weight.   weight_steps: [inner.schedule] weight_steps."""
+
+    policy_weight: float = 1.0
+    sdpo: SdpoSettings = field(default_factory=SdpoSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    weight_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.check_channels()
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> Self:
+        """Make the settings from a trainer's keywords (inner/settings/flat_names.py), whose names errors use, too."""
+        tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
+        for name, value in keywords.items():
+            table, key = CHANNEL_KEYWORDS[name]
+            tables[table][key] = value
+        try:
+            return cls(
+                policy_weight=GrpoSettings(**tables["grpo"]).weight,
+                sdpo=SdpoSettings(**tables["sdpo"]),
+                replay=ReplaySettings(**tables["replay"]),
+                weight_steps=ScheduleSettings(**tables["schedule"]).weight_steps,
+            )
+        except InnerError as error:
+            raise ChannelError(_with_keywords(str(error))) from None
+
+    def to_keywords(self) -> dict[str, Any]:
+        owners = {"sdpo": self.sdpo, "replay": self.replay}
+        values = {"policy_weight": self.policy_weight, "schedule_steps": self.weight_steps}
+        for name, (table, key) in CHANNEL_KEYWORDS.items():
+            if table in owners:
+                values[name] = getattr(owners[table], key)
+        return values
+
+    # the menu at a step
+
+    def alpha_at(self, step: int) -> float:
+        return linear_ramp(self.sdpo.weight, self.sdpo.weight_end, step, self.weight_steps)
+
+    def beta_at(self, step: int) -> float:
+        return linear_ramp(self.replay.weight, self.replay.weight_end, step, self.weight_steps)
+
+    def taid_t_at(self, step: int) -> float:
+        return linear_ramp(self.sdpo.taid_t_start, self.sdpo.taid_t_end, step, self.weight_steps)
+
+    # contradictions
+
+    def check_channels(self) -> None:
+        """Check the three channels together.   Raises ChannelError."""
+        self._check_schedule()
+        for condition, holds, names in READ_ONLY_WHERE:
+            refuse_unread(self, names, is_read=holds(self), condition=condition)
+        if self.policy_weight == 0 and not (self.sdpo.is_used or self.replay.is_used):
+            raise ChannelError(
+                "inner.grpo.weight = 0 with inner.sdpo.weight = 0 and inner.replay.weight = 0 learns nothing. Set "
+                "inner.sdpo.weight = 1 for the SDPO paper's method, or leave inner.grpo.weight out."
+            )
+
+    def _check_schedule(self) -> None:
+        moving = ["inner.sdpo.weight_end"] if self.sdpo.weight_end is not None else []
+        moving += ["inner.replay.weight_end"] if self.replay.weight_end is not None else []
+        moving += ['inner.sdpo.wrapper = "taid"'] if self.sdpo.wrapper == "taid" else []
+        if moving and self.weight_steps is None:
+            raise ChannelError(
+                f"{moving[0]} moves with the committed outer steps, and nothing says over how many. Set "
+                "inner.schedule.weight_steps to the number of outer steps of the run, or to fewer."
+            )
+        if self.weight_steps is not None and not moving:
+            raise ChannelError(
+                f"inner.schedule.weight_steps = {self.weight_steps} moves nothing. Set inner.sdpo.weight_end, "
+                'inner.replay.weight_end or inner.sdpo.wrapper = "taid", or leave it out.'
+            )
+
+
+# (condition, does it hold, the settings that are read nowhere else)
+READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, ...]], ...] = (
+    (
+        "inner.sdpo.weight or inner.sdpo.weight_end is above 0",
+        lambda s: s.sdpo.is_used,
+        ("sdpo.context", "sdpo.teacher", "sdpo.ema_rate", "sdpo.wrapper", "sdpo.jsd_beta", "sdpo.temperature",
+         "sdpo.token_clip", "sdpo.top_k", "sdpo.success", "sdpo.taid_t_start", "sdpo.taid_t_end",
+         "sdpo.entropy_opd_h_max", "sdpo.eopd_threshold"),
+    ),
+    ('inner.sdpo.teacher = "ema"', lambda s: s.sdpo.teacher == "ema", ("sdpo.ema_rate",)),
+    ('inner.sdpo.context = "rollout"', lambda s: s.sdpo.context == "rollout", ("sdpo.top_k", "sdpo.success")),
+    ('inner.sdpo.wrapper = "none"', lambda s: s.sdpo.wrapper == "none", ("sdpo.jsd_beta", "sdpo.token_clip")),
+    ('inner.sdpo.wrapper = "taid"', lambda s: s.sdpo.wrapper == "taid", ("sdpo.taid_t_start", "sdpo.taid_t_end")),
+    ('inner.sdpo.wrapper = "entropy_opd"', lambda s: s.sdpo.wrapper == "entropy_opd", ("sdpo.entropy_opd_h_max",)),
+    ('inner.sdpo.wrapper = "eopd"', lambda s: s.sdpo.wrapper == "eopd", ("sdpo.eopd_threshold",)),
+    (
+        "inner.replay.weight or inner.replay.weight_end is above 0",
+        lambda s: s.replay.is_used,
+        ("replay.variant", "replay.batch_size", "replay.skip_unfit", "replay.dpo_beta", "replay.label_smoothing",
+         "replay.nll_weight", "replay.dpop_lambda", "replay.simpo_beta", "replay.simpo_gamma"),
+    ),
+    (
+        'inner.replay.variant = "dpo"',
+        lambda s: s.replay.variant == "dpo",
+        ("replay.dpo_beta", "replay.label_smoothing", "replay.nll_weight", "replay.dpop_lambda"),
+    ),
+    (
+        'inner.replay.variant = "simpo"',
+        lambda s: s.replay.variant == "simpo",
+        ("replay.simpo_beta", "replay.simpo_gamma"),
+    ),
+)  # fmt: skip
+
+
+def refuse_unread(
+    settings: Any, names: tuple[str, ...], *, is_read: bool, condition: str, error: type[InnerError] = ChannelError
+) -> None:
+    """Raise `error` for the first of `names` that is not at its default, unless they are read here.
+
+    names: "key" or "table.key", as attributes of `settings`.
+    """
+    for name in () if is_read else names:
+        table, _, key = name.rpartition(".")
+        owner = getattr(settings, table) if table else settings
+        value = getattr(owner, key)
+        if value != default_of(type(owner).__dataclass_fields__[key]):
+            raise error(
+                f"inner.{name} = {value!r} does nothing here: it is read only where {condition}. Leave inner.{name} "
+                "out, or make that so."
+            )
+
+
+def highest_jsd_entry(beta: float) -> float:
+    """The largest summand that one vocabulary entry can have (inner/losses/divergence.py). For 0 < β < 1 it is convex
+    in both probabilities, so it is highest where one of them is 1 and the other 0; a KL has no bound."""
+    return float("inf") if beta in (0, 1) else max(-beta * log(beta), -(1 - beta) * log(1 - beta))
+
+
+CHANNEL_SETTINGS = tuple(
+    name.removeprefix("inner.")
+    for table in (SdpoSettings, ReplaySettings)
+    for name in list_settings(table, f"{table.path}.")
+)
+# the keyword of a trainer -> (table, key): what a run.toml has, but the pairs, which a trainer takes as objects, too
+CHANNEL_KEYWORDS: dict[str, tuple[str, str]] = {
+    flat: (table, key)
+    for flat, dotted in FLAT_NAMES.items()
+    for table, _, key in [dotted.partition(".")]
+    if (table in ("sdpo", "replay") and dotted != "replay.pairs") or dotted in ("grpo.weight", "schedule.weight_steps")
+}
+
+
+def pop_channel_settings(options: dict[str, Any]) -> Mapping[str, Any]:
+    """The channel settings among keyword arguments, taken out of them."""
+    return {name: options.pop(name) for name in CHANNEL_KEYWORDS if name in options}
+
+
+def linear_ramp(start: float, end: float | None, step: int, steps: int | None) -> float:
+    if end is None or steps is None:
+        return start
+    return start + (end - start) * min(1.0, max(0, step) / steps)
+
+
+def _with_keywords(text: str) -> str:
+    """An error of a table, with the keywords that a caller from Python has written."""
+    for flat, (table, key) in sorted(CHANNEL_KEYWORDS.items(), key=lambda item: -len(item[1][1])):
+        text = text.replace(f"inner.{table}.{key}", flat)
+    return text

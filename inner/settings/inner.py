@@ -1,0 +1,476 @@
+"""The interface between the inner loop and its driver: a config, seeds, and seven members.
+
+    InnerConfig   plain data, JSON in and out; the defaults are the ones we would run
+    Seeds         data (the order), start (where in it), noise (sampling)
+    InnerLoop     model · optimizer · train(stop) · pop_metrics() · sample(n) · follow(step, θ) · report_to(host)
+                  one inner step = one optimizer step
+
+        build_inner ──▶ loop.train(stop) ──▶ optimizer.step() · stop()? · optimizer.step() · stop()! ──▶ returns
+                                             └ hooks on loop.optimizer may read and rewrite loop.model here
+
+The loop calls `stop` after every inner step. An exception of a hook leaves `train` unchanged.
+
+Not promised: that `stop` is asked between generation boundaries only; a driver that wants whole generations counts in
+multiples of `boundary`.
+
+No torch here: configs are written and read on machines that never train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from inner.errors import FLOAT16, InnerError
+from inner.settings.channels import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
+from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE, NOW_TABLES
+from inner.settings.lora import LoraSettings
+from inner.settings.objectives import find_objective, po_settings
+from inner.settings.process import WHOLE_SEQUENCE_LOSSES, ProcessSettings
+from inner.settings.tables import Table, list_settings, refuse_unknown, setting
+from inner.settings.task import (
+    POLICY_KNOBS,
+    DataSettings,
+    GrpoSettings,
+    RewardSettings,
+    SamplingSettings,
+    ScheduleSettings,
+    ToolworldSettings,
+)
+from inner.settings.trl import ENGINE_ONLY, HANDED_THROUGH, check_trl
+from inner.settings.vllm import VllmSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from inner.data.order import Share
+    from inner.host import Host
+
+LOOPS = ("grpo", "supervised")
+BUILT_IN_MODELS = ("toolworld", "tiny")
+OPTIMIZERS = ("adamw", "muon", "adamw8bit")
+DTYPES = ("float32", "bfloat16")
+AUTOCAST = ("auto", "bfloat16", "off")
+BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # two names of one thing in TRL
+
+# "reward", or "reward.NAME" of several | "environment" | "prompts" | "pairs" | "process" | … -> the user's file, here
+Files = Mapping[str, Path]
+Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by parameter name
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """`data` fixes the order of the data, `start` is the first inner step to run in that order, `noise` the sampling.
+
+    Two sessions of one slot have the same `data`; the second starts where the first stopped, with other noise.
+    share: the part of prompts and pairs that this replica reads; None: all of them, in the order of `data`."""
+
+    data: int
+    noise: int
+    start: int = 0
+    share: Share | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "noise", "start"):
+            if getattr(self, name) < 0:
+                raise InnerError(f"Seeds.{name} is {getattr(self, name)}; it must be 0 or more.")
+
+
+@dataclass(frozen=True)
+class InnerConfig(Table):
+    """The model, the optimizer and the batches of one replica's loop.
+
+    `None` means: the value we would run for this model (see the properties).
+    """
+
+    path: ClassVar[str] = "inner"
+
+    loop: str = setting("grpo", '"grpo": learn from rewards. "supervised": learn to continue a text.', one_of=LOOPS)
+    model: str = setting(
+        "toolworld",
+        '"toolworld" or "tiny" (supervised), built in code; a local folder; a .gguf file; or a name on the Hub.',
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model on the Hub; a run keeps the commit that it names at its start."
+    )
+    dtype: str = setting("float32", "Dtype of the trained weights.")
+    autocast: str = setting(
+        "auto",
+        'Matrix products of float32 weights in bfloat16: "auto" where a GPU has it, "bfloat16" on CPUs, too (faster on '
+        'those with AMX), "off" nowhere. Weights, gradients and moments stay float32.',
+        one_of=AUTOCAST,
+    )
+    lr: float | None = setting(
+        None, "Learning rate of the inner optimizer (default: 1e-6, with [inner.lora] 1e-4, built-in models 1e-3).",
+        above=0,
+    )  # fmt: skip
+    optimizer: str = setting(
+        "adamw",
+        '"muon": torch.optim.Muon for matrices, at AdamW\'s size of step, and AdamW for embeddings, head, norms and '
+        "biases. "
+        '"adamw8bit": bitsandbytes\', moments in 8 bits, on CUDA.',
+        one_of=OPTIMIZERS,
+    )
+    weight_decay: float = setting(0.0, "Decoupled weight decay of the optimizer.", least=0)
+    adam_beta1: float = setting(0.9, "AdamW's mean of gradients.", least=0, below=1)
+    adam_beta2: float = setting(0.95, "AdamW's mean of squared gradients.", least=0, below=1)
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0 for no clip.", least=0)
+    batch_size: int = setting(
+        32, "Completions (grpo) or sequences (supervised) per forward and backward pass.", above=0
+    )
+    gradient_accumulation_steps: int = setting(1, "Forward and backward passes per inner step.", above=0)
+    gradient_checkpointing: bool = setting(False, "Compute activations again in the backward pass: less memory.")
+
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    lora: LoraSettings | None = None
+    data: DataSettings = field(default_factory=DataSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    grpo: GrpoSettings = field(default_factory=GrpoSettings)
+    sdpo: SdpoSettings = field(default_factory=SdpoSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    process: ProcessSettings | None = None
+    vllm: VllmSettings | None = None
+    toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
+    trl: dict = setting(
+        dict,
+        "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end).",
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data, with the engine's dtype also where it is the weights' own."""
+        values = super().to_dict()
+        if self.vllm is not None:
+            values["vllm"]["dtype"] = self.engine_dtype
+        return values
+
+    @property
+    def engine_dtype(self) -> str | None:
+        """The dtype that vLLM computes in; None without it."""
+        return None if self.vllm is None else self.vllm.dtype or self.dtype
+
+    @property
+    def channels(self) -> ChannelSettings:
+        """The weights of the three channels, and how two of them are computed.   Raises ChannelError."""
+        return ChannelSettings(self.grpo.weight, self.sdpo, self.replay, self.schedule.weight_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        if self.lr is not None:
+            return self.lr
+        if self.model in BUILT_IN_MODELS:
+            return 1e-3
+        return 1e-6 if self.lora is None else 1e-4
+
+    @property
+    def completion_length(self) -> int:
+        if self.sampling.max_completion_length is not None:
+            return self.sampling.max_completion_length
+        return 24 if self.model == "toolworld" else 512
+
+    @property
+    def generation_steps(self) -> int:
+        """Micro-batches that one generation serves before TRL generates anew."""
+        stale = find_objective(self.grpo.objective).stale if self.grpo.num_iterations == 1 else 1
+        return self.grpo.num_iterations * (self.grpo.steps_per_generation or stale * self.gradient_accumulation_steps)
+
+    @property
+    def generation_size(self) -> int:
+        """Completions that one generation makes: whole groups of num_generations, scored together."""
+        return self.batch_size * (self.generation_steps // self.grpo.num_iterations)
+
+    @property
+    def objective_settings(self) -> dict[str, Any]:
+        """The objective's settings as this run has them.   Raises ObjectiveError."""
+        return po_settings(self.grpo.objective, {**self.trl, **self.grpo.overrides})
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the loss needs θ₀ all along: the reference of DPO, a KL term, a frozen teacher, a process head."""
+        if self.loop != "supervised" and self.objective_settings.get("beta"):
+            return True
+        if self.process is not None and self.process.head is not None:
+            return True
+        reference = self.replay.is_used and self.replay.variant == "dpo"
+        return reference or (self.sdpo.is_used and self.sdpo.teacher == "frozen")
+
+    @property
+    def boundary(self) -> int:
+        """Inner steps from one fresh generation to the next."""
+        if self.loop == "supervised":
+            return 1
+        return max(1, self.generation_steps // self.gradient_accumulation_steps)
+
+    @property
+    def named_files(self) -> dict[str, Any]:
+        """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …
+
+        A str; of "prompts" perhaps a list of them, or a task."""
+        parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
+        named = {kind: getattr(getattr(self, table), key, None) for kind, (table, _, key) in parts.items()}
+        named["prompts"] = self.data.source
+        return {kind: name for kind, name in named.items() if name} | self.rewards.named
+
+    @property
+    def own_code(self) -> str:
+        """The user's code, for a message about it: the rewards, the environment, or the process reward."""
+        process = self.process.function if self.process is not None else None
+        return ", ".join(self.rewards.lines.values()) or self.sampling.environment or process or ""
+
+    @property
+    def scoring_task(self) -> str | None:
+        """The task whose own scorer is the reward: there is one, and the config names no reward."""
+        return None if self.rewards.lines else self.data.task
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make the config from a table.   Raises InnerError, for an unknown key with the nearest one of all tables."""
+        refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
+        return cls(**values)
+
+    def check(self) -> None:
+        """Raise InnerError if settings contradict each other, before anything is downloaded or rented."""
+        if self.dtype == "float16":
+            raise InnerError(FLOAT16.format('inner.dtype = "float16"'))
+        if self.dtype not in DTYPES:
+            raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
+        self.channels  # noqa: B018  (it checks itself)
+        check_trl(self.trl)
+        if self.rewards.functions and "reward_weights" in self.trl:
+            raise InnerError(
+                f"inner.trl.reward_weights = {self.trl['reward_weights']} stands beside [inner.rewards.functions], "
+                "which has the weights. Leave inner.trl.reward_weights out."
+            )
+        _check_reward_weights(self)
+        self._check_pairs()
+        if self.loop == "supervised":
+            self._check_supervised()
+        else:
+            self._check_grpo()
+            self._check_sdpo()
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        """Settings that this run would never read, as check_channels does for those of the channels."""
+        unread = partial(refuse_unread, self, error=InnerError)
+        unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='inner.loop = "grpo"')
+        unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
+        unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
+        unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
+        unread(("data.columns",), is_read=bool(self.data.prompts), condition="inner.data.prompts is set")
+        has_rows = "inner.data.prompts or inner.data.task is set"
+        unread(("data.system",), is_read=bool(self.data.source), condition=has_rows)
+        unread(TASK_ONLY, is_read=bool(self.data.task), condition="inner.data.task is set")
+        unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
+
+    def _check_supervised(self) -> None:
+        if self.data.text is None:
+            raise InnerError(
+                'inner.loop = "supervised" has no text to learn from. Set inner.data.text to a .txt, .npy or .bin file.'
+            )
+        if self.model == "toolworld":
+            raise InnerError(
+                'inner.model = "toolworld" only knows its own 200 words. For inner.loop = "supervised" set '
+                'inner.model = "tiny" (bytes), a local folder or a Hub id.'
+            )
+        if self.vllm is not None:
+            raise InnerError(
+                '[inner.vllm] generates rollouts, and inner.loop = "supervised" has none. Leave the table out, or set '
+                'inner.loop = "grpo".'
+            )
+        if self.sdpo.is_used or self.replay.is_used:
+            raise InnerError(
+                f"inner.sdpo.weight = {self.sdpo.weight} and inner.replay.weight = {self.replay.weight} are terms "
+                'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
+                "to 0."
+            )
+        if self.process is not None:
+            raise InnerError(
+                '[inner.process] scores turns of rollouts, and inner.loop = "supervised" has none. Leave the table '
+                'out, or set inner.loop = "grpo".'
+            )
+
+    def _check_grpo(self) -> None:
+        if self.model == "tiny":
+            raise InnerError(
+                'inner.model = "tiny" has no chat template. Set inner.loop = "supervised" or another inner.model.'
+            )
+        self._check_groups()
+        micro = self.generation_steps
+        ga = self.gradient_accumulation_steps
+        if micro % ga and ga % micro:
+            raise InnerError(
+                f"inner.grpo.steps_per_generation * inner.grpo.num_iterations = {micro} and "
+                f"inner.gradient_accumulation_steps = {ga} do not divide each other, so generations would end inside "
+                "an inner step. Make one a multiple of the other."
+            )
+        self.objective_settings  # noqa: B018  (it checks itself)
+        self._check_vllm()
+        self._check_batching()
+        self._check_process()
+        if self.model not in BUILT_IN_MODELS:
+            self._check_own_task()
+
+    def _check_batching(self) -> None:
+        """TRL 1.16 casts the whole model to bfloat16 for its generation then, and never back."""
+        asked = [name for name in BATCHING if self.trl.get(name)]
+        if asked and self.dtype == "float32" and self.autocast != "off":
+            raise InnerError(
+                f'inner.trl.{asked[0]} = true with inner.autocast = "{self.autocast}": where products are taken in '
+                "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
+                '"off", or leave it out (on a CPU it is the slower way to generate).'
+            )
+
+    def _check_process(self) -> None:
+        if self.process is None:
+            return
+        if self.objective_settings.get("loss_type") in WHOLE_SEQUENCE_LOSSES:
+            raise InnerError(
+                f"[inner.process] gives each turn an advantage of its own, and inner.grpo.objective = "
+                f'"{self.grpo.objective}" has one for the whole rollout by its formula. Choose another objective, or '
+                "leave [inner.process] out."
+            )
+        if self.grpo.weight == 0:
+            raise InnerError(
+                "[inner.process] moves the policy gradient, which inner.grpo.weight = 0 leaves out. Set "
+                "inner.grpo.weight above 0, or leave [inner.process] out."
+            )
+
+    def _check_vllm(self) -> None:
+        if self.vllm is None:
+            if unread := [name for name in ENGINE_ONLY if name in self.trl]:
+                raise InnerError(
+                    f"inner.trl.{unread[0]} does nothing here: nothing generates with vLLM. Add the table [inner.vllm]."
+                )
+            return
+        mode = self.vllm.importance_mode
+        if self.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
+            raise InnerError(
+                f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
+                'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'
+            )
+
+    def _check_groups(self) -> None:
+        """TRL scores a whole generation at once, so it is the generation that must hold whole groups."""
+        group = self.sampling.num_generations
+        if self.generation_size % group == 0:
+            return
+        per_generation = self.generation_steps // self.grpo.num_iterations
+        fitting = group // gcd(self.batch_size, group)
+        raise InnerError(
+            f"one generation makes inner.batch_size = {self.batch_size} · steps_per_generation = {per_generation} "
+            "completions (without a setting of its own, steps_per_generation is gradient_accumulation_steps), which "
+            f"is not a multiple of num_generations = {group}, so a group would be torn apart. Set inner.batch_size to "
+            f"{group} or a multiple of it, or inner.grpo.steps_per_generation to {fitting} or a multiple of it."
+        )
+
+    def _check_own_task(self) -> None:
+        if self.data.source is None:
+            raise InnerError(
+                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
+                "inner.data.task."
+            )
+        if not self.rewards.lines and self.sampling.environment is None and self.scoring_task is None:
+            raise InnerError(
+                f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
+                "inner.sampling.environment to a class with `get_reward`."
+            )
+
+    def _check_sdpo(self) -> None:
+        if not self.sdpo.is_used:
+            return
+        has_tools = self.sampling.environment is not None or self.model == "toolworld"
+        iterations = self.sampling.max_tool_calling_iterations
+        if self.sdpo.context == "hint" and (not has_tools or iterations == 0):
+            raise InnerError(
+                f"inner.sdpo.weight = {self.sdpo.weight} learns at tool errors, and this run can never report one "
+                f"(inner.sampling.environment = {self.sampling.environment}, max_tool_calling_iterations = "
+                f'{iterations}). Set inner.sampling.environment, inner.sdpo.context = "rollout", or inner.sdpo.weight '
+                "= 0."
+            )
+        if self.sdpo.may_collapse:
+            raise InnerError(
+                f"inner.sdpo.weight = {self.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
+                'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
+            )
+
+    def _check_pairs(self) -> None:
+        if self.replay.is_used and self.replay.pairs is None:
+            raise InnerError(
+                f"inner.replay.weight = {self.replay.weight} has no pairs to learn from. Set inner.replay.pairs to the "
+                ".jsonl that `save_pairs` wrote, or inner.replay.weight = 0."
+            )
+        if self.replay.pairs is not None and not self.replay.is_used:
+            raise InnerError(
+                f"inner.replay.pairs = {self.replay.pairs!r} with inner.replay.weight = 0 would teach nothing. Set "
+                "inner.replay.weight, or leave inner.replay.pairs out."
+            )
+
+
+def _check_reward_weights(config: InnerConfig) -> None:
+    """TRL wants one for each function; an environment's get_reward has none."""
+    weights = config.trl.get("reward_weights")
+    own = config.scoring_task is not None or config.model == "toolworld"
+    functions = len(config.rewards.lines) or int(own)
+    if isinstance(weights, list) and len(weights) != functions:
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} has {len(weights)} weights, and the run has {functions} reward "
+            f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
+            "[inner.rewards.functions]."
+        )
+
+
+def _keys_of(table: type[Table]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("inner.") for name in list_settings(table, f"{table.path}."))
+
+
+TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
+MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
+TASK_ONLY = tuple(f"data.{key}" for key in ("task_options", "task_size", "task_seed", "task_chat"))
+POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
+ROLLOUTS_ONLY = (
+    "gradient_checkpointing", "trl", "data.prompts", "data.task",
+    *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
+    *(key for key in _keys_of(GrpoSettings) if key != "grpo.weight"),
+)  # fmt: skip
+WORLD_ONLY = _keys_of(ToolworldSettings)
+
+
+class InnerLoop(Protocol):
+    """The members that a driver may use. `optimizer` is the raw torch optimizer: drivers register their hooks there."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    boundary: int
+
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+        """Give the loop access to the run: its committed outer step, θ of that step by parameter name, and how many
+        replicas' pseudogradients that step averaged.
+
+        The loop calls them when it needs them."""
+        ...
+
+    def start_at(self, inner_step: int) -> None:
+        """Set the place in the order of the data, before `train`."""
+        ...
+
+    def report_to(self, host: Host) -> None:
+        """Report failures of the user's own code to `host` (inner/host.py) from now on."""
+        ...
+
+    def train(self, stop: Callable[[], bool]) -> None:
+        """Run inner steps until `stop()` is true."""
+        ...
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Means since the last pop_metrics; "samples" is a count since then."""
+        ...
+
+    def sample(self, n: int) -> dict[str, Any]:
+        """Return n or fewer of the rollouts since the last sample, as plain data; {} where there are none."""
+        ...

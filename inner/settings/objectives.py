@@ -1,0 +1,318 @@
+"""The menu of policy-gradient objectives, each a preset over TRL's knobs.
+
+    r = π / π_old per token    s = exp(mean_t log r) per sequence    A = (R - mean of the group) / scale
+
+    make_po_config("gspo", learning_rate=1e-6)                inner/settings/poconfig.py
+        │ fixed      loss_type, importance_sampling_level, …    what makes it GSPO: another value is refused
+        │ values     epsilon = 3e-4, …                          the paper's, yours to change
+        │ stale      4 steps per generation                     without it r = 1, and GSPO is GRPO
+        └▶ POConfig  a GRPOConfig that holds all this, or an error; never a preset that did not apply
+
+An on-policy run (num_iterations = 1, and a generation serves no more than one inner step) has r = 1 everywhere: clip
+ranges, caps and the sequence ratio do nothing. Where that takes an objective's point away, we say so, with the knob.
+
+Not promised: papers' results, or their batch sizes and lengths; and TRL's own GRPOTrainer knows neither gmpo (it stops
+at its first loss) nor `dynamic_sampling` and `soft_overlong_tokens` (it passes them over): those are
+ComposerReplicationTrainer's.
+
+No torch here: the menu is read on machines that never train.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from inner.errors import InnerError
+
+SCALE_REWARDS = ("batch", "group", "none")
+NEVER_CLIPS = 0.05  # a sequence's ratio is a mean over its tokens: it moves by thousandths
+RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # they act on π / π_old only
+
+
+class ObjectiveError(InnerError, ValueError):
+    """The settings are not the objective they are called."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """ratio: the knobs whose work is the objective's point, and which need π ≠ π_old.   ignores: knobs it never reads.
+    stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what is left where π = π_old."""
+
+    title: str
+    paper: str
+    formula: str
+    when: str
+    fixed: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    ratio: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
+    stale: int = 1
+    on_policy: str = "itself"
+
+
+def _fixed_settings(loss_type: str, level: str = "token", **more: Any) -> dict[str, Any]:
+    return {"loss_type": loss_type, "importance_sampling_level": level, **more}
+
+
+_CLIP = "min(r A, clip(r, 1-ε, 1+ε_high) A)"
+
+PO_OBJECTIVES: dict[str, Objective] = {
+    "grpo": Objective(
+        title="Group Relative Policy Optimization",
+        paper="arXiv 2402.03300",
+        formula=f"-mean_i mean_t {_CLIP}, A / std of the group",
+        when="the baseline of most papers; favours short right answers and long wrong ones",
+        fixed=_fixed_settings("grpo", scale_rewards="group"),
+        values={"epsilon": 0.2, "beta": 0.0},
+    ),
+    "dr_grpo": Objective(
+        title="Dr. GRPO, GRPO done right",
+        paper="arXiv 2503.20783",
+        formula=f"-Σ_i Σ_t {_CLIP} / (B · max_completion_length), A not scaled",
+        when="the default: no bias from length or from the group's spread; the loss shrinks as "
+        "max_completion_length grows",
+        fixed=_fixed_settings("dr_grpo", scale_rewards="none"),
+        values={"epsilon": 0.2, "beta": 0.0, "num_iterations": 1},
+    ),
+    "bnpo": Objective(
+        title="token mean over the micro-batch, A scaled by the batch",
+        paper="TRL's loss of that name",
+        formula=f"-Σ_i Σ_t {_CLIP} / tokens of the micro-batch, A / std of the batch",
+        when="sparse rewards at a large micro-batch; the result depends on the micro-batch's size",
+        fixed=_fixed_settings("bnpo", scale_rewards="batch"),
+        values={"epsilon": 0.2, "beta": 0.0},
+    ),
+    "dapo": Objective(
+        title="Decoupled clip and dynamic sampling",
+        paper="arXiv 2503.14476",
+        formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step; only groups with different rewards; "
+        "R - how far y reaches into the last tokens",
+        when="long answers and falling entropy; costs further generations where groups agree",
+        fixed=_fixed_settings("dapo", scale_rewards="group"),
+        values={
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "beta": 0.0,
+            "mask_truncated_completions": True,
+            "dynamic_sampling": 10,
+        },
+        ratio=("epsilon", "epsilon_high"),
+        on_policy="its token mean and its dynamic sampling, without the clip-higher",
+    ),
+    "gspo": Objective(
+        title="Group Sequence Policy Optimization",
+        paper="arXiv 2507.18071",
+        formula="-mean_i min(s A, clip(s, 1-ε, 1+ε_high) A)",
+        when="mixtures of experts and long answers, where single tokens' ratios are noise",
+        fixed=_fixed_settings("grpo", "sequence"),
+        values={"epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0},
+        ratio=("importance_sampling_level", "epsilon", "epsilon_high"),
+        stale=4,
+        on_policy="grpo",
+    ),
+    "cispo": Objective(
+        title="Clipped IS-weight Policy Optimization",
+        paper="arXiv 2506.13585",
+        formula="-Σ_i Σ_t sg(min(r, ε_high)) A log π / tokens of the inner step",
+        when="rare but decisive tokens: a capped weight, and every token keeps its gradient",
+        fixed=_fixed_settings("cispo"),
+        values={"epsilon_high": 5.0, "beta": 0.0},
+        ratio=("epsilon_high",),
+        ignores=("epsilon", "delta"),
+        on_policy="dapo's token mean",
+    ),
+    "luspo": Objective(
+        title="Length-Unbiased Sequence Policy Optimization",
+        paper="arXiv 2602.05261",
+        formula="-mean_i |y_i| min(s A, clip(s, 1-ε, 1+ε_high) A)",
+        when="gspo, where answers shrink: each sequence counts by its length",
+        fixed=_fixed_settings("luspo", "sequence"),
+        values={"epsilon": 2e-3, "epsilon_high": 2.5e-3, "beta": 0.0},
+        ratio=("importance_sampling_level", "epsilon", "epsilon_high"),
+        stale=4,
+        on_policy="dr_grpo's direction, at another scale",
+    ),
+    "sapo": Objective(
+        title="Soft Adaptive Policy Optimization",
+        paper="arXiv 2511.20347",
+        formula="-mean_i mean_t (4/τ) σ(τ (r - 1)) A, τ by the sign of A",
+        when="a clip that fades instead of cutting",
+        fixed=_fixed_settings("sapo"),
+        values={"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "beta": 0.0},
+        ratio=("sapo_temperature_pos", "sapo_temperature_neg"),
+        ignores=("epsilon", "epsilon_high", "delta"),
+        on_policy="grpo",
+    ),
+    "vespo": Objective(
+        title="Variational Sequence-level Soft Policy Optimization",
+        paper="arXiv 2602.10693",
+        formula="-Σ_i Σ_t sg(w^k exp(λ (1 - w))) A log π / tokens of the inner step, w = Π_t r; k, λ by A's sign",
+        when="very stale data: a smooth weight per sequence",
+        fixed=_fixed_settings("vespo"),
+        values={
+            "vespo_k_pos": 2.0,
+            "vespo_lambda_pos": 3.0,
+            "vespo_k_neg": 3.0,
+            "vespo_lambda_neg": 2.0,
+            "beta": 0.0,
+        },
+        ratio=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        ignores=("epsilon", "epsilon_high", "delta"),
+        on_policy="dapo's token mean",
+    ),
+    "gmpo": Objective(
+        title="Geometric-Mean Policy Optimization",
+        paper="arXiv 2507.20673",
+        formula="-mean_i exp(mean_t clip(log r, -ε, ε_high, on the side that A pushes to)) A",
+        when="outlier tokens: the geometric mean hardly feels them; ε is in log space",
+        fixed=_fixed_settings("gmpo"),
+        values={"epsilon": 0.4, "epsilon_high": 0.4, "beta": 0.0},
+        ratio=("epsilon", "epsilon_high"),
+        ignores=("delta", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
+        on_policy="grpo",
+    ),
+    "lite_ppo": Objective(
+        title="Lite PPO",
+        paper="arXiv 2508.08221",
+        formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step, A / std of the batch",
+        when="small models and plain rewards: two tricks of many, the ones that held up",
+        fixed=_fixed_settings("dapo", scale_rewards="batch"),
+        values={"epsilon": 0.2, "beta": 0.0},
+    ),
+}
+
+
+# From a name and overrides to settings
+
+
+def find_objective(name: str) -> Objective:
+    if name not in PO_OBJECTIVES:
+        near = get_close_matches(name, PO_OBJECTIVES, n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        lines = "\n".join(f"  {key:9s} {each.when}" for key, each in PO_OBJECTIVES.items())
+        raise ObjectiveError(f"objective = {name!r} is not known.{guess} The menu:\n{lines}")
+    return PO_OBJECTIVES[name]
+
+
+def po_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's settings with the overrides applied, checked. None as an override is the preset's value."""
+    preset = find_objective(name)
+    given = {k: v for k, v in overrides.items() if v is not None}
+    if "scale_rewards" in given:  # TRL takes booleans, too
+        given["scale_rewards"] = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
+    for knob in given:
+        _refuse_unread(name, preset, knob)
+    settings = {"scale_rewards": "group", **preset.values, **preset.fixed, **given}
+    if name == "dapo" and (length := settings.get("max_completion_length")):
+        settings.setdefault("soft_overlong_tokens", length // 5)  # the paper's 4096 of 20480
+    if preset.stale > 1 and not ({"steps_per_generation", "generation_batch_size", "num_iterations"} & set(given)):
+        settings["steps_per_generation"] = preset.stale * given.get("gradient_accumulation_steps", 1)
+    check_settings(name, settings)
+    return settings
+
+
+def _refuse_unread(name: str, preset: Objective, knob: str) -> None:
+    owner = knob.split("_")[0]
+    if knob in preset.ignores or (owner in ("sapo", "vespo") and owner != name):
+        raise ObjectiveError(f"objective = {name!r} does not read {knob}, so it would do nothing. Leave {knob} out.")
+
+
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise ObjectiveError if `settings` are not those of the objective `name`."""
+    preset = find_objective(name)
+    scale = settings.get("scale_rewards")
+    if scale not in SCALE_REWARDS:
+        raise ObjectiveError(f"scale_rewards = {scale!r} is not known. One of: {', '.join(SCALE_REWARDS)}.")
+    changed = [knob for knob, value in preset.fixed.items() if settings.get(knob) != value]
+    if changed:
+        _refuse_other_objective(name, preset, settings, changed)
+    low = settings.get("epsilon")
+    high = settings.get("epsilon_high")
+    if name == "dapo" and not (low is not None and high is not None and high > low):
+        raise ObjectiveError(
+            f"objective = 'dapo' clips higher than it clips low, and epsilon_high = {high} is not above epsilon = "
+            f"{low}. Set epsilon_high = 0.28, or objective = 'bnpo' or 'lite_ppo' for a token mean without it."
+        )
+    if name == "cispo" and not (high is not None and high >= 1):
+        raise ObjectiveError(
+            f"objective = 'cispo' caps every weight at epsilon_high = {high}, and an on-policy weight is 1: below 1 it "
+            "scales the whole gradient down. Set epsilon_high = 5.0."
+        )
+    for knob in ("beta", "dynamic_sampling", "soft_overlong_tokens"):
+        if not (settings.get(knob) or 0) >= 0:
+            raise ObjectiveError(f"{knob} = {settings[knob]} must be 0 (off) or more. Set {knob}.")
+    for knob in RATIO_KNOBS:
+        if settings.get(knob) is not None and not settings[knob] > 0:
+            raise ObjectiveError(f"{knob} = {settings[knob]} must be greater than 0. Set {knob}.")
+
+
+def _refuse_other_objective(name: str, preset: Objective, settings: Mapping[str, Any], changed: list[str]) -> None:
+    seen = {knob: settings.get(knob) for knob in preset.fixed}
+    others = [key for key, other in PO_OBJECTIVES.items() if all(seen.get(k) == v for k, v in other.fixed.items())]
+    others += [key for key in PO_OBJECTIVES if key in seen.values() and key not in others and key != name]
+    means = ", ".join(f"{knob} = {preset.fixed[knob]!r}" for knob in changed)
+    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
+    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
+    raise ObjectiveError(
+        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one "
+        f"{instead}. (loss types by objective: `diloco objectives`; scale_rewards: {', '.join(SCALE_REWARDS)}.)"
+    )
+
+
+# Inert or not
+
+
+def exactly_on_policy(settings: Mapping[str, Any]) -> bool:
+    """Whether π = π_old in every loss: each generation is used up within one inner step."""
+    accumulated = settings.get("gradient_accumulation_steps") or 1
+    served = (settings.get("steps_per_generation") or accumulated) * (settings.get("num_iterations") or 1)
+    return accumulated % served == 0
+
+
+def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """The knobs that do nothing in a run with these settings, of those that the objective or the user counts on."""
+    if not exactly_on_policy(settings):
+        return ()
+    counted = [*find_objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
+    return tuple(dict.fromkeys(counted))
+
+
+def inert_text(name: str, knobs: tuple[str, ...]) -> str:
+    return (
+        f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
+        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
+        "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
+    )
+
+
+# The menu
+
+
+def format_menu(settings: Mapping[str, Any] | None = None) -> str:
+    """Describe every objective: formula, knobs, when, and the knobs inert under these settings (default: on-policy).
+
+    `settings`: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing is the preset's."""
+    here = {k: v for k, v in (settings or {}).items() if v is not None}
+    return "\n\n".join(_menu_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
+
+
+def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
+    run = dict(here)
+    accumulated = run.get("gradient_accumulation_steps", 1)
+    if preset.stale > 1 and run.get("num_iterations", 1) == 1:
+        run.setdefault("steps_per_generation", preset.stale * accumulated)
+    knobs = inert_knobs(name, run)
+    state = f"inert, the run is exactly on-policy: {', '.join(knobs)}; left: {preset.on_policy}" if knobs else "active"
+    if preset.stale > 1 and not knobs and "steps_per_generation" not in here:
+        state += f", with its own steps_per_generation = {preset.stale * accumulated}"
+    shown = {**preset.fixed, **preset.values}
+    return "\n".join(
+        [
+            f"{name:9s} {preset.title} ({preset.paper})",
+            f"  loss    {preset.formula}",
+            f"  knobs   {', '.join(f'{k} = {v}' for k, v in shown.items())}",
+            f"  when    {preset.when}",
+            f"  here    {state}",
+        ]
+    )

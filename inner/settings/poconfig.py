@@ -1,0 +1,83 @@
+"""TRL's GRPOConfig that knows which objective it is.
+
+    POConfig(GRPOConfig)
+        objective              a name of the menu (inner.settings.objectives); the fields must hold it
+        dynamic_sampling       further generations at most, per batch, to replace groups whose rewards all agree; 0 off
+        soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0 off   (DAPO, eq. 13)
+
+Every config is checked when it is made.
+
+Not promised: that TRL's own trainers read the three; ComposerReplicationTrainer does.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from trl.trainer.grpo_config import GRPOConfig
+
+from inner.settings.objectives import (
+    NEVER_CLIPS,
+    PO_OBJECTIVES,
+    RATIO_KNOBS,
+    ObjectiveError,
+    check_settings,
+    inert_knobs,
+    inert_text,
+    po_settings,
+)
+
+
+@dataclass
+class POConfig(GRPOConfig):
+    objective: str = field(default="dr_grpo", metadata={"help": "Name in the menu of objectives."})
+    dynamic_sampling: int = field(default=0, metadata={"help": "Further generations per batch, at most."})
+    soft_overlong_tokens: int = field(default=0, metadata={"help": "Tokens over which the length penalty rises."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.objective, vars(self))
+        if self.soft_overlong_tokens > (self.max_completion_length or 0):
+            raise ObjectiveError(
+                f"soft_overlong_tokens = {self.soft_overlong_tokens} is more than max_completion_length = "
+                f"{self.max_completion_length}: every answer would be punished. Set it to a fifth of that, or to 0."
+            )
+
+
+def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:
+    """A POConfig (TRL's GRPOConfig and three fields) that holds the objective, with `overrides` on any setting that
+    does not make it another one. Warns where the run leaves the objective without effect."""
+    known = POConfig.__dataclass_fields__
+    if unknown := sorted(set(overrides) - set(known)):
+        near = get_close_matches(unknown[0], known, n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        raise ObjectiveError(f"TRL's GRPOConfig has no setting {', '.join(unknown)}.{guess}")
+    overrides.setdefault("max_completion_length", known["max_completion_length"].default)
+    settings = po_settings(objective, overrides)
+    config = POConfig(**settings, objective=objective)
+    for knob in {*PO_OBJECTIVES[objective].fixed, *PO_OBJECTIVES[objective].values, *RATIO_KNOBS} & set(settings):
+        if (held := getattr(config, knob)) != settings[knob]:
+            raise ObjectiveError(
+                f"objective = {objective!r} did not apply: {knob} = {settings[knob]!r} was asked for and TRL holds "
+                f"{held!r}. This TRL version is not supported; use trl 1.16."
+            )
+    _warn_if_inert(objective, vars(config), overrides)
+    return config
+
+
+def make_dr_grpo_config(**overrides: Any) -> POConfig:
+    """Dr. GRPO, the default objective."""
+    return make_po_config("dr_grpo", **overrides)
+
+
+def _warn_if_inert(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    if knobs := inert_knobs(name, settings, asked):
+        warnings.warn(inert_text(name, knobs), stacklevel=3)
+    if name in ("gspo", "luspo") and settings["epsilon"] >= NEVER_CLIPS:
+        warnings.warn(
+            f"objective = {name!r}: epsilon = {settings['epsilon']} never clips, since a sequence's ratio stays within "
+            f"a few thousandths of 1. Set epsilon = {PO_OBJECTIVES[name].values['epsilon']}.",
+            stacklevel=3,
+        )

@@ -1,0 +1,235 @@
+"""A table of the config: one frozen dataclass, whose fields are the only declaration of its settings.
+
+    weight: float = setting(0.0, "Weight of the distillation; 0 is off.", least=0)
+      │       │             │     │                                          └ bounds ─▶ checked when one is made
+      │       │             │     └ a sentence ────────────────────────────────────────▶ docs/configuration.md
+      │       └ type ───────┴ default                                        an int does for a float, a bool does not
+      └ name ─▶ run.toml, run.json, `--set`
+
+    list_settings(RunConfig) ─▶ {"inner.sdpo.weight": …}   every setting by its dotted name, for did-you-mean
+
+Not promised: contradictions between settings; the class that holds both has a `check` for those.  No torch here.
+"""
+
+import math
+import numbers
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from operator import ge, gt, le, lt
+from typing import Any, ClassVar, Self
+
+from inner.errors import InnerError
+from inner.settings.trl import ALIASES, instead_in_words
+
+SLIP = 0.85  # likeness of a key that was mistyped to the one that was meant
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """least ≤ value ≤ most, above < value < below, value among one_of.   None as a value is always within them."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    one_of: tuple[str, ...] = ()
+
+    def find_fault(self, value: Any) -> str:
+        """Return "" or, for a value outside of the bounds, the bounds in words."""
+        if self.one_of:
+            return "" if value in self.one_of else f"is not known. Use one of: {', '.join(self.one_of)}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return ""
+        limits = (
+            (self.least, ge, "at least {:g}"), (self.above, gt, "greater than {:g}"),
+            (self.most, le, "at most {:g}"), (self.below, lt, "below {:g}"),
+        )  # fmt: skip
+        asked = [(limit, holds, words) for limit, holds, words in limits if limit is not None]
+        finite = isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is no float
+        if not asked or (finite and all(holds(value, limit) for limit, holds, _ in asked)):
+            return ""
+        return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
+
+
+def setting(
+    default: Any,
+    sentence: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    one_of: tuple[str, ...] = (),
+) -> Any:
+    """A field of a table.   default: a value, or a class that makes one."""
+    metadata = {"sentence": sentence, "bounds": Bounds(least, above, most, below, one_of)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Table:
+    """path: the table's name in a run.toml.   error: raised for a value that cannot be."""
+
+    path: ClassVar[str] = ""
+    error: ClassVar[type[Exception]] = InnerError
+
+    def __post_init__(self) -> None:
+        hints = field_types(type(self))
+        for f in fields(self):
+            name = f"{self.path}.{f.name}" if self.path else f.name
+            value = as_type(getattr(self, f.name), hints[f.name], name, self.error)
+            object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
+            bounds: Bounds = f.metadata.get("bounds", Bounds())
+            if value is not None and (fault := bounds.find_fault(value)):
+                raise self.error(f"{name} = {_shown(value)} {fault}. Set {name}.")
+        self.check()
+
+    def check(self) -> None:
+        """Contradictions between the table's settings.  Raises its error."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        refuse_unknown(values, cls, error=cls.error)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# -------------------------------------------------------------------- types
+
+
+def _shown(value: Any) -> str:
+    """Return the value in a message; Python refuses to write an int of some thousands of digits."""
+    huge = isinstance(value, int) and value.bit_length() > 256
+    return f"an integer of {value.bit_length()} bits" if huge else repr(value)
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def as_type(value: Any, hint: Any, name: str, error: type[Exception]) -> Any:
+    """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, Mapping) and (table := table_class(hint)) is not None:
+        return table.from_dict(value)
+    if type(value) in options or (value is None and type(None) in options):
+        return value
+    if int in options and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if float in options and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return _as_float(value)
+    if table_class(hint) is not None:
+        raise error(f"[{name}] must be a table, found {value!r}")
+    allowed = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
+    raise error(f"{name} = {value!r} must be {allowed}, not {type(value).__name__}")
+
+
+def table_class(hint: Any) -> type[Table] | None:
+    """The table that a field of this type holds; None for a plain setting."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)  # type: ignore[return-value]
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int of 400 digits: as much out of range as infinity
+        return math.inf
+
+
+# -------------------------------------------------------------------- names
+
+
+@cache
+def list_settings(cls: type, prefix: str = "") -> Mapping[str, Field[Any]]:
+    """Dotted name -> field, of every setting in this table and those below it."""
+    found: dict[str, Field[Any]] = {}
+    for f in fields(cls):
+        below = table_class(field_types(cls)[f.name])
+        if below is not None:
+            found |= list_settings(below, f"{prefix}{f.name}.")
+        elif f.metadata.get("sentence") is not None:
+            found[prefix + f.name] = f
+    return found
+
+
+def default_of(f: Field[Any]) -> Any:
+    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+
+
+def refuse_unknown(
+    raw: Mapping[str, Any],
+    cls: type,
+    *,
+    error: type[Exception],
+    prefix: str | None = None,
+    known: Iterable[str] = (),
+    moved: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
+    """Raise `error` for the first key in `raw` that is no setting, with the nearest one of all tables.
+
+    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name or [table], and
+    perhaps a blank and a remark.
+    """
+    if prefix is None:
+        prefix = f"{cls.path}." if issubclass(cls, Table) and cls.path else ""
+    known = list(known) or list(list_settings(cls, prefix))
+    own = {f.name: table_class(field_types(cls)[f.name]) for f in fields(cls)}
+    for key, value in raw.items():
+        name = prefix + key
+        below = own.get(key)
+        if key not in own or (below is None and name not in known):
+            raise error(_unknown_text(name, known, moved))
+        if below is not None and isinstance(value, Mapping):
+            refuse_unknown(value, below, error=error, prefix=f"{name}.", known=known, moved=moved)
+
+
+def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
+    if name in moved:
+        place, _, remark = moved[name].partition(" ")
+        table, _, key = place.rpartition(".")
+        where = f"the table {place}" if place[0] == "[" else f"{key} in the table [{table}] (that is {place})"
+        text = f"{name} has moved: write {where}"
+        return f"{text}, {remark}" if remark else text
+    prefix, _, key = name.rpartition(".")
+    others = [n for n in known if n.rpartition(".")[2] == key]
+    if key in ALIASES and len(others) != 1:
+        return f"unknown setting {name}{instead_in_words(ALIASES[key])}"
+    if guess := _nearest_name(prefix, key, known, moved):
+        return f"unknown setting {name}; did you mean {guess}?"
+    here = sorted(n.rpartition(".")[2] for n in known if n.rpartition(".")[0] == prefix)
+    tables = {f"[{n.rpartition('.')[0]}]" for n in known if n.startswith(prefix and f"{prefix}.")} - {
+        f"[{prefix}]",
+        "[]",
+    }
+    more = f"; tables: {', '.join(sorted(tables))}" if tables else ""
+    return f"unknown setting {name}; known: {', '.join(here)}{more}"
+
+
+def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
+    """Return the same key in another table, else the likeliest in this one, else a key of any table that is a slip of
+    the fingers away; old names count as well."""
+    same = [n for n in known if n.rpartition(".")[2] == key]
+    near_by = [n for n in same if n == f"inner.trl.{key}"]
+    near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
+    if len(same) == 1 or len(near_by) == 1:
+        return (near_by or same)[0]
+    start = prefix and f"{prefix}."
+    here = {k: start + k for n in known if n.startswith(start) and (k := n[len(start) :].partition(".")[0])}
+    if near := get_close_matches(key, here, n=1):
+        return here[near[0]]
+    anywhere = {n.rpartition(".")[2]: n for n in known} | {
+        old.rpartition(".")[2]: new.partition(" ")[0] for old, new in moved.items()
+    }
+    if near := get_close_matches(key, anywhere, n=1, cutoff=SLIP):
+        return anywhere[near[0]]
+    return same[0] if same else ""

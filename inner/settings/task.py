@@ -1,0 +1,327 @@
+"""The tables of [inner] beside those of the channels: data, sampling, rewards, objective, schedule.
+
+    [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
+         └ text ──▶ next-token loss                    [inner.toolworld]: all of it built in
+    [inner.schedule]    what moves with the committed outer step
+
+Not promised: that a sentence here says all there is to say of a setting; docs/channels.md and `diloco objectives` do.
+No torch here.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, isfinite, pi, sqrt
+from pathlib import Path
+from typing import Any, ClassVar
+
+from inner.errors import InnerError
+from inner.settings.objectives import find_objective
+from inner.settings.tables import Table, setting
+from inner.tasks.spec import TaskSpec, check_spelling, is_task
+
+_REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
+LR_SHAPES = ("constant", "linear", "cosine")
+LR_REPLICAS: dict[str, Callable[[int], float]] = {"constant": lambda n: 1.0, "sqrt": sqrt, "linear": float}
+
+
+@dataclass(frozen=True)
+class ScheduleSettings(Table):
+    """Settings that move with the committed outer step, so that a replica that comes later is where the others are."""
+
+    path: ClassVar[str] = "inner.schedule"
+
+    lr_shape: str = setting("constant", "How inner.lr goes to `lr_end` of itself, once it has risen.", one_of=LR_SHAPES)
+    lr_warmup: int = setting(0, "Outer steps over which inner.lr rises in equal parts.", least=0)
+    lr_steps: int | None = setting(
+        None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
+    )
+    lr_replicas: str = setting(
+        "constant",
+        "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1, "
+        '√n ("sqrt") or n ("linear").',
+        one_of=tuple(LR_REPLICAS),
+    )
+    lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
+    weight_steps: int | None = setting(
+        None, "Outer steps over which `weight_end` of the channels and TAID's t are reached.", above=0
+    )
+
+    def check(self) -> None:
+        if self.lr_shape != "constant" and (self.lr_steps is None or self.lr_steps <= self.lr_warmup):
+            raise InnerError(
+                f'inner.schedule.lr_shape = "{self.lr_shape}" ends after inner.schedule.lr_steps = '
+                f"{self.lr_steps} outer steps, which must be more than inner.schedule.lr_warmup = {self.lr_warmup}. "
+                "Set it to the run's fleet.steps, say."
+            )
+        if self.lr_shape == "constant" and (self.lr_steps is not None or self.lr_end != 0):
+            raise InnerError(
+                f"inner.schedule.lr_steps = {self.lr_steps} and lr_end = {self.lr_end} do nothing with "
+                'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
+            )
+
+    def lr_factor(self, step: int, replicas: int = 1) -> float:
+        """The factor of inner.lr at committed outer step `step`, where the newest one averaged `replicas`."""
+        return self._factor_at(step) * LR_REPLICAS[self.lr_replicas](max(1, replicas))
+
+    def _factor_at(self, step: int) -> float:
+        rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
+        if self.lr_shape == "constant" or self.lr_steps is None:
+            return rise
+        done = min(1.0, max(0, step - self.lr_warmup) / (self.lr_steps - self.lr_warmup))
+        fall = done if self.lr_shape == "linear" else (1 - cos(pi * done)) / 2
+        return rise * (1 - (1 - self.lr_end) * fall)
+
+
+@dataclass(frozen=True)
+class DataSettings(Table):
+    """The data that a run learns from."""
+
+    path: ClassVar[str] = "inner.data"
+
+    prompts: str | list | None = setting(
+        None,
+        "A .jsonl, .json, .csv or .parquet file, each row with a `prompt`; a dataset of the Hub, "
+        '`"hub:openai/gsm8k/main:train"`; or a list of those. For `loop = "grpo"`.',
+    )
+    task: str | None = setting(
+        None,
+        "In the place of `prompts`: a task whose package makes the rows and scores the replies, "
+        '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`.',
+    )
+    task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
+    task_size: int = setting(1000, "Rows of the task; all that there are, where it has fewer.", above=0, most=100_000)
+    task_seed: int = setting(0, "Seed of the task's rows.", least=0, most=4000)
+    task_chat: bool = setting(
+        True, "The task's prompts are chats; false: one text each, for a model without a chat template."
+    )
+    columns: dict = setting(
+        dict, 'Columns that get another name, of training and held-out prompts: `{question = "prompt"}`.'
+    )
+    system: str | None = setting(None, "A system prompt, in front of every prompt.")
+    text: str | None = setting(
+        None, 'A .txt file, or .npy or .bin (uint16) of token ids; `loop = "supervised"` learns to continue it.'
+    )
+    context_length: int = setting(64, 'Tokens per sequence of `loop = "supervised"`.', above=0)
+
+    def check(self) -> None:
+        check_sources("inner.data.prompts", self.prompts)
+        check_task("inner.data", self.prompts, self.task)
+        if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
+            raise InnerError(f'inner.data.columns: {wrong[0]!r} is no name. Write {{question = "prompt"}}.')
+        if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
+            raise InnerError(
+                f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "
+                "Convert it, or rename it if it is plain text."
+            )
+
+    @property
+    def source(self) -> str | list[str] | None:
+        """Source of the prompts, as the config names it: files, datasets, or a task."""
+        return self.task if self.prompts is None else self.prompts
+
+    @property
+    def task_spec(self) -> TaskSpec:
+        """Spec of the task's rows; read it only where there is a task."""
+        return TaskSpec(str(self.task), self.task_size, self.task_seed, self.task_options)
+
+
+def is_one_file(prompts: str | list[str]) -> bool:
+    """Whether it is one file, which can be read as it stands: not several, none of the Hub, no task."""
+    return isinstance(prompts, str) and not prompts.startswith("hub:") and not is_task(prompts)
+
+
+def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
+    """Raise InnerError for a task that is none, stands beside prompts, or in their place.   table: "inner.data"."""
+    if task is not None and prompts:
+        raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
+    check_spelling(f"{table}.task", task)
+    if is_task(prompts):
+        raise InnerError(f'{table}.prompts = "{prompts}" is a task. Write {table}.task = "{prompts}".')
+
+
+def check_sources(name: str, prompts: str | list[str] | None) -> None:
+    """Raise InnerError for a list without names, or with anything else in it."""
+    if isinstance(prompts, list) and not (prompts and all(isinstance(one, str) and one for one in prompts)):
+        raise InnerError(f'{name} = {prompts!r} must name files or datasets. Write ["a.jsonl", "b.parquet"].')
+
+
+@dataclass(frozen=True)
+class RewardSettings(Table):
+    """The worth of an answer."""
+
+    path: ClassVar[str] = "inner.rewards"
+
+    function: str | None = setting(
+        None, '"file.py:function", called as f(completions, **columns of the prompts) -> list[float | None].'
+    )
+    functions: dict = setting(
+        dict,
+        '`[inner.rewards.functions]`: several of them, a line `"file.py:function" = weight` each, or '
+        '`"hub:OWNER/NAME" = weight` for a reward model; the reward is their weighted sum (0: logged only).',
+    )
+    retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
+    timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
+    broken: str | float = setting(
+        "worst",
+        'Worth of a completion that breaks the reward while others get numbers: "worst" (what its worst sibling got), '
+        'a number, or "none" (no advantage, which a policy can learn to reach).',
+    )
+
+    def check(self) -> None:
+        if self.broken not in ("worst", "none") and not (isinstance(self.broken, float) and isfinite(self.broken)):
+            raise InnerError(
+                f'inner.rewards.broken = {self.broken!r} is no worth. Set it to "worst", "none" or a finite number.'
+            )
+        if self.function is not None and self.function.startswith("hub:"):
+            raise InnerError(
+                f"inner.rewards.function = {self.function!r} is a reward model. Write it as a line of "
+                f'[inner.rewards.functions]: "{self.function}" = 1.0.'
+            )
+        if self.function is not None and self.functions:
+            raise InnerError(
+                f"inner.rewards.function = {self.function!r} stands beside [inner.rewards.functions]. Move it into "
+                f'that table as a line of its own: "{self.function}" = 1.0.'
+            )
+        for spelling, weight in self.functions.items():
+            self._check_line(spelling, weight)
+        if not self.functions or any(self.functions.values()):
+            return
+        raise InnerError(
+            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
+            "them a weight."
+        )
+
+    def _check_line(self, spelling: str, weight: Any) -> None:
+        name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+            raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
+        if spelling.startswith("hub:"):
+            reward_model_parts(spelling)
+        elif not all(spelling.rpartition(":")):
+            raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
+        same = [other for other in self.functions if reward_name(other) == reward_name(spelling)]
+        if len(same) > 1:
+            raise InnerError(
+                f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "
+                "logged. Rename one of the functions."
+            )
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """Kind -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
+
+        By the functions' names, which are the same on every machine, wherever the files lie; by a reward model's."""
+        if self.function is not None:
+            return {"reward": self.function}
+        return {f"reward.{reward_name(s)}": s for s in sorted(self.functions, key=reward_name)}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The lines that name a function in a file of the user's."""
+        return {kind: spelling for kind, spelling in self.lines.items() if not spelling.startswith("hub:")}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The lines that name a model on the Hub."""
+        return {kind: spelling for kind, spelling in self.lines.items() if spelling.startswith("hub:")}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Kind -> weight of each line of the table; {} for a single reward."""
+        return {kind: float(self.functions[s]) for kind, s in self.lines.items() if self.functions}
+
+
+def entry_point(spelling: str) -> str:
+    """ "rewards.py:exact" -> "exact"; a data file has none."""
+    return spelling.rpartition(":")[2] if ":" in spelling else ""
+
+
+def reward_name(spelling: str) -> str:
+    """Return the reward's name in logs: "exact" of "rewards.py:exact", "judge-1b" of "hub:me/judge-1b@v2"."""
+    return reward_model_parts(spelling)[0].rpartition("/")[2] if spelling.startswith("hub:") else entry_point(spelling)
+
+
+def reward_model_parts(spelling: str) -> tuple[str, str]:
+    """ "hub:OWNER/NAME[@REVISION]" -> "OWNER/NAME", the revision or "".   Raises InnerError."""
+    found = _REWARD_MODEL.fullmatch(spelling)
+    if found is None:
+        raise InnerError(
+            f"inner.rewards.functions: {spelling!r} is no model's name. Write hub:OWNER/NAME, perhaps with @REVISION."
+        )
+    return found["name"], found["revision"] or ""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Table):
+    """Sampling of the answers."""
+
+    path: ClassVar[str] = "inner.sampling"
+
+    num_generations: int = setting(8, "Completions per prompt: the group within which rewards are compared.")
+    max_completion_length: int | None = setting(
+        None, "Tokens of all turns together, tool results included (default: 512, ToolWorld 24).", above=0
+    )
+    temperature: float = setting(1.0, "Sampling temperature.", above=0)
+    environment: str | None = setting(
+        None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
+    )
+    max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
+
+    def check(self) -> None:
+        if self.num_generations < 2:
+            raise InnerError(
+                f"inner.sampling.num_generations = {self.num_generations}: a reward is compared within its group, so a "
+                "group needs 2 or more completions. Set inner.sampling.num_generations to 8."
+            )
+
+
+@dataclass(frozen=True)
+class GrpoSettings(Table):
+    """The policy gradient: an objective of the menu, and what of it a run changes."""
+
+    path: ClassVar[str] = "inner.grpo"
+
+    objective: str = setting(
+        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
+    )
+    weight: float = setting(
+        1.0, "Of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+    )
+    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
+    epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
+    epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
+    dynamic_sampling: int | None = setting(
+        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
+    )
+    soft_overlong_tokens: int | None = setting(
+        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
+    )
+    steps_per_generation: int | None = setting(
+        None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
+    )
+    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
+
+    def check(self) -> None:
+        find_objective(self.objective)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The objective's settings that the run overrides."""
+        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
+
+
+POLICY_KNOBS = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
+OBJECTIVE_KNOBS = (*POLICY_KNOBS, "dynamic_sampling", "soft_overlong_tokens")
+
+
+@dataclass(frozen=True)
+class ToolworldSettings(Table):
+    """The built-in task: ask for the right one of many tools."""
+
+    path: ClassVar[str] = "inner.toolworld"
+
+    kinds: int = setting(6, "Kinds of task.", above=0)
+    names: int = setting(32, "Tool names for each kind; one of them works.", above=0)
+    warm_start_steps: int = setting(450, "Supervised steps that teach the start model the format.", above=0)

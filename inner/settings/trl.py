@@ -1,0 +1,157 @@
+"""[inner.trl]: any other setting of TRL's GRPOConfig, checked without importing it.
+
+    name ─▶ in TRL_FIELDS?  no: the nearest one          ─▶ does the run set it itself?  yes: the key to use instead
+         ─▶ of the type that TRL declares?               ─▶ GRPOConfig(**…)
+
+Not promised: that TRL accepts every value of the type; a word that it does not know fails where the trainer is built.
+No torch here.
+"""
+
+import numbers
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from inner.errors import InnerError
+from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
+
+_SAME = ("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "gradient_accumulation_steps")
+_SAMPLING = ("num_generations", "max_completion_length", "temperature", "max_tool_calling_iterations")
+_GRPO = ("loss_type", "scale_rewards", "epsilon", "epsilon_high", "steps_per_generation", "num_iterations")
+_INSTEAD = {
+    "outer.sync_every and fleet.steps": ("max_steps", "num_train_epochs"),
+    "inner.lr": ("learning_rate",),
+    "inner.batch_size": ("per_device_train_batch_size", "auto_find_batch_size"),
+    "inner.gradient_checkpointing": (
+        "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+    ),
+    "seed, at the top of the run.toml": ("seed", "data_seed", "full_determinism"),
+    "inner.autocast": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
+    "[inner.schedule]": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    "inner.optimizer": ("optim", "optim_args", "optim_target_modules", "adam_epsilon"),
+    "inner.model and inner.revision": ("model_init_kwargs", "trust_remote_code"),
+    "[inner.vllm]": (
+        "use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
+        "vllm_group_port", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+        "vllm_enable_sleep_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap",
+    ),
+    "inner.grpo.steps_per_generation": ("generation_batch_size",),
+    "inner.grpo.objective": ("importance_sampling_level",),
+    "`diloco status`, `diloco report` and fleet.log_rollouts, which show what a run logs": (
+        "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node",
+        "log_level", "log_level_replica", "include_num_input_tokens_seen", "disable_tqdm", "report_to", "run_name",
+        "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "log_completions",
+        "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
+        "skip_memory_metrics", "debug",
+    ),
+    "outer.snapshot_every, and `diloco export`, which writes a model": (
+        "output_dir", "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit",
+        "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
+        "hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+        "ignore_data_skip", "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
+    ),
+    "[inner.data], whose order is the run's": (
+        "shuffle_dataset", "train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names",
+        "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+        "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+    ),
+    "nothing: the run trains, and its trainer neither evaluates nor predicts": (
+        "do_train", "do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size",
+        "prediction_loss_only", "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object",
+        "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "num_generations_eval",
+        "average_tokens_across_devices", "label_smoothing_factor",
+    ),
+    "nothing: a replica is one process on one device": (
+        "use_cpu", "local_rank", "accelerator_config", "parallelism_config", "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "fsdp",
+        "fsdp_config", "deepspeed", "ds3_gather_for_generation",
+    ),
+    "nothing: the reference of a run's KL term is θ₀": (
+        "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    ),
+}  # fmt: skip
+# a setting of TRL -> what sets it in a run
+OWNED: dict[str, str] = {
+    **{name: f"inner.{name}" for name in _SAME},
+    **{name: f"inner.sampling.{name}" for name in _SAMPLING},
+    **{name: f"inner.grpo.{name}" for name in _GRPO},
+    **{name: instead for instead, names in _INSTEAD.items() for name in names},
+}
+_ELSEWHERE = {
+    "inner.schedule.lr_warmup, in outer steps": ("warmup_ratio", "lr_warmup_ratio", "num_warmup_steps"),
+    "outer.sync_every and fleet.steps": ("epochs", "num_epochs", "total_steps", "num_train_steps", "max_train_steps"),
+    "outer.sync_every": ("inner_steps", "local_steps", "sync_steps"),
+    "outer.lr": ("outer_lr", "outer_learning_rate"),
+    "outer.momentum": ("outer_momentum",),
+    "outer.snapshot_every": ("save_every", "save_freq", "checkpoint_every", "checkpointing_steps"),
+    "fleet.replicas": ("num_replicas", "num_workers", "workers", "world_size", "num_gpus", "n_gpus", "gpus"),
+    "inner.batch_size": ("train_batch_size", "micro_batch_size", "per_device_batch_size", "mini_batch_size"),
+    "inner.model": (
+        "model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "model_path",
+    ),
+    "inner.dtype": ("torch_dtype", "precision", "mixed_precision"),
+    "inner.lora.r": ("lora_r", "lora_rank", "rank"),
+    "inner.lora.alpha": ("lora_alpha",),
+    "inner.lora.dropout": ("lora_dropout",),
+    "inner.lora.targets": ("target_modules", "lora_target_modules"),
+    "the table [inner.lora]": ("peft_config", "use_peft", "peft", "lora_config", "use_lora"),
+    "inner.rewards.function": ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward"),
+    "inner.data.prompts": ("dataset", "dataset_name", "train_dataset", "train_file", "train_files", "data_files"),
+    "eval.prompts": ("eval_dataset", "val_file", "val_files", "validation_file"),
+    "inner.data.system": ("system_prompt", "system_message"),
+    "inner.sampling.max_completion_length": (
+        "max_new_tokens", "max_tokens", "max_response_length", "response_length", "max_completion_tokens",
+    ),
+    "inner.sampling.num_generations": ("group_size", "num_samples", "rollouts_per_prompt", "rollouts_per_example"),
+    "inner.trl.beta": ("kl_coef", "kl_beta", "init_kl_coef"),
+    "nothing: no prompt is cut; leave rows that are too long out of the file": ("max_prompt_length",),
+    "nothing: weights are trained as they are; [inner.lora] needs little memory": ("load_in_4bit", "load_in_8bit"),
+}  # fmt: skip
+# the same of names that older TRLs, PEFT and other trainers have
+ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
+HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
+ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read beside [inner.vllm] alone
+
+
+def check_trl(values: Mapping[str, Any]) -> None:
+    """Raise InnerError for the first setting that TRL does not have, that the run owns, or that has another type."""
+    for name, value in values.items():
+        if name in ALIASES and name not in TRL_FIELDS:
+            raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")
+        if name not in TRL_FIELDS:
+            near = get_close_matches(name, TRL_FIELDS, n=1)
+            guess = f"did you mean {near[0]}? " if near else ""
+            raise InnerError(
+                f"unknown setting inner.trl.{name}; {guess}TRL {TRL_VERSION}'s GRPOConfig has none of that name"
+            )
+        if name in OWNED:
+            raise InnerError(f"inner.trl.{name} = {value!r}: the run sets this itself. Use {OWNED[name]}.")
+        if not _is_of_type(value, TRL_FIELDS[name].split(" | ")):
+            raise InnerError(
+                f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
+                f"{type(value).__name__}"
+            )
+    if "stop_strings" in (values.get("generation_kwargs") or ""):
+        raise InnerError(
+            "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
+            f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
+            "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
+            "several. With [inner.vllm], vLLM's own name is stop."
+        )
+
+
+def instead_in_words(instead: str) -> str:
+    """Return the rest of an error that names a key of another trainer."""
+    nothing, _, why = instead.partition("nothing: ")
+    return f". Use {instead}" if nothing else f". Leave it out: {why}"
+
+
+def _is_of_type(value: Any, options: list[str]) -> bool:
+    """An int does for a float, a bool for neither."""
+    if isinstance(value, Mapping):
+        return "dict" in options
+    if type(value).__name__ in options:
+        return True
+    return "float" in options and isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,0 +1,166 @@
+"""Builders: a model folder from a config, and a running loop from a folder.
+
+    publish_model(config, folder)                        once: the starting model, as any from_pretrained folder;
+                                                         with [inner.lora] its adapter in the folder `adapter` there
+    load_start(folder, dtype, lora)                      those weights again, rounded to the run's dtype
+    build_inner(config, folder, files, seeds) -> loop    in every session of a replica
+
+    toolworld    built and warm-started in code          tiny    built in code
+    *.gguf       dequantised (inner/models/gguf_model.py)
+    else         loaded from the folder or the Hub at `revision`, saved again
+
+Not promised: that a Hub id without `revision` means the same model tomorrow; a run names its commit
+(inner/models/hub_model.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from inner.data.prompts import local_file
+from inner.models.gguf_header import is_gguf_file
+from inner.models.gguf_model import load_gguf
+from inner.models.lora import ADAPTER, load_adapter, new_adapter, save_adapter
+from inner.rollouts.positions import number_positions
+from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
+from inner.settings.lora import LoraSettings
+from inner.settings.vllm import refuse_without_vllm
+from inner.train.supervised import SupervisedLoop, load_tokens
+from inner.train.task import load_task
+from inner.worlds.tiny import tiny_model, tiny_tokenizer
+from inner.worlds.toolworld import ToolWorld
+
+
+def build_inner(
+    config: InnerConfig,
+    model_dir: Path,
+    files: Files,
+    seeds: Seeds,
+    warmup_steps: int = 0,
+    scratch: Path | None = None,
+) -> InnerLoop:
+    """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
+
+    scratch: a folder for its libraries' files (default: a temporary one)."""
+    if config.vllm is not None:
+        refuse_without_vllm()
+    model: Any
+    model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
+    if config.lora is not None:
+        model = load_adapter(model, model_dir / ADAPTER, config.lora)
+    if config.loop == "supervised":
+        path = local_file("text", str(config.data.text), files)
+        tokens = load_tokens(path, str(config.data.text), tokenizer, model.config.vocab_size)
+        return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
+    try:
+        from inner.train.grpo import GrpoLoop
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
+    return GrpoLoop(
+        config, model, tokenizer, load_task(config, files), seeds, warmup_steps=warmup_steps, scratch=scratch
+    )
+
+
+def publish_model(config: InnerConfig, out_dir: Path) -> None:
+    """Write the starting model to `out_dir`: weights, config, tokenizer, chat template."""
+    if config.model == "toolworld":
+        world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
+        tokenizer: PreTrainedTokenizerBase = world.tokenizer()
+        model: Any = world.model(seed=0)
+        world.warm_start(model, world.tokenizer(), config.toolworld.warm_start_steps)
+        model = model.to(getattr(torch, config.dtype))
+    elif config.model == "tiny":
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(config.data.context_length)
+        model = model.to(getattr(torch, config.dtype))
+    else:
+        model, tokenizer = _load_model(config.model, config, config.revision, local=False)
+    if config.loop == "grpo":
+        number_positions(model)  # refused here, before a replica has to
+    _silence_transformers()
+    model.eval().save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    if config.lora is not None:
+        save_adapter(new_adapter(model, config.lora), out_dir / ADAPTER)
+
+
+def load_start(model_dir: Path, dtype: str, lora: LoraSettings | None = None) -> tuple[Any, list[str]]:
+    """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random.
+
+    lora: with the adapter that lies there."""
+    _silence_transformers()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise InnerError(
+            f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+        ) from error
+    model, found = loaded
+    if lora is not None:
+        model = load_adapter(model, model_dir / ADAPTER, lora)
+    return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
+
+
+def _load_model(
+    source: str, config: InnerConfig, revision: str | None, local: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    _silence_transformers()
+    where = {"revision": revision} if revision is not None else {}
+    try:
+        if is_gguf_file(source):
+            model, tokenizer = load_gguf(source, config.dtype)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, config.dtype), local_files_only=local, **where
+            )
+    except (OSError, ValueError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise InnerError(
+            f"the model {source}{at} could not be loaded: {str(error).splitlines()[0]}. Check inner.model and "
+            "inner.revision, and the Hub token if it is a private one."
+        ) from error
+    return model, _with_padding(tokenizer, model)
+
+
+def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
+    """The model in `folder` on the meta device, with the run's adapter, and its tokenizer.   Raises InnerError."""
+    _silence_transformers()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder, local_files_only=True), dtype=getattr(torch, config.dtype)
+            )
+    except (OSError, ValueError) as error:
+        raise InnerError(
+            f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+        ) from error
+    tokenizer = _with_padding(tokenizer, model)
+    model = model if config.lora is None else new_adapter(model, config.lora)
+    model.to = lambda *_, **__: model  # it has nothing that could go to a device
+    return model, tokenizer
+
+
+def _with_padding(tokenizer: Any, model: Any) -> Any:
+    """Batches of different lengths need a padding token that the model has an embedding for; no loss counts it."""
+    pad = tokenizer.pad_token_id
+    if pad is None or pad >= model.get_input_embeddings().weight.shape[0]:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _silence_transformers() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,247 @@
+"""The three-channel loss as one free function, for wiring checks and gradient-flow tests on any causal LM.
+
+    total = lm_ce + α · sdpo_jsd + β · trace_replay_dpo
+
+    lm_ce              cross-entropy of the response tokens             always
+    sdpo_jsd           student vs the same model under a hint           α > 0 and ctx_teacher_input_ids is there
+    trace_replay_dpo   DPO or SimPO on (chosen, rejected)               β > 0 and the dpo_* keys are there
+
+A channel that is off costs no forward and is 0. The student runs once for the first two. The kernels are those of the
+trainer.
+
+Pairing: masks mark tokens, the causal shift is done here. The k-th marked token of the student is compared with the
+k-th marked token of the teacher, by index, since a hint makes the teacher's row longer.
+
+Not promised: rewards. The trainer with rewards is ComposerReplicationTrainer; this is the harness around the same
+kernels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from inner.channels.terms import distillation_loss, preference_loss
+from inner.losses.divergence import zero_on_graph
+from inner.losses.preference import sequence_logprobs
+from inner.settings.channels import ChannelSettings
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """Scalars with their graph; a channel that is off is a plain 0."""
+
+    total: Tensor
+    lm_ce: Tensor
+    sdpo_jsd: Tensor
+    trace_replay_dpo: Tensor
+
+
+def compose_loss(
+    model: nn.Module,
+    batch: Batch,
+    alpha_sdpo: float = 0.0,
+    beta_replay: float = 0.0,
+    sdpo_jsd_beta: float = 0.5,
+    sdpo_temperature: float = 1.0,
+    sdpo_token_clip: float | None = None,
+    replay_dpo_beta: float = 0.1,
+    dpo_variant: Literal["dpo", "simpo"] = "dpo",
+    simpo_beta: float = 2.0,
+    simpo_gamma: float = 1.0,
+    sdpo_wrapper: Literal["none", "taid", "entropy_opd", "eopd"] = "none",
+    taid_t: float | None = None,
+    entropy_opd_h_max: float | None = None,
+    eopd_threshold: float | None = None,
+    teacher: nn.Module | None = None,
+    **anchors: float,
+) -> LossParts:
+    """One student forward (+ one teacher forward without gradient, + two for the pairs, where those channels are on).
+
+    Keys: input_ids, [attention_mask], [response_mask]; ctx_teacher_input_ids, [ctx_teacher_attention_mask],
+    [sdpo_loss_mask: without it the response], [ctx_teacher_loss_mask: without it the teacher's row is aligned at its
+    end, with as much padding behind it as the student's]; dpo_{chosen,rejected}_{input_ids, response_mask,
+    [attention_mask], ref_logprobs (dpo only)}.
+
+    teacher: a model with the same vocabulary in the place of the student itself.   anchors: replay_label_smoothing,
+    replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot be."""
+    if sdpo_wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
+        raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
+    settings = ChannelSettings.from_keywords(
+        alpha_sdpo=alpha_sdpo,
+        beta_replay=beta_replay,
+        sdpo_jsd_beta=sdpo_jsd_beta,
+        sdpo_temperature=sdpo_temperature,
+        sdpo_token_clip=sdpo_token_clip,
+        replay_dpo_beta=replay_dpo_beta,
+        dpo_variant=dpo_variant,
+        simpo_beta=simpo_beta,
+        simpo_gamma=simpo_gamma,
+        sdpo_wrapper=sdpo_wrapper,
+        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # the schedule is the caller's: taid_t
+        entropy_opd_h_max=entropy_opd_h_max,
+        eopd_threshold=eopd_threshold,
+        **anchors,  # pyright: ignore[reportArgumentType]
+    )
+    logits = _model_logits(model, batch, "")
+    lm_ce = _response_ce(logits, batch)
+    sdpo = logits.new_zeros(())
+    replay = logits.new_zeros(())
+    if alpha_sdpo > 0 and _has_tensor(batch, "ctx_teacher_input_ids"):
+        sdpo = _sdpo_term(teacher or model, logits, batch, settings, taid_t or 0.0)
+    if beta_replay > 0 and all(_has_tensor(batch, f"dpo_{side}_input_ids") for side in _SIDES):
+        replay = _replay_term(model, batch, settings)
+    return LossParts(lm_ce + alpha_sdpo * sdpo + beta_replay * replay, lm_ce, sdpo, replay)
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def _sdpo_term(teacher: nn.Module, logits: Tensor, batch: Batch, settings: ChannelSettings, taid_t: float) -> Tensor:
+    """Mean over the marked tokens."""
+    student_N_V, teacher_N_V = _paired_logits(teacher, logits, batch)
+    if student_N_V.numel() == 0:
+        return zero_on_graph(logits)
+    return distillation_loss(student_N_V, teacher_N_V, settings, taid_t) / student_N_V.size(0)
+
+
+def _replay_term(model: nn.Module, batch: Batch, settings: ChannelSettings) -> Tensor:
+    sums_2P = torch.cat([_response_logps(model, batch, side) for side in _SIDES])
+    tokens_2P = torch.cat([batch[f"dpo_{side}_response_mask"][:, 1:].sum(-1) for side in _SIDES])
+    reference = None
+    if settings.replay.variant == "dpo":
+        reference = torch.stack([_reference_logprobs(batch, side) for side in _SIDES], dim=1)
+    loss, _ = preference_loss(sums_2P, tokens_2P, reference, torch.ones_like(sums_2P.chunk(2)[0]), settings)
+    return loss
+
+
+def _reference_logprobs(batch: Batch, side: str) -> Tensor:
+    key = f"dpo_{side}_ref_logprobs"
+    if key not in batch:
+        raise KeyError(f'dpo_variant = "dpo" needs {key}: log p of each response under the reference. Or use "simpo".')
+    return batch[key]
+
+
+def _has_tensor(inputs: Batch, key: str) -> bool:
+    return key in inputs and inputs[key].numel() > 0
+
+
+def _model_logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
+    """Logits (B, T, V) of inputs[prefix + "input_ids"], padding masked where the batch has an attention mask."""
+    return model(input_ids=inputs[f"{prefix}input_ids"], attention_mask=inputs.get(f"{prefix}attention_mask")).logits
+
+
+def _response_ce(logits: Tensor, inputs: Batch) -> Tensor:
+    """Mean over the response tokens; without a response_mask: over all tokens that are not padding."""
+    targets = inputs["input_ids"].masked_fill(_response_mask(inputs) == 0, -100)[:, 1:]
+    if not bool((targets != -100).any()):
+        return zero_on_graph(logits)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+
+
+def _response_mask(inputs: Batch) -> Tensor:
+    return inputs.get("response_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
+
+
+def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
+    """Return (N, V) twice: student's and teacher's predictions of the k-th marked token of each row."""
+    student_mask = inputs.get("sdpo_loss_mask", _response_mask(inputs)).bool()
+    teacher_mask = _teacher_mask(student_mask, inputs)
+    if not torch.equal(student_mask[:, 1:].sum(-1), teacher_mask[:, 1:].sum(-1)):
+        raise ValueError(
+            f"sdpo_loss_mask marks {student_mask[:, 1:].sum(-1).tolist()} tokens per row and ctx_teacher_loss_mask "
+            f"{teacher_mask[:, 1:].sum(-1).tolist()}. Mark the same tokens in both."
+        )
+    with torch.no_grad():
+        teacher_logits = _model_logits(teacher, inputs, "ctx_teacher_")
+    if teacher_logits.size(-1) != logits.size(-1):
+        raise ValueError(
+            f"the student has {logits.size(-1)} tokens and the teacher {teacher_logits.size(-1)}: their distributions "
+            "cannot be compared. Use a teacher with the student's tokenizer."
+        )
+    _check_same_tokens(student_mask, teacher_mask, inputs)
+    # The logits at i predict token i + 1, so a mask over tokens is read from its second column on.
+    return logits[:, :-1][student_mask[:, 1:]], teacher_logits[:, :-1][teacher_mask[:, 1:]]
+
+
+def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch) -> None:
+    """The marked tokens are the same in both rows, or one distribution is compared with that of another token."""
+    own = inputs["input_ids"][:, 1:]
+    hinted = inputs["ctx_teacher_input_ids"][:, 1:]
+    if torch.equal(own[student_mask[:, 1:]], hinted[teacher_mask[:, 1:]]):
+        return
+    differ = [
+        row
+        for row in range(own.size(0))
+        if not torch.equal(own[row, student_mask[row, 1:]], hinted[row, teacher_mask[row, 1:]])
+    ]
+    raise ValueError(
+        f"the marked tokens of rows {differ[:8]} are not the same in input_ids and ctx_teacher_input_ids. Rows of "
+        "different lengths that are padded on the right cannot be aligned at their end: pass ctx_teacher_loss_mask "
+        "(span_batch makes it), or pad on the left."
+    )
+
+
+def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
+    """The teacher's own mask, or the student's moved right by as much as the teacher's row is longer: right where every
+    row has as much padding behind it as the teacher's."""
+    if "ctx_teacher_loss_mask" in inputs:
+        return inputs["ctx_teacher_loss_mask"].bool()
+    longer = inputs["ctx_teacher_input_ids"].size(1) - student_mask.size(1)
+    if longer < 0:
+        raise ValueError(
+            f"ctx_teacher_input_ids are {-longer} tokens shorter than input_ids; a hint makes them longer. Pass "
+            "ctx_teacher_loss_mask to say which tokens belong together."
+        )
+    return nn.functional.pad(student_mask, (longer, 0))
+
+
+def _response_logps(model: nn.Module, batch: Batch, side: str) -> Tensor:
+    logits = _model_logits(model, batch, f"dpo_{side}_")
+    return sequence_logprobs(logits, batch[f"dpo_{side}_input_ids"], batch[f"dpo_{side}_response_mask"])
+
+
+# A batch with text in it, for a first look
+
+
+def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: str | None = None) -> dict[str, Tensor]:
+    """One question with an answer, and one (chosen, rejected) pair, in the tokenizer's chat template where it has one.
+
+    With a `hint` the SDPO keys are there too. The reference log-probs are 0: a starting point, not a reference
+    model."""
+    question = "What is 2 + 2?"
+    answer = "2 + 2 = 4."
+    ids, mask = _encode(tokenizer, question, answer, device)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
+    for side, text in (("chosen", "4"), ("rejected", "I do not know.")):
+        pair_ids, pair_mask = _encode(tokenizer, question, text, device)
+        batch[f"dpo_{side}_input_ids"] = pair_ids
+        batch[f"dpo_{side}_response_mask"] = pair_mask
+        batch[f"dpo_{side}_ref_logprobs"] = torch.zeros(1, device=device)
+    if hint is not None:
+        hinted_ids, hinted_mask = _encode(tokenizer, f"{question} {hint}", answer, device)
+        batch |= {
+            "ctx_teacher_input_ids": hinted_ids,
+            "ctx_teacher_loss_mask": hinted_mask,
+            "sdpo_loss_mask": mask,
+        }
+    return batch
+
+
+def _encode(tokenizer: Any, question: str, answer: str, device: str) -> tuple[Tensor, Tensor]:
+    """prompt + answer + end -> ids (1, T) and the 0/1 mask of the answer's tokens."""
+    if getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False)
+    else:
+        prompt = tokenizer(question, add_special_tokens=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    response = tokenizer(answer, add_special_tokens=False)["input_ids"] + end
+    ids = torch.tensor([prompt + response], device=device)
+    mask = torch.tensor([[0] * len(prompt) + [1] * len(response)], device=device)
+    return ids, mask

@@ -1,0 +1,182 @@
+"""A replica's start without weights: its steps before it generates, on the model's shape alone.
+
+    config.json ──▶ a model on the meta device (+ adapter) ──▶ GrpoLoop, as a replica builds it
+    each prompt ──▶ template, tools, switches ──▶ ids:  are there any · does the model know them · does the user's text
+                                                        stand in them · with the completion, are they in its positions
+    a tool's result ──▶ ids
+
+    parent ── {"inner", "files", "folder", "held_out", "answer"} ──▶ this module ──▶ {"refused", "note"}
+
+Longest prompts first; prompts that are left after PROMPTS_S are not looked at, which the note says.
+
+Not promised: that generation fits the memory, or that an environment's own words, which only a rollout has, fit the
+template.
+"""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from inner.data.prompts import load_prompts
+from inner.data.rendering import template_fault
+from inner.settings.flat_names import EVAL, setting_of
+from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
+from inner.usercode.rehearse import ask_child
+
+TIME_S = 120.0
+PROMPTS_S = 30.0
+LEARNED = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?|pos_emb\w*)([._]|$)")
+Spelling = str | list[str] | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
+
+    refused: str = ""
+    note: str = ""
+
+
+def dry_run(config: InnerConfig, files: Files, folder: Path, held_out: Spelling = None) -> DryRun:
+    """Try a replica's start in another process.   folder: of the model.   held_out: how [eval] names its prompts."""
+    asked = {"folder": str(folder.absolute()), "held_out": held_out}
+    child = ask_child("inner.train.dry_run", config, files, asked, time_s=TIME_S)
+    if child.late:
+        return DryRun(note=f"not checked: whether replicas can start (trying that took longer than {TIME_S:.0f} s)")
+    if child.answer is not None:
+        return DryRun(**child.answer)
+    last = (child.stderr.strip().splitlines() or [f"exit code {child.code}"])[-1]
+    return DryRun(note=f"not checked: whether replicas can start (trying that here ended with {last:.200})")
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def check_start(
+    config: InnerConfig,
+    files: Files,
+    folder: Path,
+    held_out: Spelling = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """Build the loop without weights and check prompts and tools; -> "" or the checks that were left out.
+
+    Raises InnerError for a config that no replica could train."""
+    if config.loop == "supervised":
+        return ""
+    try:
+        loop = build_without_weights(config, files, folder)
+    except InnerError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        raise InnerError(
+            f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}"
+        ) from error
+    except (NotImplementedError, RuntimeError) as error:  # of the meta device: a replica is on none
+        return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"
+    until = clock() + PROMPTS_S
+    notes = [_check_prompts(config, loop, "prompts", config.data.source, files, lambda: clock() < until)]
+    notes += [_check_prompts(config, loop, EVAL, held_out, files, lambda: clock() < until)]
+    _check_tools(config, loop)
+    return "\n".join(filter(None, notes))
+
+
+def build_without_weights(config: InnerConfig, files: Files, folder: Path) -> Any:
+    """The GrpoLoop of a replica whose weights have no values."""
+    from inner.train.build import load_shape
+    from inner.train.grpo import GrpoLoop
+    from inner.train.task import load_task
+
+    model, tokenizer = load_shape(config, folder)
+    task = load_task(config, files, models=False)
+    return GrpoLoop(config, model, tokenizer, task, Seeds(data=0, noise=0), has_weights=False)
+
+
+def _check_prompts(
+    config: InnerConfig, loop: Any, kind: str, source: Spelling, files: Files, may_go_on: Callable[[], bool]
+) -> str:
+    if source is None:
+        return ""
+    rows = load_prompts(source, files, config.data, kind=kind)
+    limits = partial(_ids_fault, config, loop.trainer, positions_of(loop.model))
+    by_length = sorted(enumerate(rows, 1), key=lambda row: -len(json.dumps(row[1]["prompt"], default=str)))
+    for looked_at, (number, row) in enumerate(by_length):
+        if not may_go_on():
+            left = len(rows) - looked_at
+            return f"not checked: {left:,} of {len(rows):,} prompts, the shorter ones ({setting_of(kind, source)})"
+        if fault := _prompt_fault(config, loop.trainer, row["prompt"]) or limits(row["prompt"]):
+            raise InnerError(f"{setting_of(kind, source)} = {source!r}, prompt {number} {fault}")
+    return ""
+
+
+def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
+    """ "" or why the chat template cannot write it."""
+    if isinstance(prompt, str):
+        calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, which makes them."
+        return calls if trainer.tools else ""
+    return template_fault(trainer._prompt_text, prompt, config)
+
+
+def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt: Any) -> str:
+    """ "" or why the model cannot go on from it."""
+    try:
+        ids = trainer._prompt_ids(prompt)
+    except Exception as error:  # half a pair of UTF-16, say, which tokenizers take for no text
+        return f"cannot be read by the tokenizer of {config.model}: {type(error).__name__}: {error}"
+    known = trainer.model.get_input_embeddings().weight.shape[0]
+    completion = config.completion_length
+    if not ids:
+        return "has no tokens. Write something there."
+    if max(ids) >= known:
+        return (
+            f"has the token {max(ids)}, and the model's embeddings end at {known - 1}. The tokenizer and the weights "
+            f"of {config.model} are not of one model; save both together."
+        )
+    if positions is not None and len(ids) + completion > positions:
+        return (
+            f"has {len(ids)} tokens, and with inner.sampling.max_completion_length = {completion} they are more than "
+            f"the {positions} positions that {config.model} knows. Shorten the prompt, or lower that setting."
+        )
+    return ""
+
+
+def positions_of(model: Any) -> int | None:
+    """Return the length of the model's table of positions; None for a model that computes them."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    tables = [*model.named_parameters(), *model.named_buffers()]
+    has_table = any(LEARNED.search(name) and limit is not None and tensor.shape[0] >= limit for name, tensor in tables)
+    return limit if has_table else None
+
+
+def _check_tools(config: InnerConfig, loop: Any) -> None:
+    """A tool's result can be put behind a call."""
+    for schema in next(iter(loop.trainer.tool_schemas().values()), [])[:1]:
+        try:
+            loop.trainer._get_tool_suffix_ids([{"role": "tool", "name": schema["function"]["name"], "content": "1"}])
+        except Exception as error:
+            raise InnerError(
+                f"inner.sampling.environment = {config.sampling.environment!r}: the chat template of {config.model} "
+                f"cannot write a tool's result: {error}. Take a model that calls tools."
+            ) from error
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    files = {k: Path(v) for k, v in asked["files"].items()}
+    config = InnerConfig.from_dict(asked["inner"])
+    try:
+        answer = {"note": check_start(config, files, Path(asked["folder"]), asked["held_out"])}
+    except InnerError as error:
+        answer = {"refused": str(error)}
+    Path(asked["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,304 @@
+"""The RL inner loop: one ComposerReplicationTrainer for the whole process, stopped from outside.
+
+    train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
+                   └ every `boundary` inner steps         └ hooks on the raw optimizer
+
+One trainer per process, because a second one on the same model nests its forward once more, and starting `train` costs
+half a second. The optimizer is ours and raw, because accelerate's wrapper has no step hooks.
+
+Quiet: no prints, no progress bars, no reports, no files but a temporary folder that goes away.
+
+Not promised: a second session with the same bits; sampling is seeded by `seeds.noise`.
+"""
+
+import copy
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import data
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from inner.host import Host
+from inner.models.lora import drop_reference_copy
+from inner.models.optim import RunSchedule, make_optimizer
+from inner.models.precision import casts_products, gpu_has_bfloat16
+from inner.rollouts.engine import MASKED, MaskedShare
+from inner.rollouts.generation import BROKEN
+from inner.rollouts.sample import RolloutSample, secrets_here
+from inner.rollouts.scoring import committed_weights, score_rows
+from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
+from inner.settings.poconfig import POConfig, make_po_config
+from inner.train.metric_means import MetricMeans
+from inner.train.task import Task
+from inner.train.trainer import ComposerReplicationTrainer
+from inner.usercode.reward_calls import RewardCalls
+
+# transformers 5.17, the newest that vLLM 0.31 takes, has the older name alone; later ones warn of it
+NAMES = POConfig.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
+FOREVER = 10**9  # inner steps; the real end is `stop`
+METRIC_NAMES = {
+    "loss/total": "loss",
+    "loss/grpo": "loss/grpo",
+    "loss/router": "loss/router",
+    "loss/sdpo_kl": "loss/sdpo_kl",
+    "loss/trace_replay_dpo": "loss/trace_replay_dpo",
+    "loss/alpha_sdpo": "loss/alpha_sdpo",
+    "loss/beta_replay": "loss/beta_replay",
+    "reward": "reward",
+    BROKEN: "reward_broken",
+    "reward_std": "reward_std",
+    "frac_reward_zero_std": "equal_groups",
+    "kl": "kl",
+    "dynamic/informative": "informative_groups",
+    "dynamic/generations": "further_generations",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "sampling/sampling_logp_difference/mean": "engine_logp_difference",
+    "sampling/sampling_logp_difference/max": "engine_logp_difference_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
+    MASKED: "importance_masked",
+    "completions/mean_length": "completion_length",
+    "tools/failure_frequency": "tool_failures",
+    "process/score": "process_score",
+    "process/coverage": "process_coverage",
+    "sdpo/coverage": "sdpo_coverage",
+    "sdpo/error_turns": "sdpo_error_turns",
+    "replay/coverage": "replay_coverage",
+    "replay/accuracy": "replay_accuracy",
+    "replay/chosen_logp": "replay_chosen_logp",
+    "grpo/coverage": "grpo_coverage",
+    "grpo/grad_norm": "grpo_grad_norm",
+    "sdpo/grad_norm": "sdpo_grad_norm",
+    "replay/grad_norm": "replay_grad_norm",
+}
+
+
+@contextmanager
+def _silence_libraries() -> Iterator[None]:
+    """TRL 1.16 uses names that transformers 5.23 deprecates, and says at each construction that environments may
+    change."""
+    transformers_logging.set_verbosity_error()
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+        yield
+
+
+class GrpoLoop:
+    """An InnerLoop."""
+
+    def __init__(
+        self,
+        config: InnerConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        seeds: Seeds,
+        warmup_steps: int = 0,
+        scratch: Path | None = None,
+        has_weights: bool = True,
+    ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise InnerError(
+                f"inner.model = {config.model!r}: its tokenizer has no eos_token, so no completion could end. Next: "
+                'tokenizer.eos_token = "…", tokenizer.save_pretrained(FOLDER), and that folder for inner.model.'
+            )
+        self.config = config
+        self._has_weights = has_weights  # without, it can be built and asked, and takes no step
+        self.boundary = config.boundary
+        self.model: nn.Module = model
+        self.optimizer: Optimizer = make_optimizer(config, model)
+        self._means = MetricMeans()
+        self._theta: Theta | None = None
+        self._reward_calls = RewardCalls(
+            config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic,
+            broken=config.rewards.broken,
+        )  # fmt: skip
+        self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
+        self._folder = self._own_folder.name if self._own_folder else str(scratch)
+        self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
+        self._reward_calls.skip_rewardless(self.optimizer)  # after its schedule has wrapped it
+        self.trainer.remove_callback(PrinterCallback)
+        self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
+        self.trainer.add_callback(self._watch)
+        self._rollouts = RolloutSample(seeds.noise)
+        self.trainer.on_rollouts = self._rollouts.add_batch
+
+    @_silence_libraries()
+    def _build_trainer(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        seeds: Seeds,
+        warmup_steps: int,
+    ) -> ComposerReplicationTrainer:
+        config = self.config
+        self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
+        arguments = trainer_arguments(config, seeds, self._folder)
+        if not self._has_weights:
+            arguments.use_vllm = False
+            arguments.beta = 0.0  # else TRL reads a reference from the disk
+        trainer = ComposerReplicationTrainer(
+            model=model,
+            reward_funcs=task.rewards,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
+            processing_class=tokenizer,
+            optimizers=(self.optimizer, self._schedule),
+            environment_factory=task.environment,
+            objective=config.grpo.objective if self._has_weights else None,
+            **config.channels.to_keywords(),
+            pairs=task.pairs,
+            hint=task.hint,
+            process=task.process,
+            data_seed=seeds.data,
+            share=seeds.share,
+            start=seeds.start,
+            reward_calls=self._reward_calls,
+            engine_dtype=config.engine_dtype,
+        )
+        trainer.train_dataset = Rows(task.rows)
+        drop_reference_copy(model)
+        return trainer
+
+    def report_to(self, host: Host) -> None:
+        self._reward_calls.host = host
+        self.trainer.report_to(host)
+
+    def start_at(self, inner_step: int) -> None:
+        self.trainer.start_at(inner_step)
+
+    def train(self, stop: Callable[[], bool]) -> None:
+        """Inner steps until `stop()`."""
+        self._watch.stop = stop
+        with _silence_libraries():
+            self.trainer.train()
+
+    def pop_metrics(self) -> dict[str, float]:
+        return self._means.pop_metrics()
+
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+        self._theta = theta
+        self.trainer.follow(step, theta)
+        self._schedule.follow(step, replicas)
+
+    def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
+        """Rewards of one completion per row under θ as committed (inner/rollouts/scoring.py)."""
+        with _silence_libraries(), committed_weights(self.model, self._theta):
+            return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
+
+    def sample(self, n: int) -> dict[str, Any]:
+        """Return {"rollouts", "tools"}; {} if there are no rollouts."""
+        rollouts = self._rollouts.take(n, secrets_here())
+        return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
+
+
+class Rows(data.Dataset):
+    """The rows as the file has them, a copy each time.  A `datasets.Dataset` would give the values of a column one
+    type: 7 beside 3.5 became 7.0, and a tool's arguments those of all others with None."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return copy.deepcopy(self._rows[index])
+
+
+class _Watch(TrainerCallback):
+    """Reads a step's numbers before the optimizer's hooks run, and asks `stop` after every step."""
+
+    def __init__(
+        self,
+        trainer: ComposerReplicationTrainer,
+        optimizer: Optimizer,
+        means: MetricMeans,
+        config: InnerConfig,
+        reward_calls: RewardCalls,
+    ) -> None:
+        self.trainer = trainer
+        self.optimizer = optimizer
+        self.means = means
+        self.reward_calls = reward_calls
+        self.rollouts = config.batch_size * config.gradient_accumulation_steps
+        self.generation_size = config.generation_size
+        self.masked = MaskedShare(config.vllm.importance_clip) if config.vllm is not None else None
+        self.stop: Callable[[], bool] = lambda: True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics = self.trainer._metrics["train"]
+        if missing := self.reward_calls.take_missing():
+            self.means.count("reward_missing", missing)
+        if self.reward_calls.rewardless:
+            return metrics.clear()  # it is no inner step
+        for source, name in METRIC_NAMES.items():
+            for value in metrics.get(source, ()):
+                self.means.note(name, value)
+        if self.masked is not None:
+            for share in metrics.get(MASKED, ()):
+                self.masked.note(share, self.generation_size, self.reward_calls.host)
+        self._note_rewards(metrics)
+        metrics.clear()  # they have no other reader: TRL's own log is off
+        self.means.note("lr", self.optimizer.param_groups[0]["lr"])
+        self.means.count("samples", self.rollouts)
+
+    def _note_rewards(self, metrics: Any) -> None:
+        """The mean of each reward by its name, where there are several."""
+        names: list[str] = self.trainer.reward_func_names
+        for name in names if len(names) > 1 else ():
+            for value in metrics.get(f"rewards/{name}/mean", ()):
+                self.means.note(f"reward/{name}", value)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop():
+            control.should_training_stop = True
+
+
+def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
+    """TRL's settings. Its defaults are for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
+    steps."""
+    return make_po_config(
+        config.grpo.objective,
+        output_dir=folder,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=casts_products(config.autocast, config.dtype, gpu_has_bfloat16()),
+        **{CHECKPOINTING: config.gradient_checkpointing},
+        max_steps=FOREVER,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        steps_per_generation=config.generation_steps // config.grpo.num_iterations,
+        num_iterations=config.grpo.num_iterations,
+        num_generations=config.sampling.num_generations,
+        max_completion_length=config.completion_length,
+        max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
+        temperature=config.sampling.temperature,
+        **(config.vllm.to_trl() if config.vllm is not None else {}),
+        **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
+        **config.trl,
+        **config.grpo.overrides,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate=config.learning_rate,
+        seed=seeds.noise % 2**32,  # numpy's limit; it seeds sampling only, the data order is ours
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,134 @@
+"""The plain inner loop: next-token loss on one line of tokens.
+
+    tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
+    step i   is made of micro-batches i·GA … i·GA + GA - 1, each drawn from (data seed, its number): data/order.py
+
+Not promised: that every token is seen once per epoch; windows are drawn with replacement. No trl here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from inner.data.order import window_starts
+from inner.host import Host
+from inner.models.optim import RunSchedule, make_optimizer
+from inner.models.precision import casts_products, check_precision, gpu_has_bfloat16
+from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
+from inner.train.metric_means import MetricMeans
+
+
+class SupervisedLoop:
+    """An InnerLoop. One `train` call after another goes on in the data."""
+
+    boundary = 1
+
+    def __init__(
+        self,
+        config: InnerConfig,
+        model: nn.Module,
+        tokens: np.ndarray,
+        seeds: Seeds,
+        warmup_steps: int = 0,
+    ) -> None:
+        if len(tokens) <= config.data.context_length:
+            raise InnerError(
+                f"inner.data.text = {config.data.text!r} has {len(tokens)} tokens, fewer than one window of "
+                f"context_length + 1 = {config.data.context_length + 1}. Give a longer text, or lower "
+                "inner.data.context_length."
+            )
+        check_precision(model)
+        torch.manual_seed(seeds.noise)
+        self.config = config
+        self.tokens = tokens
+        self.seeds = seeds
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: nn.Module = model.to(self.device)
+        self.optimizer: Optimizer = make_optimizer(config, self.model)
+        self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
+        self._casts = casts_products(config.autocast, config.dtype, gpu_has_bfloat16())
+        self._next = seeds.start
+        self._means = MetricMeans()
+
+    def start_at(self, inner_step: int) -> None:
+        self._next = inner_step
+
+    def train(self, stop: Callable[[], bool]) -> None:
+        """Inner steps until `stop()`."""
+        self.model.train()
+        while True:
+            self._train_step()
+            if stop():
+                return
+
+    def pop_metrics(self) -> dict[str, float]:
+        return self._means.pop_metrics()
+
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+        """The rate alone depends on where the run stands."""
+        self._schedule.follow(step, replicas)
+
+    def report_to(self, host: Host) -> None:
+        """Do nothing: no code of the user's runs here."""
+
+    def sample(self, n: int) -> dict[str, Any]:
+        return {}
+
+    def batch(self, micro: int) -> Tensor:
+        """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""
+        width = self.config.data.context_length + 1
+        size = self.config.batch_size
+        starts = window_starts(len(self.tokens), width, size, self.seeds.data, micro)
+        ids_B_T = np.stack([self.tokens[start : start + width] for start in starts]).astype(np.int64)
+        return torch.from_numpy(ids_B_T).to(self.device)
+
+    def _train_step(self) -> None:
+        ga = self.config.gradient_accumulation_steps
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = sum(self._backward_pass(self._next * ga + k) for k in range(ga))
+        limit = self.config.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self._means.note("loss", loss)
+        self._means.note("grad_norm", float(norm))
+        self._means.note("lr", self.optimizer.param_groups[0]["lr"])
+        self._means.count("samples", ga * self.config.batch_size)
+        self._next += 1  # before the hooks: they see this step as done
+        self.optimizer.step()
+        self._schedule.step()
+
+    def _backward_pass(self, micro: int) -> float:
+        ids_B_T = self.batch(micro)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._casts):
+            logits = self.model(input_ids=ids_B_T[:, :-1]).logits.float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids_B_T[:, 1:].flatten())
+        loss = loss / self.config.gradient_accumulation_steps
+        loss.backward()
+        return float(loss.detach())
+
+
+def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
+    """.txt is tokenised; .npy holds token ids; .bin holds raw uint16 token ids."""
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r")
+    elif path.suffix == ".bin":
+        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    else:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InnerError(
+            f"inner.data.text = {spelling!r} holds {tokens.dtype} of shape {tokens.shape}; token ids are one line of "
+            "integers. Save a one-dimensional integer array."
+        )
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise InnerError(
+            f"inner.data.text = {spelling!r} holds token ids from {tokens.min()} to {tokens.max()}; the model knows 0 "
+            f"to {vocabulary - 1}. Tokenise it with this model's tokenizer."
+        )
+    return tokens

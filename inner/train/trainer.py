@@ -1,0 +1,463 @@
+"""GRPO with two terms beside it, as a subclass of TRL's GRPOTrainer.
+
+    total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, as TRL's loss is
+
+    rollout   prompt │ turn 0: <call> t3_9 … │ {'error': …} │ turn 1 …
+                     └────────┬──────────────┘
+    teacher   prompt + hint │ turn 0           one forward, no gradient
+    student   GRPO's own forward: its backbone output is caught by a hook, so there is no second student forward
+    replay    pairs (prompt, chosen, rejected) one forward, with gradient
+
+"hint" is Composer's shape (a hint at the failing turn, added to RL) with OPSD's kernel; "rollout" is the SDPO paper's
+method, which scores whole responses again (and replaces the policy gradient: policy_weight = 0).
+
+α = β = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's. A term without tokens or
+pairs in a batch is 0 on the graph and runs no forward.
+
+Not promised: more than one process per model, vision models, or that α carries over to another `sdpo_jsd_beta`.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from inner.channels.hints import Hint, templates
+from inner.channels.lessons import Rollout, hint_lessons, rollout_lessons
+from inner.channels.process_head import open_process
+from inner.channels.process_reward import ProcessReward, ScoredSpan, process_advantages, score_steps
+from inner.channels.reference import ReplayPairs, pair_logprobs
+from inner.channels.spans import HintSplicer, Lesson, Turn
+from inner.channels.teacher import DistillationTeacher
+from inner.channels.terms import (
+    causal_lm,
+    distillation_loss,
+    logits_at,
+    preference_loss,
+    self_distillation_loss,
+    tap_gradient_norm,
+)
+from inner.data.order import Share, step_in_generation
+from inner.host import Host
+from inner.losses.divergence import zero_on_graph
+from inner.models.precision import check_precision
+from inner.replay.pairs import DPOPair
+from inner.rollouts.generation import GenerationTrainer
+from inner.settings.channels import ChannelSettings, linear_ramp, pop_channel_settings
+from inner.settings.inner import InnerError, Theta
+from inner.usercode.hint_calls import ForgivingHint
+from inner.usercode.process_calls import ForgivingProcess
+
+# In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
+LESSONS = "sdpo_lessons"
+
+
+class ComposerReplicationTrainer(GenerationTrainer):
+    """GRPOTrainer plus:
+
+    objective         the name in the menu that `args` must hold (make_po_config makes such); None: not checked
+    alpha_sdpo        weight of the distillation; 0 is off
+    beta_replay       weight of the preference term on `pairs`; 0 is off
+    pairs             DPOPairs, or the .jsonl that has them
+    hint              (row, error) -> text or None; default: templates over the error and the tools (channels/hints.py)
+    sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
+    process           a ProcessReward: scores of single turns beside the rewards, as (B, T) advantages; None: without
+    data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
+                      without data_seed: TRL's own sampler, and pairs in the order of args.seed
+    share             instead of data_seed: the order of a replica that reads a part of the rows (inner/data/order.py)
+    and every channel setting under its name in inner/settings/flat_names.py; everything else is TRL's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: str | None = None,
+        alpha_sdpo: float = 0.0,
+        beta_replay: float = 0.0,
+        sdpo_jsd_beta: float = 0.5,
+        sdpo_temperature: float = 1.0,
+        sdpo_token_clip: float | None = None,
+        replay_dpo_beta: float = 0.1,
+        sdpo_teacher: str | nn.Module = "round",
+        sdpo_wrapper: str = "none",
+        dpo_variant: str = "dpo",
+        pairs: Sequence[DPOPair] | str | Path | None = None,
+        hint: Hint | None = None,
+        process: ProcessReward | None = None,
+        data_seed: int | None = None,
+        start: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        other = sdpo_teacher if isinstance(sdpo_teacher, nn.Module) else None
+        self.channels = ChannelSettings.from_keywords(
+            alpha_sdpo=alpha_sdpo,
+            beta_replay=beta_replay,
+            sdpo_jsd_beta=sdpo_jsd_beta,
+            sdpo_temperature=sdpo_temperature,
+            sdpo_token_clip=sdpo_token_clip,
+            replay_dpo_beta=replay_dpo_beta,
+            sdpo_teacher="frozen" if isinstance(sdpo_teacher, nn.Module) else sdpo_teacher,
+            sdpo_wrapper=sdpo_wrapper,
+            dpo_variant=dpo_variant,
+            **pop_channel_settings(kwargs),
+        )
+        self.reads_turns = self.channels.sdpo.is_used or process is not None
+        super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
+        check_precision(self.accelerator.unwrap_model(self.model))
+        self.alpha_sdpo = alpha_sdpo
+        self.beta_replay = beta_replay
+        self.hint = hint or templates
+        self._forgiving: Hint | None = None
+        self._step_of_run: Callable[[], int] | None = None
+        self._theta: Theta | None = None
+        model = self.accelerator.unwrap_model(self.model)
+        self._process = None if process is None else open_process(process, self.loss_type, model)
+        self._score_steps: Callable[[Sequence[Rollout]], list[ScoredSpan]] | None = (
+            None if self._process is None else partial(score_steps, self._process)
+        )
+        self._take_over_truncation()
+        self._open_channels(pairs, other)
+
+    # the channels: their needs besides a batch
+
+    def _open_channels(self, pairs: Sequence[DPOPair] | str | Path | None, other: nn.Module | None) -> None:
+        channels = self.channels
+        self._splice = HintSplicer(self._render_ids) if channels.sdpo.is_used else None
+        self._teacher = self._new_teacher(other) if channels.sdpo.is_used else None
+        self._replay: ReplayPairs | None = None
+        if channels.sdpo.is_used and channels.sdpo.context == "hint":
+            self._refuse_without_errors()
+        if channels.sdpo.may_collapse:
+            warnings.warn(
+                f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set it "
+                'to .1 or less, or sdpo_teacher = "round".',
+                stacklevel=3,
+            )
+        if pairs is not None and not channels.replay.is_used:
+            raise InnerError("pairs with beta_replay = 0 would teach nothing. Set beta_replay, or leave pairs out.")
+        if channels.replay.is_used:
+            if pairs is None:
+                raise InnerError(f"beta_replay = {self.beta_replay} has no pairs to learn from. Pass pairs.")
+            self._replay = self._read_pairs(pairs)
+
+    def _new_teacher(self, other: nn.Module | None) -> DistillationTeacher:
+        student = self.accelerator.unwrap_model(self.model)
+        other = other.to(self.accelerator.device) if other is not None else None
+        return DistillationTeacher(self.channels.sdpo.teacher, student, self.channels.sdpo.ema_rate, other)
+
+    def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
+        student: Any = self.accelerator.unwrap_model(self.model)
+        limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
+        skip = self.channels.replay.skip_unfit
+        replay = ReplayPairs(pairs, self._render_ids, self.processing_class, limit, skip)
+        if self.channels.replay.variant == "dpo" and not next(student.parameters()).is_meta:
+            with self.accelerator.autocast():
+                replay.measure_reference(student, self.channels.replay.batch_size, self.accelerator.device)
+        self._pair_at = replay.pair_order(self.share or Share(cast(Any, self.args).seed))
+        return replay
+
+    def _refuse_without_errors(self) -> None:
+        if not (self.tools and self.max_tool_calling_iterations):
+            raise InnerError(
+                f"alpha_sdpo = {self.alpha_sdpo} learns at tool errors, and this trainer can never see one (tools: "
+                f"{len(self.tools)}, max_tool_calling_iterations: {self.max_tool_calling_iterations}). Pass tools or "
+                'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
+            )
+
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
+
+        Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
+        self._step_of_run = step
+        self._theta = theta
+
+    def report_to(self, host: Host) -> None:
+        """An error in a hint from now on costs only that hint, one in a process reward the scores of its batch; both
+        are reported to `host`."""
+        self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
+        if self._process is not None:
+            self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
+
+    def _committed_step(self) -> int:
+        return self.state.global_step if self._step_of_run is None else self._step_of_run()
+
+    # the lessons
+
+    def _take_over_truncation(self) -> None:
+        """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
+        tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
+        self._masks_truncated = self.reads_turns and self.mask_truncated_completions
+        if self._masks_truncated:
+            self.mask_truncated_completions = False
+
+    def _generate_rollouts(self, inputs: Any) -> Any:
+        batch = super()._generate_rollouts(inputs)
+        if not self.reads_turns:
+            return batch
+        turns = self._turns or [[] for _ in inputs]
+        rollouts = _rollouts_of(inputs, batch, turns, self._rewards, self._completions)
+        if self._process is not None and self._mode() == "train":
+            batch["advantages"] = self._process_advantages(self._process, rollouts, batch)
+        lessons = self._make_lessons(rollouts) if self.channels.sdpo.is_used else None
+        if self._masks_truncated:
+            batch |= self._without_truncated(batch)
+        if lessons is None:
+            return batch
+        batch[LESSONS] = lessons
+        errors = sum(turn.error is not None for rollout in turns for turn in rollout)
+        self._record_metric("sdpo/error_turns", errors / len(inputs))
+        self._record_metric("sdpo/coverage", sum(bool(rollout) for rollout in lessons) / len(inputs))
+        return batch
+
+    def _without_truncated(self, batch: Any) -> dict[str, Tensor]:
+        """The masks of the policy loss as TRL's mask_truncated_completions has them; the attention mask stays whole."""
+        tokenizer: Any = self._tokenizer
+        ends = torch.tensor([*self.eos_token_ids, tokenizer.pad_token_id], device=batch["completion_ids"].device)
+        whole = torch.isin(last_tokens(batch["completion_ids"], batch["completion_mask"]), ends)
+        counted = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * whole[:, None]
+        total = self.accelerator.gather((batch["completion_mask"] * counted).sum())
+        return {"tool_mask": counted, "num_items_in_batch": cast(Tensor, total).sum()}
+
+    # the process reward
+
+    def _process_advantages(self, process: ProcessReward, rollouts: list[Rollout], batch: Any) -> Tensor:
+        whole = [replace(r, turns=r.turns or [Turn(0, len(r.ids))]) for r in rollouts]  # without tools: one turn
+        assert self._score_steps is not None
+        steps = self._score_steps(whole)
+        self._record_metric("process/score", fmean(step.score for step in steps) if steps else 0.0)
+        self._record_metric("process/coverage", len({step.row for step in steps}) / len(rollouts))
+        return process_advantages(
+            batch["advantages"],
+            steps,
+            group=cast(int, self.num_generations),
+            width=batch["completion_ids"].size(1),
+            process=process,
+            scale=self.scale_rewards,
+        )
+
+    def _make_lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
+        assert self._splice is not None
+        if self.channels.sdpo.context == "hint":
+            hint = self.hint if self._forgiving is None else self._forgiving
+            return hint_lessons(rollouts, hint, self._hint_context, self._splice)
+        tokenizer: Any = self.processing_class
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
+        return rollout_lessons(rollouts, group, self.channels.sdpo.success, decode, self._splice)
+
+    def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+        """The first argument of a hint: the prompt's columns and the facts about the failed turn."""
+        tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
+        prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        messages = [*prompt, *turn.seen.get("state_messages", ())]
+        schemas = tools.get(row.get("environment"), tools.get(None, []))
+        return {**row, "tools": schemas, **turn.seen, "state_messages": messages}
+
+    # the loss
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        alpha, beta = self._channel_weights(inputs)
+        if not alpha and not beta:
+            grpo = self._policy_loss(model, inputs)
+            sdpo = None
+            replay = None
+        else:
+            with self._caught_states(model) as caught:
+                grpo = self._policy_loss(model, inputs)
+            self._record_metric("grpo/coverage", _informed(inputs["advantages"]))
+            with self.accelerator.autocast():
+                sdpo = self._sdpo_loss(caught, inputs) if alpha else None
+                replay = self._replay_loss() if beta else None
+        weight = self.channels.policy_weight
+        divisor = self._loss_divisor()
+        total = grpo if weight == 1 else weight * grpo
+        for factor, term in ((alpha, sdpo), (beta, replay)):
+            total = total if term is None else total + factor * term / divisor
+        self._note_losses(grpo, total, sdpo, replay)
+        self._record_metric("loss/alpha_sdpo", alpha)
+        self._record_metric("loss/beta_replay", beta)
+        return total
+
+    def _channel_weights(self, inputs: Any) -> tuple[float, float]:
+        """α and β of this micro-batch. Pairs are training data: there is no replay in evaluation."""
+        if not (self.alpha_sdpo or self.beta_replay or self.channels.weight_steps):
+            return 0.0, 0.0
+        step = self._committed_step()
+        channels = self.channels
+        alpha = linear_ramp(self.alpha_sdpo, channels.sdpo.weight_end, step, channels.weight_steps)
+        beta = linear_ramp(self.beta_replay, channels.replay.weight_end, step, channels.weight_steps)
+        if self._mode() == "eval":
+            return alpha if LESSONS in inputs else 0.0, 0.0
+        if (alpha and LESSONS not in inputs) or (beta and self._replay is None):
+            raise InnerError(
+                f"alpha_sdpo = {alpha} and beta_replay = {beta} were set on a trainer that was built without one of "
+                "them, so there is nothing to learn from. Pass them when it is built."
+            )
+        return alpha, beta
+
+    def _loss_divisor(self) -> int:
+        """TRL divides its own loss by this in train mode, and Trainer does not divide again."""
+        return self.current_gradient_accumulation_steps if self._mode() == "train" else 1
+
+    @contextmanager
+    def _caught_states(self, model: nn.Module) -> Iterator[list[Tensor]]:
+        """TRL's fused LM head never builds logits; the backbone's output, with its graph, is all we need."""
+        caught: list[Tensor] = []
+
+        def catch(module: Any, arguments: Any, output: Any) -> Any:
+            caught.append(output.last_hidden_state)
+            output.last_hidden_state = self._tap_states("grpo", output.last_hidden_state)
+            return output
+
+        hook = causal_lm(self.accelerator.unwrap_model(model)).base_model.register_forward_hook(catch)
+        try:
+            yield caught
+        finally:
+            hook.remove()
+
+    def _tap_states(self, channel: str, states: Tensor) -> Tensor:
+        divisor = self._loss_divisor()
+        return tap_gradient_norm(states, lambda norm: self._record_metric(f"{channel}/grad_norm", norm * divisor))
+
+    def _sdpo_loss(self, caught: list[Tensor], inputs: Any) -> Tensor:
+        prompt_width = inputs["prompt_ids"].size(1)
+        width = inputs["completion_ids"].size(1)
+        rollouts = len(inputs[LESSONS])
+        if len(caught) != 1 or caught[0].shape[:2] != (rollouts, prompt_width + width):
+            raise RuntimeError(
+                f"expected one backbone forward over {(rollouts, prompt_width + width)} tokens in TRL's loss, saw "
+                f"{[tuple(h.shape[:2]) for h in caught]}. This TRL version is not supported; use trl 1.16."
+            )
+        flat = [(row, lesson) for row, lessons in enumerate(inputs[LESSONS]) for lesson in lessons]
+        self._record_metric("sdpo/batch_coverage", sum(bool(lessons) for lessons in inputs[LESSONS]) / rollouts)
+        if not flat:
+            return zero_on_graph(caught[0])
+        # The state at token i - 1 predicts token i.
+        turns = [(row, prompt_width + lesson.start - 1, lesson.end - lesson.start) for row, lesson in flat]
+        student = logits_at(self.accelerator.unwrap_model(self.model), self._tap_states("sdpo", caught[0]), turns)
+        teacher = self._teacher_logits([lesson for _, lesson in flat], caught[0].device)
+        if self.channels.sdpo.context == "hint":
+            taid_t = self.channels.taid_t_at(self._committed_step())
+            return distillation_loss(student, teacher, self.channels, taid_t) / rollouts
+        ids, written, old = _response_tensors(flat, inputs)
+        return self_distillation_loss(
+            student,
+            teacher,
+            ids_N=ids,
+            written_N=written,
+            old_N=old,
+            settings=self.channels,
+            tokens=self._tokens_to_learn(inputs),
+        )
+
+    def _tokens_to_learn(self, inputs: Any) -> float:
+        """Return the written tokens per micro-batch, for sdpo_context "rollout": their mean over the inner step, so
+        that each token counts alike under any cut into micro-batches. Where a step spans several generations, it is
+        each generation's own mean: the next is not there yet (TRL's "dapo" does the same)."""
+        batches: Any = self._buffered_inputs
+        if self._mode() == "eval" or batches is None:
+            return written_tokens(inputs)
+        served = len(batches) * self.num_iterations
+        here = step_in_generation(self._step, self._loss_divisor(), len(batches), served)
+        return sum(written_tokens(batches[i]) for i in here) / len(here)
+
+    def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
+        """Logits of the turns' tokens in the teacher's context: the one extra forward."""
+        assert self._teacher is not None
+        self._teacher.advance(self._committed_step(), self._step // self._loss_divisor(), self._theta)
+        rows = [lesson.teacher_ids for lesson in lessons]
+        lengths = [lesson.end - lesson.start for lesson in lessons]
+        turns = [(i, len(row) - n - 1, n) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))]
+        return self._teacher.logits(rows, turns, device)
+
+    def _replay_loss(self) -> Tensor:
+        """The pairs that are due at this micro-batch."""
+        replay = self._replay
+        size = self.channels.replay.batch_size
+        assert replay is not None
+        due = [self._pair_at(self._step * size + i) for i in range(size)]
+        pairs = [replay.pairs[i] for i in due]
+        device = self.accelerator.device
+        student = self.accelerator.unwrap_model(self.model)
+        sums, lengths = pair_logprobs(student, pairs, device, partial(self._tap_states, "replay"))
+        weights = torch.tensor([pair.weight for pair in pairs], dtype=sums.dtype, device=sums.device)
+        reference = None if replay.reference_N_2 is None else replay.reference_N_2[due].to(device)
+        loss, metrics = preference_loss(sums, lengths, reference, weights, self.channels)
+        for name, value in {**metrics, "coverage": (weights > 0).float().mean().item()}.items():
+            self._record_metric(f"replay/{name}", value)
+        return loss
+
+    # numbers
+
+    def _note_losses(
+        self, grpo: Tensor, total: Tensor, sdpo: Tensor | None = None, replay: Tensor | None = None
+    ) -> None:
+        divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
+        router = self._take_router_loss()  # TRL's policy loss has it inside
+        self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
+        if router is not None:
+            self._record_metric("loss/router", router)
+        self._record_metric("loss/total", total.item() * divisor)
+        if sdpo is not None:
+            self._record_metric("loss/sdpo_kl", sdpo.item())
+        if replay is not None:
+            self._record_metric("loss/trace_replay_dpo", replay.item())
+
+    def _take_router_loss(self) -> float | None:
+        """Take the router loss of this micro-batch of a mixture of experts, as TRL weights it; None if it adds none."""
+        noted = self._metrics[self._mode()].pop("aux_loss", None)
+        return noted[-1] * self.router_aux_loss_coef if noted else None
+
+
+def _informed(advantages: Tensor) -> float:
+    """The share of rollouts with an advantage.   (B,) or (B, T)"""
+    return (advantages.flatten(1) if advantages.dim() > 1 else advantages[:, None]).ne(0).any(1).float().mean().item()
+
+
+def _rollouts_of(
+    rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
+) -> list[Rollout]:
+    assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
+    lengths = batch["completion_mask"].sum(1).tolist()  # whole: _take_over_truncation
+    written = batch.get("tool_mask", batch["completion_mask"])
+    return [
+        Rollout(
+            row=row,
+            prompt=batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(),
+            ids=batch["completion_ids"][i, : lengths[i]].tolist(),
+            written=tuple(written[i, : lengths[i]].tolist()),
+            turns=turns[i],
+            reward=rewards[i],
+            completion=completions[i],
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def written_tokens(batch: Any) -> int:
+    """The tokens that the lessons of a micro-batch ask about."""
+    return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
+
+
+def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Return the last token of each row that is not padding, (B,)."""
+    return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
+
+
+def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sampled ids, which of them the model wrote, and old log-probs where they are not those of now; each (N,)."""
+    completions = inputs["completion_ids"]
+    old = inputs.get("old_per_token_logps")
+    ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])
+    written = torch.cat([torch.tensor(lesson.written, device=ids.device) for _, lesson in flat])
+    if old is not None:
+        old = torch.cat([old[row, lesson.start : lesson.end] for row, lesson in flat])
+    return ids, written, old

@@ -1,0 +1,1 @@
+"""The user's files: loaded, tried before the run, and asked patiently during it."""

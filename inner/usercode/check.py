@@ -1,0 +1,201 @@
+"""Checks that the user's files are usable, on the laptop, before anything is rented.
+
+    process       imports · answers for two empty rollouts; a head can be read
+    reward        imports · is callable · (without an environment) answers one call on two empty completions
+    environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
+    prompts       every line parses · the same columns
+    pairs         every line is a preference pair
+    text          is there · is not empty
+
+    check_data    reads the files without running the user's code     no torch: for the laptop
+    check_inner   everything but what needs the model (inner/train/dry_run.py)        runs the user's code
+
+Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from inner.channels.lessons import Rollout
+from inner.channels.spans import Turn
+from inner.data.prompts import load_prompts, local_file
+from inner.replay.pairs import training_pairs
+from inner.settings.flat_names import is_code
+from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.settings.process import ProcessSettings, read_head_width
+from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
+from inner.usercode.userfiles import check_syntax, load_object, load_reward, user_lines
+
+
+def check_inner(config: InnerConfig, files: Files) -> None:
+    """Raise InnerError on the first thing that cannot work."""
+    if config.loop == "supervised":
+        _check_text(config, files)
+        return
+    environment = load_environment(config, files)
+    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
+    if config.replay.pairs is not None:
+        training_pairs(local_file("pairs", config.replay.pairs, files))
+    if rows and environment is not None:
+        _check_reset(config, environment, rows[0])
+    for kind, spelling in config.rewards.named.items():
+        reward = load_reward(kind, spelling, files)
+        if rows and environment is None:  # an environment's state cannot be faked
+            reward(**_empty_call(rows))
+        elif rows:
+            call = {**_empty_call(rows), "environments": [None, None]}
+            if fault := call_fault(load_object(kind, spelling, files), call):
+                raise InnerError(f"reward {spelling} cannot be called: {fault}.")
+    if config.process is not None:
+        _check_process(config.process, files, rows)
+
+
+MOST_ROWS = 64  # are tried before a reward is said to know nothing
+
+
+class SilentReward(InnerError):
+    """The reward gives no answer a number."""
+
+
+def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
+    """Return a warning about a reward that gives the answers of the first rows and nothing at all the same; "" if it
+    does not, or if that cannot be known here.   Raises SilentReward if all that it says is None."""
+    named = config.rewards.named
+    if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
+        return ""
+    weights = config.rewards.weights
+    rewards = [(load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in named.items()]
+    prompts = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
+    same = sameness(rewards, prompts[:rows])
+    tries = '`diloco check CONFIG --completion "…"` tries an answer that should be worth more'
+    words = f"{', '.join(named.values())} {same}".rstrip(" .")
+    if same == SILENT and sameness(rewards, prompts[:MOST_ROWS]) == SILENT:
+        raise SilentReward(f"{words}: a session without rewards ends. Return 0.0 for a wrong answer; {tries}.")
+    return f"warning: {words}; {tries}" if same else ""
+
+
+def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> None:
+    """TRL calls reset with every column of the row."""
+    owner: Any = environment if isinstance(environment, type) else type(environment())
+    if fault := _binding_fault(owner.reset, None, **row):
+        raise InnerError(
+            f"environment {config.sampling.environment}: reset cannot be called with a row, whose columns are "
+            f"{', '.join(map(repr, row))}: {fault}. Write reset(self, **row), or rename a column in inner.data.columns."
+        )
+
+
+def _binding_fault(function: Any, *args: Any, **kwargs: Any) -> str:
+    """ "" or why it takes no such arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of C, without a signature
+        pass
+    return ""
+
+
+def _check_process(settings: ProcessSettings, files: Files, rows: list[dict[str, Any]]) -> None:
+    """The user's function answers for two empty rollouts; a head can be read."""
+    from inner.channels.process_head import ProcessHead
+    from inner.channels.process_reward import ProcessReward, score_steps
+
+    if settings.function is None:
+        ProcessHead.load(local_file("process_head", str(settings.head), files))
+        return
+    score = load_object("process", settings.function, files)
+    path = local_file("process", settings.function, files)
+    try:
+        score_steps(ProcessReward(score), [_empty_rollout(row) for row in rows[:2]])
+    except InnerError:
+        raise
+    except Exception as error:
+        raise InnerError(
+            f"the process reward {settings.function} failed on two empty rollouts.\n{user_lines(error, path)}"
+        ) from error
+
+
+def _empty_rollout(row: dict[str, Any]) -> Rollout:
+    nothing: Any = [{"role": "assistant", "content": ""}] if isinstance(row["prompt"], list) else ""
+    return Rollout(row, prompt=[], ids=[], written=(), turns=[Turn(0, 0)], reward=0.0, completion=nothing)
+
+
+def check_data(config: InnerConfig, files: Files) -> None:
+    """Raise InnerError on the first line of the user's files that cannot be read: nothing of them is run."""
+    for kind, spelling in config.named_files.items():
+        if is_code(kind):
+            check_syntax(kind, spelling, files)
+    if config.loop == "supervised":
+        _check_text(config, files)
+    if config.data.source is not None:
+        load_prompts(config.data.source, files, config.data)
+    if config.replay.pairs is not None:
+        training_pairs(local_file("pairs", config.replay.pairs, files))
+    if config.process is not None and config.process.head is not None:
+        read_head_width(local_file("process_head", config.process.head, files))
+
+
+def load_environment(config: InnerConfig, files: Files) -> type | None:
+    """The user's environment class, checked; None if the config has none."""
+    spelling = config.sampling.environment
+    if spelling is None:
+        return None
+    found = load_object("environment", spelling, files)
+    path = local_file("environment", spelling, files)
+    try:
+        instance = found()
+    except Exception as error:
+        raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error
+    _check_members(config, type(instance))
+    for tool in tool_names(type(instance)):
+        _check_schema(spelling, getattr(instance, tool), path)
+    return found
+
+
+def tool_names(environment: type) -> list[str]:
+    """TRL's rule: every public method but reset and get_reward."""
+    members = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+
+
+def _check_members(config: InnerConfig, environment: type) -> None:
+    spelling = config.sampling.environment
+    if not hasattr(environment, "reset"):
+        raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
+    is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
+    if not is_scored and not hasattr(environment, "get_reward"):
+        raise InnerError(
+            f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
+            'inner.rewards.function = "file.py:function".'
+        )
+    if config.sdpo.weight > 0 and not tool_names(environment):
+        raise InnerError(
+            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and environment {spelling} has no public "
+            "method, so no tool can fail. Add a tool, or set inner.sdpo.weight = 0."
+        )
+
+
+def _check_schema(spelling: str, tool: Any, path: Path) -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        get_json_schema(tool)
+    except Exception as error:
+        raise InnerError(
+            f"environment {spelling}: tool {tool.__name__} cannot be described to the model ({error}). In {path.name}, "
+            'give every argument a type and a line under "Args:" in the docstring.'
+        ) from error
+
+
+def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The keyword arguments that TRL would pass, for two empty rollouts."""
+    two = [call_of(row, [""], [[]]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
+    each = {name: value + two[1][name] for name, value in two[0].items() if isinstance(value, list)}
+    return {**two[0], **each}
+
+
+def _check_text(config: InnerConfig, files: Files) -> None:
+    path = local_file("text", str(config.data.text), files)
+    if path.stat().st_size == 0:
+        raise InnerError(f"inner.data.text = {config.data.text!r} is empty. Give a file with something to learn.")

@@ -1,0 +1,180 @@
+"""The user's own code, tried in a process of its own: it may hang, print, exit, or crash the process.
+
+    parent ── {"inner": …, "files": …} ──▶ python -m inner.usercode.rehearse ──▶ {"refused", "missing"}
+
+    reward        imports · runs on two prompts with empty completions        the same checks as before the first step
+    environment   imports · can be built · every tool has a schema            (check.py), so a typo is found here
+
+The child has the user's files as a replica has them: copies, and an empty folder to run in.
+
+A package that is missing here is no mistake by itself: `missing` names it, and the caller knows what replicas have.
+
+Not promised: that code which passes will pass for other prompts and completions.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inner.errors import SandboxMissing
+from inner.settings.inner import Files, InnerConfig, InnerError
+
+TIME_S = 8.0
+SANDBOX = "inner.extras.deletion.sandbox"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Result of a rehearsal.   refused: the fault in words.   missing: an imported package that this machine lacks.
+
+    late: it was not done after TIME_S, so nothing is known.
+    sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
+    warning: a reward that works, and says the same of everything.
+    """
+
+    refused: str = ""
+    missing: str = ""
+    late: bool = False
+    sandboxed: bool = False
+    no_sandbox: bool = False
+    warning: str = ""
+
+
+def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehearsal:
+    """Try the user's code in another process, `time_s` seconds at most."""
+    if not config.own_code:
+        return Rehearsal()
+    child = ask_child("inner.usercode.rehearse", config, files, {}, time_s=time_s)
+    if child.answer is not None:
+        return Rehearsal(**child.answer)
+    if child.late:
+        return Rehearsal(late=True)
+    return Rehearsal(_explain_exit(config, child.code, child.stderr))
+
+
+@dataclass(frozen=True)
+class Trying:
+    """End of a child process.   late: it was ended after its time.   answer: its file's, None if it wrote none."""
+
+    late: bool = False
+    answer: dict[str, Any] | None = None
+    code: int = 0
+    stderr: str = ""
+
+
+def ask_child(
+    module: str, config: InnerConfig, files: Files, asked: Mapping[str, Any], *, time_s: float, prints: bool = False
+) -> Trying:
+    """Run `python -m module` as a replica has the user's files: copies, each in a folder of its own, and nothing else
+    where it runs.   prints: its output goes to stderr."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        empty = Path(scratch, "empty")
+        empty.mkdir()
+        whole = {"inner": config.to_dict(), "files": copy_files(files, Path(scratch)), **asked}
+        whole["answer"] = str(Path(scratch, "answer.json"))
+        command = [sys.executable, "-m", module, json.dumps(whole)]
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        out = sys.stderr.fileno() if prints else subprocess.PIPE
+        answer = Path(whole["answer"])
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=None if prints else subprocess.PIPE,
+                text=True, timeout=time_s, cwd=empty, env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+            late, code, stderr = False, done.returncode, done.stderr or ""
+        except subprocess.TimeoutExpired:
+            late, code, stderr = True, 0, ""
+        written = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else None
+        return Trying(late, written, code, stderr)
+
+
+def copy_files(files: Files, scratch: Path) -> dict[str, str]:
+    """Kind -> the copy's path."""
+    copies = {kind: scratch / kind / Path(path).name for kind, path in files.items()}
+    for kind, copy in copies.items():
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(files[kind], copy)
+    return {kind: str(copy) for kind, copy in copies.items()}
+
+
+def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
+    """Explain an end of the whole process by the user's code: sys.exit, os._exit, a crash in C."""
+    first = config.own_code.partition(", ")[0]
+    last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
+    return (
+        f"{config.own_code}: the code ended its process with exit code {code} when it was tried "
+        f"on two prompts.\n{last}\n  next: take the exit out, or see what crashes: "
+        f"`python {Path(first.rpartition(':')[0]).name}`."
+    )
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
+    from inner.usercode.check import check_inner
+
+    try:
+        check_inner(config, files)
+    except InnerError as error:
+        no_sandbox = any(isinstance(cause, SandboxMissing) for cause in causes_of(error))
+        return Rehearsal(str(error), missing_package(error), sandboxed=no_sandbox, no_sandbox=no_sandbox)
+    except BaseException as error:  # of the user's code: SystemExit and the like
+        return Rehearsal(f"{config.own_code} raised {type(error).__name__}: {error}")
+    return Rehearsal(sandboxed=SANDBOX in sys.modules)
+
+
+def missing_package(error: BaseException) -> str:
+    """The top-level package whose absence is the root of this error; "" if it has another cause."""
+    for cause in causes_of(error):
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            top = cause.name.partition(".")[0]
+            return top if importlib.util.find_spec(top) is None else ""
+    return ""
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, and the errors that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    files = {k: Path(v) for k, v in asked["files"].items()}
+    config = InnerConfig.from_dict(asked["inner"])
+    found = run_checks(config, files)
+    _write(Path(asked["answer"]), found)  # before the answers of the rows, which may be late
+    if not found.refused:
+        _write(Path(asked["answer"]), try_answers(found, config, files))
+
+
+def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
+    """Add the findings from the rows' own answers, for code that can be called."""
+    from inner.usercode.check import SilentReward, constant_reward
+
+    try:
+        return replace(found, warning=constant_reward(config, files))
+    except SilentReward as error:
+        return replace(found, refused=str(error))
+    except InnerError as error:  # it does what it must for empty answers, and not for those of the rows
+        return replace(found, warning=f"warning: {error}")
+
+
+def _write(path: Path, found: Rehearsal) -> None:
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    whole.replace(path)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,319 @@
+"""The reward as a replica of a fleet calls it: one failure of the user's code ends nothing.
+
+    called once ── fails ──▶ asked again, by parts and with pauses (inner/usercode/attempts.py)
+                   ├ no number, and the completion is to blame: inner.rewards.broken says what it counts (decision 065)
+                   └ no number, for another reason: it counts as None and has no advantage (decision 025)
+
+    a batch without one reward is no inner step (skip_rewardless): nothing moves, nothing is counted
+                               ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
+
+A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. The reward has
+passed the pre-flight by now, so nothing here is an InnerError.
+
+Not promised: an end of an async reward that blocks its event loop; the watchdog ends that session.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from trl.trainer.utils import is_async_callable
+
+from inner.errors import RewardFailed
+from inner.host import Host, StandaloneHost
+from inner.usercode.attempts import (
+    Again,
+    Answer,
+    Ask,
+    Failure,
+    Scored,
+    Value,
+    Values,
+    plan_attempts,
+    read_values,
+    rows_of,
+)
+from inner.usercode.broken import WORST, BrokenRewards
+from inner.usercode.deadline import TimedOut, call_within, remind_after
+from inner.usercode.userfiles import user_lines
+
+BATCHES = 3  # without any reward, one after the other, in a session that has had rewards
+EMIT_EVERY_S = 60.0  # a reward that fails often is reported once a minute, with the count
+LOGGERS = {"log_extra", "log_metric"}  # functions that TRL hands to a reward
+
+
+class RewardCalls:
+    """All rewards of one trainer.   retries: further tries.   timeout_s: of one call, 0 for none.   group: completions
+    of one prompt.   host: receives notes and events.   broken: what a completion counts that breaks the reward.
+
+    `take_failed`: completions of the last batch without a reward of their own.  `take_missing`: their number since
+    then."""
+
+    def __init__(
+        self,
+        retries: int,
+        timeout_s: float,
+        group: int,
+        clock: Callable[[], float],
+        host: Host | None = None,
+        broken: str | float = WORST,
+    ) -> None:
+        self.tries = retries + 1
+        self.timeout_s = timeout_s
+        self.group = group
+        self.clock = clock
+        self.host: Host = host or StandaloneHost()
+        self.broken = BrokenRewards(broken)
+        self.rewardless = False  # has no completion of the last batch a reward?
+        self._missing = 0
+        self._failed: set[int] = set()
+        self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
+        self._worked: set[str] = set()
+        self._silent = 0  # batches in a row without any number, whether or not something failed
+        self._noted = False
+        self._last_emit_at = -math.inf
+        self._unreported_failures = 0
+
+    def wrap_reward(self, reward: Any) -> Any:
+        """Return the same reward, for TRL.  A reward model stays as it is."""
+        if isinstance(reward, nn.Module) or not callable(reward):
+            return reward
+
+        @wraps(reward, updated=())
+        def sync(**columns: Any) -> list[Value]:
+            steps = self._plan_attempts(columns)
+            return self._finish_batch(reward, _run_attempts(steps, lambda step: self._do_step(reward, columns, step)))
+
+        @wraps(reward, updated=())
+        async def later(**columns: Any) -> list[Value]:
+            steps = self._plan_attempts(columns)
+            return self._finish_batch(
+                reward, await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
+            )
+
+        return later if is_async_callable(reward) else sync
+
+    def take_failed(self) -> list[int]:
+        """Completions of the batch for which a reward gave no number."""
+        failed = sorted(self._failed)
+        self._failed = set()
+        self._missing += len(failed)
+        return failed
+
+    def take_missing(self) -> int:
+        """Completions without a reward of their own since the last time."""
+        missing = self._missing
+        self._missing = 0
+        return missing
+
+    def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
+        """The rewards of the batch that count.   group: completions of one prompt here, 1 in an evaluation"""
+        known = rewards_B_F.clone()
+        known[self.take_failed()] = math.nan  # a sum without one of its parts would be no reward of the user's
+        settled = self.broken.settle(known, weights_F, group)
+        self.rewardless = bool(settled.isnan().all())
+        return settled
+
+    def skip_rewardless(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.step` pass over a batch without one reward: its momentum would move the weights by itself."""
+        step = optimizer.step
+
+        @wraps(step)  # a schedule looks for its mark
+        def step_if_rewarded(*args: Any, **kwargs: Any) -> Any:
+            return None if self.rewardless else step(*args, **kwargs)
+
+        optimizer.step = step_if_rewarded
+
+    def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
+        """Raise RewardFailed at the third batch in a row for which all rewards were None."""
+        self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
+        if self._silent < BATCHES:
+            return
+        raise RewardFailed(
+            f"all rewards ({', '.join(names)}) were None for all {len(rewards_B_F)} completions of {self._silent} "
+            'batches in a row. None means "cannot say", and a batch of it teaches nothing.\n'
+            "  next: return a number where a completion can be judged (0.0 for a wrong one), and start another --run, "
+            "or the same with --again if nothing was trained there."
+        )
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Completions inside are not training's: `take_missing` does not count them, and no worst is one of them."""
+        kept = self._missing, self.rewardless, self.broken.lowest
+        try:
+            yield
+        finally:
+            self._missing, self.rewardless, self.broken.lowest = kept
+
+    # one step of a batch
+
+    def _plan_attempts(self, columns: Mapping[str, Any]) -> Generator[Ask | Again, Answer, Scored]:
+        return plan_attempts(len(columns["completions"]), self.group, self.tries)
+
+    def _do_step(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
+        if isinstance(step, Again):
+            self._note_failure(step, columns)
+            return self.host.pause(step.pause_s) if step.pause_s else None
+        call = _Call(reward, columns, step)
+        try:
+            return call.read_answer(
+                call_within(self.timeout_s, call.call_reward, lambda waited: self._note_waiting(reward, waited))
+            )
+        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() does not mean to end the replica
+            return Failure(error)
+
+    async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
+        if isinstance(step, Again):
+            self._note_failure(step, columns)
+            return await asyncio.to_thread(self.host.pause, step.pause_s) if step.pause_s else None
+        call = _Call(reward, columns, step)
+        first = remind_after(self.timeout_s)
+        reminder = asyncio.get_running_loop().call_later(first, self._note_waiting, reward, first)
+        limit = asyncio.timeout(self.timeout_s or None)
+        try:
+            async with limit:
+                return call.read_answer(await call.call_reward())
+        except TimeoutError as error:
+            return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
+        except (Exception, SystemExit) as error:
+            return Failure(error)
+        finally:
+            reminder.cancel()
+
+    # notes and events
+
+    def _note_waiting(self, reward: Any, waited: float) -> None:
+        until = f"; interrupted after {self.timeout_s:g} s (inner.rewards.timeout_s)" if self.timeout_s else ""
+        self._send_note(f"waits for the reward {_reward_name(reward)}, {waited:.0f} s so far{until}")
+
+    def _note_failure(self, step: Again, columns: Mapping[str, Any]) -> None:
+        of = f"{step.missing} of {len(columns['completions'])} completions, try {step.number} of {self.tries}"
+        wait = f"; again in {step.pause_s:.0f} s" if step.pause_s else ""
+        self._send_note(f"reward failed: {step.failure.summary} ({of}){wait}")
+
+    def _send_note(self, text: str) -> None:
+        self._noted = True
+        self.host.note(text)
+
+    def _finish_batch(self, reward: Any, scored: Scored) -> list[Value]:
+        values, failed = self.broken.note(scored)
+        self._failed.update(failed)
+        if scored.why:
+            self._emit_failure(reward, scored)
+        if self._noted:
+            self._noted = False
+            self.host.note("")
+        self._refuse_rewardless(reward, scored)
+        return values
+
+    def _emit_failure(self, reward: Any, scored: Scored) -> None:
+        """Report a failed batch: at once the first time, then once a minute."""
+        now = self.clock()
+        self._unreported_failures = self._unreported_failures + 1
+        if now - self._last_emit_at < EMIT_EVERY_S:
+            return
+        before = (
+            f"; {self._unreported_failures} batches with failures since the last report"
+            if self._unreported_failures > 1
+            else ""
+        )
+        lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
+        lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""
+        self._last_emit_at = now
+        self._unreported_failures = 0
+        text = f"{_reward_name(reward)}: {scored.why} ({lost} after {scored.tries} of {self.tries} tries){before}"
+        self.host.emit(
+            "reward_failed", text,
+            completions=len(scored.values), failed=len(scored.failed), tries=scored.tries,
+        )  # fmt: skip
+
+    def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
+        """Raise RewardFailed where going on would train on nothing."""
+        name = _reward_name(reward)
+        if len(scored.failed) < len(scored.values):
+            self._in_a_row[name] = 0
+            self._worked.add(name)
+            return
+        self._in_a_row[name] = count = self._in_a_row.get(name, 0) + 1
+        if count >= (BATCHES if name in self._worked else 1):
+            raise RewardFailed(_explain_end(reward, scored, count)) from (
+                scored.failure.error if scored.failure else None
+            )
+
+
+class _Call:
+    """One call of the user's function.  Its logs of a whole batch are passed on once it has returned."""
+
+    def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
+        self._reward = reward
+        self._step = step
+        self._given = columns
+        self._logs: list[tuple[str, tuple[Any, ...]]] = []
+        self._columns = dict(columns) if step.first else rows_of(columns, step.rows, len(columns["completions"]))
+        for name in LOGGERS & set(columns):
+            self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
+
+    def call_reward(self) -> Any:
+        return self._reward(**self._columns)
+
+    def read_answer(self, answer: Any) -> Values:
+        values = read_values(answer, len(self._step.rows))
+        for name, logged in self._logs if self._step.first else ():
+            self._given[name](*logged)
+        return values
+
+
+def _run_attempts(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:
+    answer = None
+    while True:
+        try:
+            answer = do(steps.send(answer))
+        except StopIteration as end:
+            return end.value
+
+
+async def _run_attempts_async(
+    steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Any]
+) -> Scored:
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = await do(step)
+
+
+def _reward_name(reward: Any) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
+    often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
+    shown = f"  {scored.why}"
+    if scored.failure is not None:
+        shown = user_lines(scored.failure.error, _file_of(reward))
+    return (
+        f"the reward {_reward_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"
+        f"{shown}\n"
+        "  This session ends, and its slot is started again: at once, and twice at most, in a run without any outer "
+        "step;\n  else after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
+        "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
+        "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
+        "there,\n  and another --run afterwards.\n"
+        "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
+    )
+
+
+def _file_of(reward: Any) -> Path:
+    try:
+        return Path(inspect.getfile(inspect.unwrap(reward)))
+    except TypeError:
+        return Path("?")

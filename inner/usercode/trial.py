@@ -1,0 +1,232 @@
+"""The user's reward on the first prompts, asked as a run asks it, with the model's own tokenizer (`diloco check`).
+
+    row ── chat template, tokenizer ──▶ prompt, its tokens
+     └── completions: each other column's value (the answer is often one) · the caller's own · an empty one
+               └──▶ reward(prompts, completions, completion_ids, columns) ──▶ numbers
+
+    parent ── {"inner", "files", "rows", "given", "answer"} ──▶ this module ──▶ {"trials"} or {"refused"}
+
+A process of its own, as in rehearse.py: the user's code may hang, exit, or crash it.  Its prints go to stderr.
+
+Not promised: anything about an environment's tools, whose state only a rollout has; that other prompts do as well.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from inner.data.rendering import prompt_ids, render_text, template_fault, text_of
+from inner.models.gguf_header import is_gguf_file
+from inner.models.known import folder_or_refusal
+from inner.settings.flat_names import setting_of
+from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.usercode.rehearse import ask_child
+from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
+
+MOST_PROMPTS = 1000  # are measured
+TIME_S = 120.0
+
+
+@dataclass(frozen=True)
+class TriedCompletion:
+    """source: a column of the row, "given" or "empty".   reward: None for "cannot say"."""
+
+    source: str
+    completion: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class PromptTrial:
+    """prompt: the newest message's text."""
+
+    prompt: str
+    scored: tuple[TriedCompletion, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """tokens: of the shortest and of the longest prompt.   seconds: that the reward took in all.
+
+    template: the chat template wrote the prompts; else they are plain text.
+    cause: the likeliest, in words, of a reward that gives everything the same.
+    cut: of an answer that a completion has no room for, in words.
+    """
+
+    prompts: int
+    tokens: tuple[int, int]
+    template: bool
+    seconds: float
+    trials: tuple[PromptTrial, ...]
+    cause: str = ""
+    cut: str = ""
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [scored.reward for trial in self.trials for scored in trial.scored]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Trial":
+        trials = tuple(
+            PromptTrial(t["prompt"], tuple(TriedCompletion(**s) for s in t["scored"])) for t in raw["trials"]
+        )
+        tokens = (raw["tokens"][0], raw["tokens"][1])
+        return cls(**{**raw, "tokens": tokens, "trials": trials})
+
+
+def try_reward(
+    config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
+) -> Trial:
+    """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError if that cannot work."""
+    if not (config.rewards.named or config.scoring_task) or config.data.source is None:
+        raise InnerError(
+            "there is no reward function with prompts to try (a reward model is not asked here): set "
+            "inner.rewards.function and inner.data.prompts, or inner.data.task"
+        )
+    if config.sampling.environment is not None:
+        raise InnerError(
+            "inner.sampling.environment is set, and an environment's state cannot be made without a rollout: "
+            "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
+        )
+    code = config.own_code or config.scoring_task
+    found = Path(config.model) if Path(config.model).exists() else folder_or_refusal(config)
+    model = config.model if found is None else str(found.absolute())
+    asked = {"rows": rows, "given": list(given)}
+    child = ask_child("inner.usercode.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
+    if child.late:
+        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
+    if (answer := child.answer) is None:
+        raise InnerError(f"{code} ended its process with exit code {child.code}; take the exit out")
+    if "refused" in answer:
+        raise InnerError(answer["refused"])
+    return Trial.from_dict(answer)
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
+    from inner.data.prompts import load_prompts
+    from inner.tasks.score import score_replies
+    from inner.usercode.userfiles import load_reward
+
+    weights = config.rewards.weights
+    rewards = (
+        [
+            (load_reward(kind, spelling, files), weights.get(kind, 1.0))
+            for kind, spelling in config.rewards.named.items()
+        ]
+        if config.scoring_task is None
+        else [(score_replies, 1.0)]
+    )
+    prompts = load_prompts(config.data.source or "", files, config.data)
+    tokenizer = _tokenizer_of(config)
+    switches = config.trl.get("chat_template_kwargs") or {}
+    switches = json.loads(switches) if isinstance(switches, str) else switches
+    write = partial(render_text, tokenizer, **switches)
+    for number, row in enumerate(prompts[:MOST_PROMPTS] if tokenizer.chat_template else (), 1):
+        if isinstance(row["prompt"], list) and (fault := template_fault(write, row["prompt"], config)):
+            raise InnerError(
+                f"{setting_of('prompts', config.data.source)} = {config.data.source!r}, prompt {number} {fault}"
+            )
+    lengths = [count_tokens(tokenizer, row["prompt"], switches) for row in prompts[:MOST_PROMPTS]]
+    began = time.perf_counter()
+    trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
+    seconds = time.perf_counter() - began
+    template = any(isinstance(row["prompt"], list) for row in prompts)
+    values = {scored.reward for trial in trials for scored in trial.scored}
+    cause = likeliest_cause(rewards, prompts[:rows]) if len(values) == 1 else ""
+    tokens = (min(lengths), max(lengths))
+    cut = cut_answers(trials, prompts, tokenizer, config.completion_length)
+    return Trial(len(prompts), tokens, template, seconds, trials=tuple(trials), cause=cause, cut=cut)
+
+
+def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
+    """Say how many rows' best answers are longer than a completion may be; "" for none.   room: in tokens."""
+    best = [_best_sources(trial) for trial in trials]
+    column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
+    texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    if not (longer := [length for length in lengths if length > room]):
+        return ""
+    return (
+        f"the best answer that was tried, the row's {column}, has more than inner.sampling.max_completion_length = "
+        f"{room} tokens in {len(longer)} of {len(lengths)} rows ({max(longer)} at most): training cuts it off, and the "
+        "reward sees the rest alone. Raise it, unless a shorter text is worth as much"
+    )
+
+
+def _best_sources(trial: PromptTrial) -> list[str]:
+    """The columns that no other completion of the prompt beats, and that are worth more than nothing."""
+    known = {scored.source: scored.reward for scored in trial.scored if scored.reward is not None}
+    best = max(known.values(), default=0.0)
+    columns = [name for name, reward in known.items() if name not in ("empty", "given") and reward == best]
+    return columns if best > known.get("empty", -math.inf) else []
+
+
+def _tokenizer_of(config: InnerConfig) -> Any:
+    if config.model != "toolworld":
+        return load_tokenizer(config.model, config.revision)
+    from inner.worlds.toolworld import ToolWorld
+
+    return ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names).tokenizer()
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer that the run will have.  A model on the Hub: its small files, from the cache or fetched."""
+    from transformers import AutoTokenizer
+
+    path = Path(name)
+    where = (str(path.parent), {"gguf_file": path.name}) if is_gguf_file(name) else (name, {})
+    try:
+        return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
+    except Exception as error:  # OSError, ValueError; a mirror of the Hub that answers oddly gives others
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
+
+
+def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Mapping[str, Any] | None = None) -> int:
+    """Tokens of a prompt as the model reads it; messages go through the chat template, with its switches."""
+    if not isinstance(prompt, str) and tokenizer.chat_template is None:
+        raise InnerError(
+            "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
+            "write each prompt as text"
+        )
+    return len(prompt_ids(tokenizer, prompt, **(options or {})))
+
+
+def _try_row(
+    rewards: Sequence[tuple[Any, float]], tokenizer: Any, row: dict[str, Any], given: Sequence[str]
+) -> PromptTrial:
+    tried = candidates(row)
+    tried[-1:-1] = [("given", text) for text in given]
+    texts = [text for _, text in tried]
+    asked = call_of(row, texts, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+    weights = [weight for _, weight in rewards]
+    values = [weighted_sum(of_one, weights) for of_one in zip(*(reward(**asked) for reward, _ in rewards), strict=True)]
+    prompt = row["prompt"]
+    shown = text_of(prompt[-1].get("content", "")) if isinstance(prompt, list) else prompt
+    return PromptTrial(str(shown), tuple(TriedCompletion(*t, v) for t, v in zip(tried, values, strict=True)))
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    files = {k: Path(v) for k, v in asked["files"].items()}
+    try:
+        found = asdict(
+            run_trial(InnerConfig.from_dict(asked["inner"]), files, rows=asked["rows"], given=asked["given"])
+        )
+    except InnerError as error:
+        found = {"refused": str(error)}
+    except Exception as error:  # no code of the user's raises it: a reward's errors are InnerErrors
+        found = {"refused": f"the trial ended with {type(error).__name__}: {error}"}
+    Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

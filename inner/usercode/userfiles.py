@@ -1,0 +1,169 @@
+"""The user's own code: "reward.py:score" -> a function.
+
+    rewards.function = "reward.py:score"       what the user wrote; the name after the last ":" is what we look up
+    files["reward"] = Path("/…/reward.py")    the local copy, wherever it came from
+
+Everything that is wrong with a user's file is an InnerError that shows the user's own line.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from inner.data.prompts import local_file
+from inner.settings.flat_names import MODULES, setting_of
+from inner.settings.inner import Files, InnerError
+from inner.usercode.attempts import LARGEST, is_reward
+from inner.usercode.reward_form import call_fault
+
+
+def load_object(kind: str, spelling: str, files: Files) -> Any:
+    """The function or class that "file.py:name" names."""
+    module = load_module(kind, spelling, files)
+    name = spelling.rpartition(":")[2]
+    if not hasattr(module, name):
+        defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: the file defines no {name!r}; it defines "
+            f"{', '.join(defined) or 'nothing callable'}. Correct the name behind the colon in {setting_of(kind)}."
+        )
+    found = getattr(module, name)
+    if not callable(found):
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called."
+        )
+    return found
+
+
+def check_syntax(kind: str, spelling: str, files: Files) -> None:
+    """Raise InnerError for a file that Python cannot compile.  Nothing of it is run."""
+    if not spelling.rpartition(":")[0]:
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
+        )
+    path = local_file(kind, spelling, files)
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r} is no Python that can be run.\n  {path.name}{line}\n"
+            f"  {type(error).__name__}: {what}\n  next: mend the line."
+        ) from error
+
+
+def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
+    """Run the user's file once per process."""
+    if not spelling.rpartition(":")[0]:
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
+        )
+    path = local_file(kind, spelling, files)
+    digits = sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
+    name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # several rewards of one file share one module
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InnerError(f"{setting_of(kind)} = {spelling!r}: {path.name} is not a Python file. Give a .py file.")
+    if (beside := str(files.get(MODULES, ""))) and beside not in sys.path:
+        sys.path.insert(0, beside)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r} could not be imported.\n{user_lines(error, path)}"
+        ) from error
+    return module
+
+
+def user_lines(error: BaseException, path: Path) -> str:
+    """The error, with the last line of the user's file that was running, as Python would show it."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    mend = f"mend the line; `python {path.name}` shows what the file does by itself"
+    install = f"install what it imports where this runs, or leave the import out of {path.name}"
+    return f"{where}  {what}\n  next: {install if isinstance(error, ImportError) else mend}."
+
+
+def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
+    """The user's reward, guarded: what it returns is checked at every call."""
+    function = load_object(kind, spelling, files)
+    path = local_file(kind, spelling, files)
+    return guard_reward(function, spelling, path)
+
+
+def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None = None) -> Callable[..., Any]:
+    """Wrap a reward: an exception, a wrong length or a NaN becomes an InnerError that names the reward."""
+
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        if fault := call_fault(function, {"completions": completions, **columns}):
+            raise InnerError(f"reward {spelling} cannot be called: {fault}.")
+        try:
+            values = function(completions=completions, **columns)
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+        except Exception as error:
+            shown = user_lines(error, path) if path is not None else f"  {error!r}"
+            shown += _form_advice(error, completions) or _column_advice(error, columns)
+            raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
+        return checked_rewards(values, len(completions), spelling)
+
+    reward.__name__ = getattr(function, "__name__", "reward")  # TRL's metrics carry this name
+    return reward
+
+
+def _form_advice(error: Exception, completions: list[Any]) -> str:
+    """A reward written for chats that is asked about texts, or the other way round, is told so."""
+    what, texts = str(error), bool(completions) and isinstance(completions[0], str)
+    if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
+        return (
+            "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
+            "inner.data.system, which makes chats of both"
+        )
+    if not texts and any(w in what for w in ("'list' object", "got 'list'", "list indices")):
+        return (
+            "\n  completions is a list with one entry per completion, and each is a list of messages here, because the "
+            'prompts are: [completion[-1]["content"] for completion in completions]'
+        )
+    return ""
+
+
+def _column_advice(error: Exception, columns: Mapping[str, Any]) -> str:
+    """A column that was looked up under a name which the prompts do not have."""
+    asked = error.args[0] if isinstance(error, KeyError) and error.args else None
+    near = get_close_matches(asked, columns, n=1) if isinstance(asked, str) and asked not in columns else []
+    return f"\n  the prompts have no column {asked!r}; did you mean {near[0]!r}?" if near else ""
+
+
+def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:
+    """One finite number (or None: "cannot say") per completion."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise InnerError(
+            f"reward {spelling} returned a {type(values).__name__}. Return a list with one number per completion."
+        )
+    if len(values) != expected:
+        raise InnerError(
+            f"reward {spelling} returned {len(values)} values for {expected} completions. Return one number each."
+        )
+    for i, value in enumerate(values):
+        if not is_reward(value):
+            raise InnerError(
+                f"reward {spelling} returned {value!r} for completion {i}. Return a finite number, {LARGEST:g} at "
+                'most, or None for "cannot say".'
+            )
+    return list(values)
