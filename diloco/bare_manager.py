@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from diloco.session import Session
-from rendezvous import snapshots
-from rendezvous.records import Commit
-from rendezvous.rules import Rules
-from rendezvous.state import UNVERIFIED
+from rendezvous.agreement.rules import Rules
+from rendezvous.records.records import Commit
+from rendezvous.records.state import UNVERIFIED
+from rendezvous.snapshots import record as snapshots
 
 START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
 RULES = Rules(

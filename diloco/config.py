@@ -28,8 +28,8 @@ from inner.settings.inner import MOVED, TRL_NAMES
 from inner.settings.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from inner.settings.task import entry_point, is_one_file
 from inner.tasks.spec import is_task
+from rendezvous.agreement.rules import WEIGHTINGS, Rules, Timing
 from rendezvous.codecs import NAMES as CODECS
-from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"

@@ -3,7 +3,7 @@
     announced mean ──────────────────────▶ ḡ          fewer bytes, so it is asked for first
     listed deltas ──▶ x₁ … x_N ──▶ Σwx/Σw ─▶ ḡ          where nothing was announced, or it is damaged
 
-A damaged blob stays as it is: a replica that needs it puts it back (rendezvous/reduce.py).
+A damaged blob stays as it is: a replica that needs it puts it back (rendezvous/means/reduce.py).
 
 Not promised: x before its codec; the rest that a lossy codec kept back was sent later, if at all.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rendezvous.body_checks import is_valid_body
 from rendezvous.codecs import get_codec
-from rendezvous.records import Commit, Listed
-from rendezvous.reduce import Reducer, refuse_misweighed
+from rendezvous.means.body_checks import is_valid_body
+from rendezvous.means.reduce import Reducer, refuse_misweighed
+from rendezvous.records.records import Commit, Listed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ The layer is the first one with an adapter.  Its elements are the first of fragm
 a sharded step, whose owner alone logs the number there; in a direct step all replicas do, the same one.  No request is
 made for it, and no matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), with all replicas' columns side by side in U.
 
-Not promised: a number for each step (rendezvous/body_sample.py says when there is none), or that other layers are
+Not promised: a number for each step (rendezvous/means/body_sample.py says when there is none), or that other layers are
 like the first.
 """
 

@@ -6,7 +6,7 @@
                                                                 4·P/F announced in fp32, if that is half of N·S or less
                                                                 0     else
             each snapshot  8·P  θ and momentum, fp32, every snapshot_every steps or as fleet.keep asks
-                                (rendezvous/keeping.py: snapshot_period, largest_window)
+                                (rendezvous/keeping/budget.py: snapshot_period, largest_window)
             once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
                            0 for a model of the Hub: every replica takes it from there
     with [inner.lora] P is the adapter's, and the base lies on the device and, if the Hub has it not, in the bucket
@@ -26,9 +26,9 @@ from diloco.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
 from inner.models.hub_model import is_on_hub
 from rendezvous import codecs
+from rendezvous.agreement.rules import Rules, reduces_sharded
 from rendezvous.codecs.choose import sync_seconds
-from rendezvous.keeping import Sizes, largest_window, snapshot_period
-from rendezvous.rules import Rules, reduces_sharded
+from rendezvous.keeping.budget import Sizes, largest_window, snapshot_period
 
 LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
 HOST = 20
@@ -121,7 +121,7 @@ def step_sizes(parameters: int, replicas: int, codec: str, fragments: int = 1) -
 
 
 def mean_bytes(part: int, replicas: int, codec: str) -> int:
-    """Return the bytes of one step's mean of `part` elements, as rendezvous/reduce.py writes it down."""
+    """Return the bytes of one step's mean of `part` elements, as rendezvous/means/reduce.py writes it down."""
     body = delta_bytes(part, codec)
     if reduces_sharded([body] * replicas, codec, Rules().shard_from):
         return body

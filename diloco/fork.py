@@ -26,9 +26,10 @@ from diloco.data_position import farthest, read_offers
 from diloco.history import empty_state, model_record, state_at
 from diloco.launch import ModelRecord, Parent, Run, fetch_stored, read_run
 from diloco.superseded import current_url
-from rendezvous import layout, snapshots
+from rendezvous import layout
 from rendezvous.background import together_on
 from rendezvous.clock import Clock
+from rendezvous.snapshots import record as snapshots
 from rendezvous.store import PatientStore, put_once
 
 MODEL_SETTINGS = ("model", "revision", "dtype", "lora")

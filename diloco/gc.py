@@ -1,6 +1,6 @@
 """`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
 
-    the rules of collecting replicas (rendezvous/garbage.py), another budget, a store that only notes ──▶ Plan
+    the rules of collecting replicas (rendezvous/keeping/garbage.py), another budget, a store that only notes ──▶ Plan
     Plan ──▶ a control record with `keep`, so that readers of the run know ──▶ DELETE, oldest first
 
 Blobs that a replica may need to heal stay under any SIZE, and so do registers: commits, offers, manifests, logs.  After
@@ -19,13 +19,13 @@ from diloco.config import BUCKET, ConfigError, keep_bytes
 from diloco.fragments import cut_fragments
 from diloco.launch import ModelRecord, Run
 from rendezvous import layout
-from rendezvous.chain import first_open_step
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import Clock
-from rendezvous.garbage import parse_blob_key, sweep_ended_run
-from rendezvous.keeping import parts_of
-from rendezvous.membership import read_control, write_control
-from rendezvous.reach import Reach, read_reach
-from rendezvous.records import Commit, Mean, Snapshot, WireError
+from rendezvous.keeping.budget import parts_of
+from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.records.records import Commit, Mean, Snapshot, WireError
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
 PATIENCE_S = 20.0

@@ -2,7 +2,7 @@
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-The replay is the one by which a replica joins (rendezvous/replay.py).  Here no replica joins, and nothing is written: a
+The replay is the one by which a replica joins (snapshots/replay.py).  Here no replica joins, and nothing is written: a
 damaged object is avoided where that is possible, and stays as it is (decision 046).
 Not promised: speed for a step far from a snapshot.
 """
@@ -28,14 +28,14 @@ from inner.models.hub_model import HubError
 from inner.models.lora import ADAPTER, save_adapter
 from inner.train.build import load_start
 from rendezvous import layout
+from rendezvous.agreement.chain import Chain
+from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.background import no_emit, together_on
-from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.reach import Reach, read_reach
-from rendezvous.records import Commit
-from rendezvous.reduce import Reducer
-from rendezvous.replay import StateReplay
-from rendezvous.salvage import read_standing_wishes
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Commit
+from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore
 
 BASE = "base.json"  # beside an exported adapter: the model that it belongs to

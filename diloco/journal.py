@@ -23,8 +23,8 @@ from diloco.events import KINDS, WARNINGS
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
-from rendezvous.fields import check_json_value, check_of, from_json
-from rendezvous.records import Count, Step, UnixTime, Usd, Word
+from rendezvous.records.records import Count, Step, UnixTime, Usd, Word
+from rendezvous.records.schema import check_json_value, check_of, from_json
 from rendezvous.store import Readable, Store
 
 MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44; squares and sums of these are numbers

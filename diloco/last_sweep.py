@@ -13,9 +13,9 @@ from diloco.config import BUCKET, keep_bytes
 from diloco.fragments import cut_fragments
 from diloco.launch import ModelRecord, Run
 from rendezvous import layout
-from rendezvous.chain import first_open_step
+from rendezvous.agreement.chain import first_open_step
 from rendezvous.clock import Clock
-from rendezvous.garbage import sweep_ended_run
+from rendezvous.keeping.garbage import sweep_ended_run
 from rendezvous.store import PatientStore
 
 PATIENCE_S = 10.0  # for an answer of the store

@@ -26,19 +26,19 @@ from diloco.superseded import is_superseded
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
-from rendezvous.chain import first_open_step, lost_record
+from rendezvous.agreement.chain import first_open_step, lost_record
+from rendezvous.agreement.membership import Wanted, read_control, write_control
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
-from rendezvous.fields import Where
-from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Count, Key, Record, Step, UnixTime, WireError, Word, new_nonce
-from rendezvous.rules import Timing
-from rendezvous.seal import SignedStore, run_key, signed_store, under_key
+from rendezvous.records.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
+from rendezvous.records.records import Count, Key, Record, Step, UnixTime, WireError, Word, new_nonce
+from rendezvous.records.schema import Where
 from rendezvous.store import PatientStore, Readable, Store, plain_key, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store, urls_above
+from rendezvous.stores.signed import SignedStore, run_key, signed_store, under_key
 
 if TYPE_CHECKING:
     from inner import InnerConfig
@@ -370,7 +370,7 @@ def solo_warning(desired: Wanted) -> str:
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
     """Raise StoreRefused before anything is written: without create-if-absent two replicas could commit one step."""
-    from rendezvous.probe import why_unfit
+    from rendezvous.stores.race import why_unfit
 
     reason = why_unfit(store, clock)
     if reason is not None:

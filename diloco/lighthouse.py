@@ -32,10 +32,10 @@ from diloco.rounds import Work
 from diloco.safety import empty_round
 from diloco.session import Session
 from diloco.watchdog import Watchdog
-from rendezvous import snapshots
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
-from rendezvous.state import Digests
+from rendezvous.records.state import Digests
+from rendezvous.snapshots import record as snapshots
 
 if TYPE_CHECKING:
     from torchft import Manager

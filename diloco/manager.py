@@ -28,11 +28,11 @@ from diloco.bare_manager import BareRounds
 from diloco.config import FleetConfig, keep_bytes
 from diloco.rounds import StoreRounds, Work
 from diloco.session import Session, ensure_slot
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.rules import Timing
-from rendezvous.seal import run_key, under_key
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import run_key, under_key
 
 logger = logging.getLogger(__name__)
 

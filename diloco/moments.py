@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from diloco.flat import trainable_parameters
-from rendezvous.digests import digest_of
-from rendezvous.wire import as_bytes
+from rendezvous.records.digests import digest_of
+from rendezvous.records.wire import as_bytes
 
 MOST_BYTES = 256 << 20  # more than the moments of an adapter of 30 M parameters
 STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diloco.config import OuterError
 from diloco.safety import AutoLR, is_zero
-from rendezvous.state import all_arrays, base_of
+from rendezvous.records.state import all_arrays, base_of
 
 _CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
 

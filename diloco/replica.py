@@ -41,9 +41,10 @@ from diloco.seeds import derive_seed
 from diloco.session import Session
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control
 from rendezvous.background import together_on
-from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.codecs import why_no_kernels
 from rendezvous.errors import (
@@ -58,11 +59,11 @@ from rendezvous.errors import (
     StoreUnclear,
     WrongRun,
 )
-from rendezvous.garbage import Collected
+from rendezvous.keeping.garbage import Collected
 from rendezvous.layout import slot_index
-from rendezvous.membership import read_control
-from rendezvous.records import WireError
-from rendezvous.seal import VerifiedStore
+from rendezvous.records.records import WireError
+from rendezvous.snapshots import record as snapshots
+from rendezvous.stores.signed import VerifiedStore
 
 if TYPE_CHECKING:
     from diloco.evaluator import Evaluator, Scorer

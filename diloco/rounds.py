@@ -30,7 +30,7 @@ from diloco.safety import moved_share
 from diloco.session import Session
 from diloco.step_report import StepReport
 from rendezvous.errors import Leaving
-from rendezvous.records import Commit
+from rendezvous.records.records import Commit
 
 if TYPE_CHECKING:
     from diloco.outer import OuterLoop

@@ -17,7 +17,7 @@ The law: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k 
 is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  η/(1 − μρ) is heavy ball's law, and up to 67 % less.
 
 Not promised: that means of a run are AR(1), nor that a high ρ is bad or a low one good.  The numbers are for looking,
-and only AutoLR acts on them, when asked to.  (The norm gate acts too, in rendezvous/rules.py: it belongs to a commit.)
+and only AutoLR acts on them, when asked to.  (The norm gate acts too, in agreement/rules.py: it belongs to a commit.)
 """
 
 import math
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rendezvous.records import Commit, Listed
-from rendezvous.rules import Rules, says_samples
-from rendezvous.wire import evenly_sampled
+from rendezvous.agreement.rules import Rules, says_samples
+from rendezvous.records.records import Commit, Listed
+from rendezvous.records.wire import evenly_sampled
 
 TARGET = 1.0  # η_eff that "auto" aims at: along its mean, a step goes as far as plain averaging would (decision 016)
 _LANES = 1 << 14  # fp64: two such vectors stay in the cache.  Part of the definition of `dot`: never change it

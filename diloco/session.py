@@ -2,7 +2,7 @@
 
     Session(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
 
-The thread ticks the membership (rendezvous/membership.py) and watches what keeps us here: the process that launched
+The thread ticks the membership (agreement/membership.py) and watches what keeps us here: the process that launched
 us, if there is one to watch, and the budget's lease, if there is one:
 
     control: until ──▶ passed, and not put off ──▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
@@ -27,13 +27,13 @@ from diloco.host import device_name, host_name
 from diloco.journal import Journal
 from diloco.watchdog import TurnWatch, Watchdog, where_it_stands
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, refuse_lost, write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import read_control, refuse_lost, write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
-from rendezvous.seal import SignedStore
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.store import PatientStore, Store
+from rendezvous.stores.signed import SignedStore
 from rendezvous.weights.writer import WeightsWriter
 
 ORPHAN_GRACE_S = 40.0  # a lone session that has not left by then ends itself; an inner step and its upload go first
@@ -46,7 +46,7 @@ class Session:
     """A claimed, beating slot.   rv: its side of the agreement.
 
     hung_after_s: seconds without an inner step after which the session may end itself (diloco/watchdog.py), 0: never.
-    keep: bytes of blobs that stay in the bucket (rendezvous/keeping.py), None for all.
+    keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
     broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """
 

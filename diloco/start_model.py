@@ -31,9 +31,9 @@ from diloco.session import Session
 from inner.models.hub_model import HubError, HubModel
 from inner.settings.lora import LoraSettings
 from inner.train.build import load_start
-from rendezvous.digests import digest_of, is_digest
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
-from rendezvous.wire import as_bytes
+from rendezvous.records.digests import digest_of, is_digest
+from rendezvous.records.wire import as_bytes
 
 T = TypeVar("T")
 AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then

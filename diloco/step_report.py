@@ -18,8 +18,8 @@ from diloco.flat import trainable_parameters
 from diloco.host import device_name
 from diloco.safety import Finding, Tracker, replica_findings
 from diloco.session import Session
-from rendezvous.body_sample import BodySample
-from rendezvous.records import Commit, Offer
+from rendezvous.means.body_sample import BodySample
+from rendezvous.records.records import Commit, Offer
 
 if TYPE_CHECKING:
     from diloco.outer import OuterLoop

@@ -18,10 +18,10 @@ from typing import ClassVar
 
 from rendezvous import layout
 from rendezvous.errors import Forged
-from rendezvous.records import Record, UnixTime, Word
-from rendezvous.seal import run_key, signed_store
+from rendezvous.records.records import Record, UnixTime, Word
 from rendezvous.store import Readable, Store
 from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import run_key, signed_store
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rendezvous.agreement.rules import Rules, Timing
     from rendezvous.allreduce import ObjectStoreAllReduce
     from rendezvous.clock import SystemClock
-    from rendezvous.rendezvous import Rendezvous
-    from rendezvous.rules import Rules, Timing
+    from rendezvous.engine.rendezvous import Rendezvous
     from rendezvous.store import put_once
     from rendezvous.stores.files import FileStore
     from rendezvous.stores.memory import MemoryStore
@@ -26,11 +26,11 @@ _HOMES = {
     "FileStore": "stores.files",
     "MemoryStore": "stores.memory",
     "ObjectStoreAllReduce": "allreduce",
-    "Rendezvous": "rendezvous",
-    "Rules": "rules",
+    "Rendezvous": "engine.rendezvous",
+    "Rules": "agreement.rules",
     "SystemClock": "clock",
     "follow_weights": "weights.follower",
-    "Timing": "rules",
+    "Timing": "agreement.rules",
     "open_store": "stores.open",
     "put_once": "store",
 }

@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import Wanted
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import together_on
-from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import GaveUp
-from rendezvous.membership import Wanted
-from rendezvous.records import Commit
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
-from rendezvous.seal import run_key, under_key
-from rendezvous.snapshots import Arrays
+from rendezvous.records.records import Commit
+from rendezvous.snapshots.record import Arrays
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import run_key, under_key
 
 Floats = NDArray[np.floating[Any]]
 STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform", announce=False)

@@ -10,8 +10,7 @@
 
 A measurement that the store answers with an error is a row of the table that says so: the others are still made.
 
-    why_unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
-    measure_throughput(store, clock, size)              the last one only
+    measure_throughput(store, clock, size)             the last one only; the first two only: stores/race.py
     probe_store(store, clock) ─▶ Probe ─▶ .why_unfit()  None, or why not
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
@@ -21,7 +20,6 @@ Not promised: that a store which passes keeps its word under every fault, nor to
 """
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -30,40 +28,29 @@ from textwrap import wrap
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from rendezvous.agreement.rules import Rules, Timing, reduces_sharded
 from rendezvous.clock import Clock
 from rendezvous.codecs import nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
-from rendezvous.errors import KeyExists, StoreError, StoreRefused, StoreUnclear
-from rendezvous.rules import Rules, Timing, reduces_sharded
+from rendezvous.errors import StoreError
 from rendezvous.store import Store
+from rendezvous.stores.race import (
+    OVERWRITES,
+    RACERS,
+    ROUNDS,
+    Race,
+    delete_quietly,
+    ignore_conflict,
+    keeps_first,
+    race_writers,
+    retry_unclear,
+)
 from rendezvous.stores.uplink import LEAST, REQUEST_S
 
 T = TypeVar("T")
 
-RACERS = 16
-ROUNDS = 5
 LIST_PATIENCE_S = 10.0
-_OVERWRITES = "silently overwrites: a second create of the same key went through"
 _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
-
-
-@dataclass(frozen=True)
-class Race:
-    """Winners of one key, round by round, and whether the winner's body stands."""
-
-    racers: int
-    winners: tuple[int, ...]
-    stands: bool
-
-    def why_unfit(self) -> str | None:
-        """The reason why no register can be kept there; None if one can."""
-        if max(self.winners) > 1:
-            return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
-        if not self.stands:
-            return "a writer was told that its object stands, and another one does"
-        if not any(self.winners):
-            return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers"
-        return None
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class Probe:
         if name := next((name for name in ESSENTIAL if name in self.troubles), None):
             return f"{ESSENTIAL[name]} could not be shown to work: {self.troubles[name]}"
         if not self.keeps_first:
-            return _OVERWRITES
+            return OVERWRITES
         if not self.reads_its_writes:
             return "what was just written is not what is read: a run needs read-after-write"
         if 0 < self.put_bytes_s < LEAST / REQUEST_S:
@@ -145,24 +132,13 @@ def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = 
         _delete_probe_keys(store, at, rounds)
 
 
-def why_unfit(store: Store, clock: Clock) -> str | None:
-    """The reason why no register can be kept there, or None: a short form, for callers that found a run."""
-    at = f"probe/{os.urandom(6).hex()}/"
-    rounds = 3
-    try:
-        raced = race_writers(store, clock, f"{at}race/", rounds, racers=4)
-        return raced.why_unfit() or (None if _keeps_first(store, f"{at}twice", clock) else _OVERWRITES)
-    finally:
-        _delete_probe_keys(store, at, rounds)
-
-
 def measure_throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
     """Bytes per second (up, down) of one blob of `size` bytes."""
     key = f"probe/{os.urandom(6).hex()}/blob"
     try:
         return _measure_rates(store, clock, key, size)
     finally:
-        _delete_quietly(store, [key])
+        delete_quietly(store, [key])
 
 
 def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
@@ -184,7 +160,7 @@ def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, ra
     return Probe(
         url=store.url,
         race=raced,
-        keeps_first=measure_or_note("keeps_first", lambda: _keeps_first(store, f"{at}twice", clock), False),
+        keeps_first=measure_or_note("keeps_first", lambda: keeps_first(store, f"{at}twice", clock), False),
         reads_its_writes=measure_or_note(
             "reads_its_writes", lambda: _reads_its_writes(store, f"{at}own", clock), False
         ),
@@ -204,69 +180,11 @@ def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, ra
 # ---------------------------------------------------------------------- single measurements
 
 
-def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
-    """Let many writers create the same key at once.  Deletes the keys if `at` is ""."""
-    place = at or f"probe/{os.urandom(6).hex()}/race/"
-    winners: list[int] = []
-    stands = True
-    try:
-        for n in range(rounds):
-            won = _one_race(store, f"{place}{n}", racers)
-            winners.append(len(won))
-            stands &= len(won) != 1 or _retry_unclear(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
-    finally:
-        if not at:
-            store.delete([f"{place}{n}" for n in range(rounds)])
-    return Race(racers, tuple(winners), stands)
-
-
-def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
-    """Run one round; -> the bodies whose writers heard "done"."""
-    gate = threading.Barrier(racers)
-    won = list[bytes]()
-    refused = list[StoreRefused]()
-
-    def run(n: int) -> None:
-        body = b"%03d %s" % (n, os.urandom(8).hex().encode())
-        gate.wait()
-        try:
-            store.create(key, body)
-            won.append(body)
-        except (KeyExists, StoreUnclear):
-            return
-        except StoreRefused as error:
-            refused.append(error)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(racers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(refused) == racers:
-        raise refused[0]
-    return won
-
-
-def _keeps_first(store: Store, key: str, clock: Clock) -> bool:
-    """Whether the first body stays.
-
-    A store may answer "exists" (409) with no object there: the first create is repeated until its object stands, and
-    only then comes the second.
-    """
-    for n in range(5):
-        _ignore_conflict(lambda: store.create(key, b"first"))
-        if _retry_unclear(clock, lambda: store.get(key)) is not None:
-            break
-        clock.sleep(0.1 * 2**n)
-    _ignore_conflict(lambda: store.create(key, b"second"))
-    return _retry_unclear(clock, lambda: store.get(key)) in (b"first", None)  # None: all unclear; the race decides
-
-
 def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
     for n in range(5):
         body = b"%d" % n
-        _retry_unclear(clock, lambda body=body: store.put(key, body))
-        if _retry_unclear(clock, lambda: store.get(key)) != body:
+        retry_unclear(clock, lambda body=body: store.put(key, body))
+        if retry_unclear(clock, lambda: store.get(key)) != body:
             return False
     return True
 
@@ -275,21 +193,21 @@ def _check_ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
     """Return (whether the bytes are right, whether the end is noticed)."""
     body = os.urandom(10_000)
     out = bytearray(1000)
-    _retry_unclear(clock, lambda: store.put(key, body))
-    right = _retry_unclear(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
+    retry_unclear(clock, lambda: store.put(key, body))
+    right = retry_unclear(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
     beyond = [
-        _retry_unclear(clock, lambda start=start: store.get_into(key, memoryview(out), start))
+        retry_unclear(clock, lambda start=start: store.get_into(key, memoryview(out), start))
         for start in (9001, 10_000, 50_000)
     ]
     return bool(right), not any(beyond)
 
 
 def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
-    _retry_unclear(clock, lambda: store.put(f"{at}key", b"x"))
+    retry_unclear(clock, lambda: store.put(f"{at}key", b"x"))
     began = clock.now()
     while clock.now() - began < LIST_PATIENCE_S:
         asked = clock.now()
-        if f"{at}key" in (_retry_unclear(clock, lambda: store.list(at)) or []):
+        if f"{at}key" in (retry_unclear(clock, lambda: store.list(at)) or []):
             return asked - began
         clock.sleep(0.2)
     return None
@@ -298,9 +216,9 @@ def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
 def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
     """Delete two keys and one that never was, in one call, as the collector does; -> whether they are gone."""
     for name in ("a", "b"):
-        _retry_unclear(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
-    _retry_unclear(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
-    return all(_retry_unclear(clock, lambda name=name: store.get(f"{at}{name}")) is None for name in ("a", "b"))
+        retry_unclear(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
+    retry_unclear(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
+    return all(retry_unclear(clock, lambda name=name: store.get(f"{at}{name}")) is None for name in ("a", "b"))
 
 
 def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
@@ -308,16 +226,16 @@ def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> t
     gets = list[float]()
     creates = list[float]()
     for n in range(times):
-        creates.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.create(f"{at}{n}", b"x" * 200))))
-        gets.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.get(f"{at}{n}"))))
+        creates.append(_seconds_of(clock, lambda n=n: ignore_conflict(lambda: store.create(f"{at}{n}", b"x" * 200))))
+        gets.append(_seconds_of(clock, lambda n=n: ignore_conflict(lambda: store.get(f"{at}{n}"))))
     return gets, creates
 
 
 def _measure_rates(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
     """Bytes per second: putting a blob, and getting it into a buffer that was used before."""
     body = bytearray(os.urandom(1 << 10) * (size // 1024 + 1))[:size]
-    put_s = _seconds_of(clock, lambda: _retry_unclear(clock, lambda: store.put(key, memoryview(body))))
-    get_s = _seconds_of(clock, lambda: _retry_unclear(clock, lambda: store.get_into(key, memoryview(body))))
+    put_s = _seconds_of(clock, lambda: retry_unclear(clock, lambda: store.put(key, memoryview(body))))
+    get_s = _seconds_of(clock, lambda: retry_unclear(clock, lambda: store.get_into(key, memoryview(body))))
     return size / max(put_s, 1e-9), size / max(get_s, 1e-9)
 
 
@@ -327,34 +245,10 @@ def _seconds_of(clock: Clock, action: Callable[[], object]) -> float:
     return clock.now() - began
 
 
-def _retry_unclear(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
-    """Ask again after an unclear answer, a few times."""
-    for n in range(times - 1):
-        try:
-            return request()
-        except StoreUnclear:
-            clock.sleep(0.1 * 2**n)
-    return request()
-
-
-def _ignore_conflict(request: Callable[[], object]) -> None:
-    try:
-        request()
-    except (KeyExists, StoreUnclear):
-        return
-
-
 def _delete_probe_keys(store: Store, at: str, rounds: int) -> None:
     names = ["twice", "own", "range", "blob", "listed/key", "gone/a", "gone/b"]
     names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
-    _delete_quietly(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
-
-
-def _delete_quietly(store: Store, keys: list[str]) -> None:
-    try:
-        store.delete(keys)
-    except StoreError:
-        return  # the probe's answer matters more than a few small objects
+    delete_quietly(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
 
 
 # ---------------------------------------------------------------------- the cost of a sync

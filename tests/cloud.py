@@ -29,9 +29,9 @@ from executors.platforms.base import (
 )
 from executors.platforms.short_form import rank_specs
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, claims_above, read_control
 from rendezvous.errors import Fenced
-from rendezvous.membership import claim, claims_above, read_control
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from rendezvous.store import Store
 from tests.fakes import ManualClock
 

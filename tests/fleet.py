@@ -23,9 +23,9 @@ from unittest.mock import patch
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run, publish_model
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Commit
+from rendezvous.records.records import Beat, Commit
 from rendezvous.store import PatientStore
 from tests import victim
 from tests.tables import merge_tables

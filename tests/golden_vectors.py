@@ -26,13 +26,13 @@ from torch import nn
 from diloco.launch import ModelRecord, RunRecord
 from diloco.optimizer import Nesterov, OuterState
 from diloco.superseded import Superseded
-from rendezvous import records
 from rendezvous.clock import SystemClock
-from rendezvous.digests import SHA256, digest
-from rendezvous.reduce import Reducer, Rules
-from rendezvous.seal import Seal, sign_record
+from rendezvous.means.reduce import Reducer, Rules
+from rendezvous.records import records
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
+from rendezvous.stores.signed import Seal, sign_record
 
 PATH = Path(__file__).parent / "data" / "golden_vectors.json"
 Piece = list[int]  # start, stop, exponent

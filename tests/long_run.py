@@ -12,8 +12,8 @@ import json
 
 from diloco.launch import RunRecord
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Claim, Listed
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat, Claim, Listed
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 from tests.s3_server import S3Server

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import RendezvousError
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
 from rendezvous.stores.open import open_store
 
 TIMING = Timing(dead_after=2.0, give_up=20.0, store_patience=2.0)

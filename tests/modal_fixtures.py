@@ -19,8 +19,8 @@ from diloco.launch import Run, open_run
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
 from tests.entrypoints import marks
 from tests.modal_server import ModalPlatform
 from tests.s3_server import S3Server

@@ -11,7 +11,7 @@ import random
 
 from diloco.launch import Parent, RunRecord
 from rendezvous import layout
-from rendezvous.records import Listed
+from rendezvous.records.records import Listed
 from tests.long_run import NUMBERS, LongRun
 from tests.test_diloco_report import BYTES, T0
 

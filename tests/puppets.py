@@ -16,9 +16,9 @@ import numpy as np
 from diloco.history import empty_state, start_arrays
 from diloco.launch import Run, read_run
 from diloco.optimizer import OuterState
-from rendezvous.records import Commit
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Timing
+from rendezvous.agreement.rules import Timing
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.records.records import Commit
 from tests.fakes import ManualClock
 from tests.fleet import Fleet
 

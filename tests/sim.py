@@ -39,12 +39,12 @@ import numpy as np
 import xxhash
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from rendezvous import records
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.errors import KeyExists
-from rendezvous.rules import Rules, Timing
-from rendezvous.seal import SignedStore
+from rendezvous.records import records
 from rendezvous.store import Store
+from rendezvous.stores.signed import SignedStore
 from tests import sim_adversary as adversary
 from tests.sim_adversary import may_vanish
 from tests.sim_fleet import Fleet

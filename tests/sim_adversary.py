@@ -16,8 +16,9 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-from rendezvous import layout, records
-from rendezvous.records import Record
+from rendezvous import layout
+from rendezvous.records import records
+from rendezvous.records.records import Record
 from tests.sim_store import kind
 
 if TYPE_CHECKING:

@@ -15,42 +15,34 @@ from unittest.mock import patch
 
 import numpy as np
 
-from rendezvous import (
-    announcements,
-    background,
-    body_reader,
-    chain,
-    closing,
-    garbage,
-    keeping,
-    layout,
-    membership,
-    offers,
-    own_blobs,
-    records,
-    rendezvous,
-    rules,
-    seal,
-    snapshots,
-)
-from rendezvous.announcements import Announcements
-from rendezvous.averaging import Averager
-from rendezvous.body_reader import BodyReader
-from rendezvous.chain import Chain, first_open_step
-from rendezvous.closing import Committer
-from rendezvous.digests import digest
+from rendezvous import background, layout
+from rendezvous.agreement import chain, closing, membership, offers, rules
+from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.closing import Committer
+from rendezvous.agreement.offers import OfferBook
+from rendezvous.agreement.rules import Rules
+from rendezvous.engine import own_blobs, rendezvous
+from rendezvous.engine.averaging import Averager
+from rendezvous.engine.own_blobs import OwnBlobs
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
-from rendezvous.keeping import Window
-from rendezvous.offers import OfferBook
-from rendezvous.own_blobs import OwnBlobs
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.replay import StateReplay
-from rendezvous.rules import Rules
-from rendezvous.sharded import ShardedMean
-from rendezvous.snapshot_writer import LiveFile, SnapshotWriter
-from rendezvous.state import Digests, all_arrays, base_of
-from rendezvous.tensors import TensorFile
-from rendezvous.wire import Encoder, as_bytes
+from rendezvous.keeping import budget as keeping
+from rendezvous.keeping import garbage
+from rendezvous.keeping.budget import Window
+from rendezvous.means import announcements
+from rendezvous.means import bodies as body_reader
+from rendezvous.means.announcements import Announcements
+from rendezvous.means.bodies import BodyReader
+from rendezvous.records import records
+from rendezvous.records.digests import digest
+from rendezvous.records.state import Digests, all_arrays, base_of
+from rendezvous.records.tensors import TensorFile
+from rendezvous.records.wire import Encoder, as_bytes
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.replay import StateReplay
+from rendezvous.snapshots.writer import LiveFile, SnapshotWriter
+from rendezvous.stores import signed as seal
 from tests import sim_places
 from tests.sim import TAG, Schedule, draw, draw_lost
 from tests.sim_places import Loss

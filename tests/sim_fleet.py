@@ -4,13 +4,14 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rendezvous import layout, records
+from rendezvous import layout
+from rendezvous.agreement.membership import Wanted, write_control
 from rendezvous.errors import RecordsLost, RendezvousError
-from rendezvous.garbage import Collected
-from rendezvous.membership import Wanted, write_control
-from rendezvous.records import Control
-from rendezvous.seal import sign_record
+from rendezvous.keeping.garbage import Collected
+from rendezvous.records import records
+from rendezvous.records.records import Control
 from rendezvous.store import PatientStore
+from rendezvous.stores.signed import sign_record
 from tests.sim_replica import Process, Replica
 from tests.sim_store import restore
 

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from rendezvous import layout
-from rendezvous.records import Claim, Commit, Control, Leave, Mean, Offer, Snapshot
+from rendezvous.records.records import Claim, Commit, Control, Leave, Mean, Offer, Snapshot
 from tests.audit import is_named
 from tests.sim_codecs import Kept, Sent, cut, decoded, encoded, shards, taken_back, written
 from tests.sim_replica import LR, MU, Process, SimState, digest_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rendezvous import layout
-from rendezvous.chain import ANCHORS
+from rendezvous.agreement.chain import ANCHORS
 from rendezvous.errors import KeyExists, StoreGone
 from tests.sim_replica import Process
 

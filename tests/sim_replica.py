@@ -19,10 +19,10 @@ from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
 from rendezvous.background import in_turn
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RecordsLost, RendezvousError, Terminal
-from rendezvous.garbage import Collected
-from rendezvous.records import Commit, WireError
-from rendezvous.rendezvous import Rendezvous
+from rendezvous.keeping.garbage import Collected
+from rendezvous.records.records import Commit, WireError
 from tests.fakes import Foreign
 from tests.sim_codecs import Kept, Sent
 

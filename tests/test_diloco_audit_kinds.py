@@ -15,9 +15,9 @@ from diloco.audit.verify import verify
 from diloco.gc import collect, plan_gc
 from diloco.launch import read_run
 from executors.cli.main import main
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.rules import Rules
 from tests.puppets import PuppetRun
 
 LORA = {"r": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}

@@ -13,7 +13,7 @@ from torch import nn
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from diloco.manager import MockManager, StoreManager
-from rendezvous.rules import Timing
+from rendezvous.agreement.rules import Timing
 
 RANKS, ROUNDS = 3, 5
 FAST = Timing(poll=0.005, beat=0.02, dead_after=30.0, give_up=60.0)

@@ -8,10 +8,10 @@ import pytest
 from diloco.config import ConfigError, RunConfig, load_config
 from diloco.launch import open_run, read_run, solo_warning
 from rendezvous import layout
+from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Control
+from rendezvous.records.records import Control
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,8 +20,8 @@ from diloco.runlog.trackers.make import check_tracker, make_tracker
 from diloco.runlog.trackers.tracker import TrackedRun, TrackerBusy, TrackerError
 from executors.cli import main as cli
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Leave
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat, Leave
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from tests.long_run import LongRun, long_run

@@ -13,7 +13,7 @@ from diloco.make import make_diloco
 from diloco.manager import MockManager
 from rendezvous import layout
 from rendezvous.background import in_turn
-from rendezvous.records import Listed
+from rendezvous.records.records import Listed
 from tests.test_diloco_outer import Net, Seconds, plain_steps
 
 

@@ -23,9 +23,9 @@ from diloco.make import make_diloco
 from diloco.manager import StoreManager
 from diloco.outer import OuterLoop
 from rendezvous import layout
+from rendezvous.agreement.rules import Timing
 from rendezvous.errors import Fenced, GaveUp
-from rendezvous.records import Leave, Offer
-from rendezvous.rules import Timing
+from rendezvous.records.records import Leave, Offer
 from rendezvous.store import Buffer
 from rendezvous.stores.memory import MemoryStore
 

@@ -23,11 +23,11 @@ from diloco.launch import ModelRecord, RunRecord, agree_on_run, open_run
 from diloco.runlog.report import read_report
 from diloco.session import Session, ensure_slot
 from rendezvous import layout
+from rendezvous.agreement.membership import CONTROL_BEATS, read_control, write_control
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
 from rendezvous.errors import ChainBroken, Fenced, RecordsLost
-from rendezvous.membership import CONTROL_BEATS, read_control, write_control
-from rendezvous.records import Beat, Control, Record, WireError
-from rendezvous.rules import Timing
+from rendezvous.records.records import Beat, Control, Record, WireError
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 from tests.test_rendezvous_engine import TIMING, Seat, bucket, pair, together

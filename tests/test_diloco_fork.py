@@ -18,8 +18,8 @@ from diloco.superseded import Superseded, url_below
 from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.digests import SHA256, digest, hex_of
 from rendezvous.errors import WrongRun
+from rendezvous.records.digests import SHA256, digest, hex_of
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
 from tests.audit import check_run

@@ -29,10 +29,10 @@ from executors.platforms.container import run_replica
 from executors.platforms.full_disk import full_words, room_for
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_host.forkserver import ForkServer
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, StoreFull
-from rendezvous.membership import write_control
-from rendezvous.rules import Timing
 from rendezvous.store import PatientStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store

@@ -13,8 +13,8 @@ from diloco.launch import Run, read_run
 from diloco.runlog.kept import kept_words
 from diloco.runlog.report import read_report
 from executors.cli.main import main
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control, write_control
 from rendezvous.stores.open import open_store
 from tests.puppets import PuppetRun
 

@@ -25,13 +25,13 @@ from diloco.optimizer import Nesterov, OuterState
 from diloco.replica import _end_session
 from diloco.session import Session
 from rendezvous import layout
+from rendezvous.agreement.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import TRIES, Parts, Worker
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import HeartbeatLost, RendezvousError, StoreUnclear
-from rendezvous.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
-from rendezvous.records import Beat, Leave
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.records.records import Beat, Leave
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 

@@ -13,7 +13,7 @@ from diloco.start_model import has_more_than_trained
 from inner import InnerConfig, Seeds
 from inner.train.build import load_start
 from rendezvous import layout
-from rendezvous.chain import first_open_step
+from rendezvous.agreement.chain import first_open_step
 from tests.audit import check_run
 from tests.fakes import FaultyStore
 from tests.fleet import Fleet

@@ -11,9 +11,9 @@ from diloco.runlog.pace import BURST_S, LOOK_S, RATE, AskedSoFar, next_focus
 from diloco.runlog.report import Reader, read_report
 from diloco.runlog.scope import EVERYTHING, STATUS, Focus, watch_scope
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.errors import StoreUnclear
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import LongRun, long_run
 from tests.test_diloco_report import T0, FixedClock, killed_and_replaced

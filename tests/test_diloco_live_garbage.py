@@ -23,9 +23,9 @@ from diloco import exitcodes
 from diloco.runlog.report import checks, read_report
 from executors.cli import main as cli
 from rendezvous import layout
+from rendezvous.agreement.membership import newest_claim, read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists
-from rendezvous.membership import newest_claim, read_control, write_control
 from tests.audit import check_run
 from tests.fleet import Fleet
 from tests.sim_adversary import is_record, mangled, random_json

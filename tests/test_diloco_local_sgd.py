@@ -17,9 +17,9 @@ from torch import nn
 from torchft.local_sgd import LocalSGD
 
 from diloco.manager import StoreManager
+from rendezvous.agreement.rules import Timing
 from rendezvous.layout import slot_name
-from rendezvous.records import Commit
-from rendezvous.rules import Timing
+from rendezvous.records.records import Commit
 from rendezvous.stores.files import FileStore
 
 H, RANKS, ROUNDS = 3, 3, 4

@@ -14,9 +14,9 @@ from diloco import StoreManager, make_diloco
 from diloco.exitcodes import LEFT
 from diloco.moments import MOST_BYTES, read_moments, write_moments
 from rendezvous import layout
-from rendezvous.digests import digest
-from rendezvous.records import Leave
-from rendezvous.tensors import TensorFile
+from rendezvous.records.digests import digest
+from rendezvous.records.records import Leave
+from rendezvous.records.tensors import TensorFile
 from tests.fleet import ENDLESS, WAIT_S, Fleet
 from tests.test_diloco_outer_safety import events
 

@@ -21,12 +21,12 @@ from diloco.rounds import Work
 from diloco.step_report import likely_cause
 from diloco.watchdog import Watchdog
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import WrongRun
-from rendezvous.membership import write_control
-from rendezvous.records import Commit
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.records.records import Commit
 from rendezvous.stores.memory import MemoryStore
 
 RNG = np.random.default_rng(7)

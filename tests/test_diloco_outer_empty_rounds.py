@@ -28,12 +28,12 @@ from diloco.runlog.report import read_report, summary
 from diloco.safety import is_zero
 from executors.cli.status import status_table
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import DENSE
-from rendezvous.membership import write_control
-from rendezvous.records import Commit, Snapshot
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.records.records import Commit, Snapshot
 from rendezvous.stores.memory import MemoryStore
 from tests.audit import check_run
 from tests.fleet import Fleet

@@ -18,8 +18,8 @@ from diloco.manager import MockManager
 from diloco.runlog.report import read_report, summary
 from executors.cli.status import status_dict, status_table
 from rendezvous import layout
+from rendezvous.agreement.rules import Rules
 from rendezvous.errors import BadCommit
-from rendezvous.rules import Rules
 from rendezvous.store import Store
 from tests.audit import check_run
 from tests.fakes import ManualClock

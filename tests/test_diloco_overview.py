@@ -9,8 +9,8 @@ from diloco.runlog.overview import LABELS, SessionRow, end_words, overview, samp
 from diloco.runlog.report import Step, read_report
 from executors.supervision.health import describe_supervision
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat
 from tests.long_run import STEP_S, long_run
 from tests.test_diloco_report import T0, Bucket, FixedClock, killed_and_replaced
 

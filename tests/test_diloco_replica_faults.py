@@ -27,10 +27,11 @@ from diloco.runlog.report import read_report, summary
 from diloco.units import byte_size
 from executors.cli.main import _best_step
 from executors.cli.status import status_dict, status_table
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
+from rendezvous.snapshots import record as snapshots
 from tests.audit import check_run, decoded, logged_digests
 from tests.fleet import ENDLESS, Fleet
 

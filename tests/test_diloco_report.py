@@ -10,9 +10,9 @@ from diloco.runlog import charts
 from diloco.runlog.charts import draw_figure, write_picture
 from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, summary
 from rendezvous import layout
-from rendezvous.digests import SHA256, digest
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import Beat, Claim, Commit, Leave, Listed, Offer
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 

@@ -28,14 +28,14 @@ from executors.cli import main as cli
 from executors.cli import status
 from executors.supervision.costs import costs
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import round_to_fp32
 from rendezvous.errors import Forged, StoreUnclear
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Commit
-from rendezvous.rules import round_to_fp32
-from rendezvous.seal import KEY, under_key
+from rendezvous.records.records import Beat, Commit
 from rendezvous.store import Store
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import KEY, under_key
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, copy, long_run
 from tests.s3_server import S3Server

@@ -24,10 +24,10 @@ from diloco.safety import (
     pairwise_cosine,
     replica_findings,
 )
+from rendezvous.agreement.rules import Rules
 from rendezvous.errors import BadDelta
-from rendezvous.records import Commit, Listed
-from rendezvous.rules import Rules
-from rendezvous.wire import approximate_norm, checked_norm, evenly_sampled
+from rendezvous.records.records import Commit, Listed
+from rendezvous.records.wire import approximate_norm, checked_norm, evenly_sampled
 
 RNG = np.random.default_rng(11)
 

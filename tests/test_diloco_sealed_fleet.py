@@ -26,7 +26,7 @@ from executors.cli import main as cli
 from executors.supervision.remarks import all_troubles
 from rendezvous import layout
 from rendezvous.errors import Forged
-from rendezvous.records import Claim, Control, Offer
+from rendezvous.records.records import Claim, Control, Offer
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run

@@ -23,16 +23,16 @@ from diloco.launch import ModelRecord, Run, RunRecord, fetch_files, fetch_model,
 from diloco.runlog.report import read_report
 from diloco.traces import run_states
 from rendezvous import layout
-from rendezvous.digests import SHA256, digest, hex_of
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Corrupt, Forged, RendezvousError, WrongRun
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules
-from rendezvous.seal import SignedStore, sign_record, under_key
+from rendezvous.records.digests import SHA256, digest, hex_of
+from rendezvous.records.records import Beat
 from rendezvous.store import Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import SignedStore, sign_record, under_key
 from tests.fakes import ManualClock, VectorState
 from tests.fleet import Fleet
 from tests.scripted import scripted_task

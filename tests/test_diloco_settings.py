@@ -23,7 +23,7 @@ from diloco import OuterConfig, OuterError, StoreManager, make_diloco
 from diloco.config import CODECS, ConfigError, OuterConfigError, RunConfig
 from diloco.lighthouse import LighthouseManager
 from diloco.outer import OuterLoop
-from rendezvous.rules import WEIGHTINGS, Rules
+from rendezvous.agreement.rules import WEIGHTINGS, Rules
 from rendezvous.stores.memory import MemoryStore
 
 PARAMETERS = 12  # as many fragments as a test may ask for

@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load as load_safetensors
 
-from rendezvous import layout, snapshots, tensors
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Worker
-from rendezvous.digests import SHA256, XXH3, digest
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Corrupt, StoreUnclear
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
-from rendezvous.snapshot_writer import Abandoned, LiveFile
+from rendezvous.records import tensors
+from rendezvous.records.digests import SHA256, XXH3, digest
+from rendezvous.records.tensors import PIECE, TensorFile
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.writer import Abandoned, LiveFile
 from rendezvous.store import Buffer, PatientStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.tensors import PIECE, TensorFile
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
 
 BIG = 3 * PIECE // 4  # fp32 elements: three pieces
@@ -244,7 +246,7 @@ def test_a_store_that_breaks_off_shows_nothing(tmp_path: Path) -> None:
 WRITER = """
 import sys, time, numpy as np
 from rendezvous.stores.files import FileStore
-from rendezvous.tensors import TensorFile
+from rendezvous.records.tensors import TensorFile
 class Slow(TensorFile):
     def __iter__(self):
         for piece in super().__iter__():

@@ -24,10 +24,11 @@ from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model
 from inner.train.build import load_start
-from rendezvous import layout, snapshots
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.records import Snapshot
+from rendezvous.records.records import Snapshot
+from rendezvous.snapshots import record as snapshots
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fakes import ManualClock

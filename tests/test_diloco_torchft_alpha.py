@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 from diloco import OuterConfig, StoreManager, make_diloco
-from rendezvous.rules import Timing
+from rendezvous.agreement.rules import Timing
 from rendezvous.stores.memory import MemoryStore
 
 STEPS, WIDTH, MOMENTUM, LR = 240, 16, 0.9, 0.4

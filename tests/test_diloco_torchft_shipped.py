@@ -27,7 +27,7 @@ from torchft.manager import Manager
 
 from diloco.manager import StoreManager
 from rendezvous import layout
-from rendezvous.rules import Timing
+from rendezvous.agreement.rules import Timing
 
 _lighthouses = itertools.count()
 

@@ -14,8 +14,8 @@ from diloco.runlog.scope import STATUS
 from diloco.runlog.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
 from executors.supervision import remarks
 from rendezvous import layout
-from rendezvous.membership import decode_or_none, write_control
-from rendezvous.records import Beat, Offer
+from rendezvous.agreement.membership import decode_or_none, write_control
+from rendezvous.records.records import Beat, Offer
 from tests.long_run import STEP_S, long_run
 from tests.test_diloco_report import T0, Bucket, killed_and_replaced
 

@@ -69,7 +69,7 @@ def test_without_wide_vector_instructions_the_digests_are_the_same(finished: Pat
     vectors = " ".join(np.show_config(mode="dicts")["SIMD Extensions"]["found"])
     code = (
         "import sys; import numpy as np; assert not np.show_config(mode='dicts')['SIMD Extensions'].get('found')\n"
-        "import rendezvous.reduce as reduce; reduce.load_mean_kernel = lambda name: None\n"
+        "import rendezvous.means.reduce as reduce; reduce.load_mean_kernel = lambda name: None\n"
         "from executors.cli.main import main; sys.exit(main(['verify', sys.argv[1], '--json']))"
     )
     plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": vectors}

@@ -20,7 +20,7 @@ from inner import Seeds, build_inner
 from inner.settings.vllm import has_vllm
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from tests.audit import check_run
 from tests.vllm_replica import ENVIRON, expected_weights, on_cpu
 

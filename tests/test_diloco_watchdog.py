@@ -10,7 +10,7 @@ from diloco.config import ConfigError, FleetConfig
 from diloco.runlog.report import Reader
 from diloco.watchdog import Watchdog, where_it_stands
 from executors.supervision.grace import FINISH_S, goodbye_s
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from tests.audit import check_run
 from tests.fakes import ManualClock
 from tests.fleet import Fleet

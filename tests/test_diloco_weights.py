@@ -12,7 +12,7 @@ from diloco.config import ConfigError
 from diloco.history import model_record, state_at
 from diloco.launch import read_run
 from rendezvous import follow_weights, layout
-from rendezvous.seal import KEY, open_signed
+from rendezvous.stores.signed import KEY, open_signed
 from rendezvous.weights.follower import WeightsFollower
 from rendezvous.weights.writer import read_weights
 from tests.fleet import Fleet, config

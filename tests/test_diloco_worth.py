@@ -9,7 +9,7 @@ import pytest
 from diloco.runlog.report import Report, SessionSummary, Step, read_report, summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
 from executors.cli.status import status_dict, status_table
-from rendezvous.membership import Wanted
+from rendezvous.agreement.membership import Wanted
 from tests.test_diloco_report import T0, killed_and_replaced
 
 

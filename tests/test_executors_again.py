@@ -14,11 +14,11 @@ from executors.cli import main as cli
 from executors.preflight.run_url import UsageError
 from executors.supervision.lease import Lease
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, read_control
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Commit
 from rendezvous.errors import WrongRun
-from rendezvous.membership import claim, read_control
-from rendezvous.records import WireError
-from rendezvous.rendezvous import Commit
+from rendezvous.records.records import WireError
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
 from tests.test_executors_cli import CONFIG, complaint, config, run, say  # noqa: F401  (fixtures)

@@ -12,14 +12,14 @@ from diloco.superseded import Superseded
 from executors.cli import again
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Commit
 from rendezvous.errors import Forged, WrongRun
-from rendezvous.membership import read_control
-from rendezvous.records import WireError
-from rendezvous.rendezvous import Commit
-from rendezvous.seal import KEY, SignedStore, open_signed
+from rendezvous.records.records import WireError
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import KEY, SignedStore, open_signed
 from tests.test_executors_again import founded as founded_in_a_folder
 from tests.test_executors_again import mended
 from tests.test_executors_cli import complaint, config, run, say  # noqa: F401  (fixtures)

@@ -18,7 +18,7 @@ from executors.preflight.alert_url import take_alert
 from executors.preflight.run_url import UsageError
 from executors.supervision.alerts import VARIABLE, Alerts, alerts_of, changes, host_of, post, told
 from executors.supervision.remarks import all_troubles, remark_lines
-from rendezvous.membership import write_control
+from rendezvous.agreement.membership import write_control
 from tests.test_diloco_report import T0, Bucket, FixedClock
 
 SECRET = "s3cr3t-token"

@@ -16,11 +16,11 @@ from diloco.launch import open_run, publish, refuse_layout
 from diloco.runlog.report import read_report
 from executors.supervision.remarks import all_troubles
 from rendezvous import layout
+from rendezvous.agreement.rules import Rules
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.records import Claim, Offer, Snapshot
-from rendezvous.rules import Rules
-from rendezvous.wire import body_digests, shard_grid
+from rendezvous.records.records import Claim, Offer, Snapshot
+from rendezvous.records.wire import body_digests, shard_grid
 from tests.audit import check_run, logged_digests
 from tests.fleet import ENDLESS, Fleet
 

@@ -19,8 +19,8 @@ from executors.cli import demo
 from executors.cli import main as cli
 from executors.supervision.lease import Lease
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control, write_control
 from tests.test_diloco_report import killed_and_replaced
 
 ROOT = Path(__file__).parent.parent

@@ -23,8 +23,8 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control, write_control
 from tests.fleet import TEXT
 from tests.test_executors_cli import CONFIG, ROOT, complaint, config, run, say  # noqa: F401  (fixtures)
 

@@ -14,8 +14,8 @@ from executors.cli.completion import slots_of
 from executors.cli.status import Screen, status_table
 from executors.platforms.base import Handle
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat, Claim
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat, Claim
 from tests.test_diloco_report import T0, Bucket, killed_and_replaced
 from tests.test_executors_cli import complaint, config, run, say  # noqa: F401
 

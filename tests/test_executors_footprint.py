@@ -8,7 +8,7 @@ from diloco import footprint as sizes
 from diloco.config import RunConfig
 from diloco.sizing import BUILT_IN
 from rendezvous.codecs import get_codec
-from rendezvous.garbage import parse_blob_key
+from rendezvous.keeping.garbage import parse_blob_key
 from tests.fleet import Fleet
 
 

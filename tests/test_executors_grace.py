@@ -18,7 +18,7 @@ from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Leaving
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from tests.test_executors_supervisor import QUICK, Numbers, Toy, executor, found, wait_for  # noqa: F401
 
 HERE = __name__

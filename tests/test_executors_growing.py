@@ -14,8 +14,8 @@ from diloco.runlog.report import Report, checks, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import PRELOAD, Supervisor
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
 from rendezvous.store import Store
 from tests.audit import check_run
 from tests.fleet import Fleet

@@ -27,8 +27,8 @@ from executors.supervision.hosted import start_hosted
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
 from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run
 from tests.entrypoints import marks

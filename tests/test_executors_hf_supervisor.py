@@ -20,8 +20,8 @@ from executors.supervision.hosted import is_cut_off, start_hosted
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE
 from rendezvous import layout
+from rendezvous.agreement.membership import newest_claim
 from rendezvous.clock import SystemClock
-from rendezvous.membership import newest_claim
 from tests.test_executors_hf_jobs_run import URL, founded, hub, idle, outputs, s3, wait_for
 
 __all__ = ["hub", "s3"]  # fixtures

@@ -26,10 +26,10 @@ from executors.supervision.lease import SUPERVISOR, Lease, Supervised, superviso
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slot_state import handle_in, past
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.machine import machine_name
-from rendezvous.membership import claim, write_control
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from rendezvous.stores.files import FileStore
 from tests.workers import identity, worker
 

@@ -32,9 +32,9 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Fenced, Leaving
-from rendezvous.rules import Timing
 from tests.test_executors_supervisor import Numbers
 
 HERE, ROOT = __name__, Path(__file__).parent.parent

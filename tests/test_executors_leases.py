@@ -21,7 +21,7 @@ from executors.platforms.multi import Place
 from executors.supervision.costs import LEASE_S
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
-from rendezvous.membership import read_control, write_control
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.store import Body, Buffer, Store
 from tests.cloud import CloudExecutor
 from tests.world import LIMITS, World

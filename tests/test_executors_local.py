@@ -14,8 +14,8 @@ import pytest
 from diloco import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
+from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import claim, write_control
 from rendezvous.stores.files import FileStore
 from tests.workers import identity, worker
 

@@ -12,8 +12,8 @@ from executors.preflight.quote import Quote, write_quote
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor
-from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import WIRE, Control
+from rendezvous.agreement.membership import Wanted, read_control, write_control
+from rendezvous.records.records import WIRE, Control
 from rendezvous.stores.memory import MemoryStore
 from tests.cloud import Cloud, CloudExecutor
 from tests.fakes import ManualClock

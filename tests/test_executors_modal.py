@@ -34,8 +34,8 @@ from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
 from executors.supervision.hosted import start_hosted, supervisor_spec
 from executors.supervision.supervisor import Supervisor
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control
 from tests.audit import check_run
 from tests.entrypoints import marks
 from tests.modal_fixtures import (  # noqa: F401

@@ -24,8 +24,8 @@ from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
 from executors.supervision import lease
 from rendezvous import layout
+from rendezvous.agreement.membership import read_beat, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_beat, write_control
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401

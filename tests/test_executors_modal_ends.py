@@ -27,8 +27,8 @@ from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.supervision.purge import where_run_stays
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
 from rendezvous.stores.open import open_store
 from tests.entrypoints import marks
 from tests.modal_fixtures import (  # noqa: F401

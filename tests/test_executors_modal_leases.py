@@ -28,8 +28,8 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.supervision.costs import LEASE_S
 from executors.supervision.hosted import start_hosted
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control, write_control
 from rendezvous.store import Store
 from tests.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 from tests.modal_server import ModalPlatform

@@ -35,9 +35,9 @@ from executors.preflight.quote import fitted_places, wanted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreUnclear
-from rendezvous.membership import read_control, write_control
 from rendezvous.stores.open import open_store
 from tests.fakes import ManualClock
 from tests.modal_fixtures import (  # noqa: F401

@@ -11,10 +11,10 @@ from diloco.runlog.report import Report, SessionSummary
 from diloco.session import Session as ReplicaLife
 from diloco.units import dollars
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
+from rendezvous.agreement.membership import Wanted, write_control
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
-from rendezvous.membership import Wanted, write_control
-from rendezvous.records import Beat, Spent
-from rendezvous.rules import Timing
+from rendezvous.records.records import Beat, Spent
 from rendezvous.stores.memory import MemoryStore
 
 T = 1.7e9

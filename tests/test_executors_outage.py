@@ -22,8 +22,8 @@ from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.remarks import remark_lines
 from executors.supervision.supervisor import Supervisor
+from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_beat
 from tests.cloud import CloudExecutor
 from tests.fakes import ManualClock
 from tests.test_executors_hf_jobs_run import URL, founded, hub, outputs, s3

@@ -16,8 +16,8 @@ from executors.supervision.shutdown import stop_run
 from executors.supervision.slot_state import past
 from executors.supervision.unserved import unserved
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_control, write_control
 from rendezvous.errors import Fenced
-from rendezvous.membership import claim, launch_of, newest_claim, read_control, write_control
 from tests.cloud import CloudExecutor
 from tests.test_rendezvous_keeping import fill
 from tests.world import Beating, World

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from executors.supervision.looks import Looks
-from rendezvous.membership import write_control
+from rendezvous.agreement.membership import write_control
 from rendezvous.store import Body, Buffer
 from tests.benchmarks import bench_scale
 from tests.fakes import ManualClock

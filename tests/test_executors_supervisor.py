@@ -23,12 +23,12 @@ from executors.supervision.plan import Limits
 from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor, main
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, read_control, write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Fenced, Leaving
-from rendezvous.membership import claim, read_control, write_control
-from rendezvous.records import Beat
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.records.records import Beat
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.fleet import ENDLESS

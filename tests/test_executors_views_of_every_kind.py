@@ -26,8 +26,8 @@ from executors.cli.watch_looks import RunLooks
 from executors.cli.web_looks import PageLooks
 from executors.supervision.remarks import key_values
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
 from tests.puppets import PuppetRun
 from tests.test_diloco_audit_kinds import played  # noqa: F401 - a fixture
 from tests.test_executors_watch_view import play, screen, whole

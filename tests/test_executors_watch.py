@@ -12,8 +12,8 @@ from executors.cli import status
 from executors.cli.demo import extra_checks, is_kill_due, next_commands
 from executors.cli.status import Lines, Screen, status_table, step_fields, view_for
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat
 from tests.test_diloco_report import T0, Bucket, killed_and_replaced
 
 

@@ -32,8 +32,8 @@ from executors.cli.watch_windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.costs import costs
 from executors.supervision.remarks import key_values
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import StoreUnclear
-from rendezvous.membership import read_control, write_control
 from rendezvous.stores.files import FileStore
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, long_run

@@ -14,13 +14,13 @@ import pytest
 from diloco.launch import Run, RunRecord, fetch_files
 from executors.cli.main import main
 from rendezvous import layout
-from rendezvous.digests import SHA256, digest, hex_of
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import Forged
-from rendezvous.membership import read_control, write_control
-from rendezvous.records import Control
-from rendezvous.seal import under_key
+from rendezvous.records.digests import SHA256, digest, hex_of
+from rendezvous.records.records import Control
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import under_key
 from tests.fakes import ManualClock
 from tests.puppets import PuppetRun
 

@@ -15,7 +15,7 @@ import torch
 
 from rendezvous import FileStore, MemoryStore, ObjectStoreAllReduce, layout
 from rendezvous.errors import BadDelta, Fenced
-from rendezvous.records import Commit
+from rendezvous.records.records import Commit
 from tests.fakes import FaultyStore, ManualClock
 
 FORK = multiprocessing.get_context("fork")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rendezvous import layout
+from rendezvous.agreement.rules import Rules
 from rendezvous.codecs import get_codec
-from rendezvous.digests import digest
 from rendezvous.errors import StoreUnclear
-from rendezvous.records import Commit, Leave
-from rendezvous.rules import Rules
+from rendezvous.records.digests import digest
+from rendezvous.records.records import Commit, Leave
+from rendezvous.records.tensors import TensorFile
 from rendezvous.store import Store
-from rendezvous.tensors import TensorFile
 from tests.fakes import Fault, FaultyStore, ManualClock
 from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket
 

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import BadDelta, ChainBroken, Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
-from rendezvous.garbage import Collected
-from rendezvous.membership import write_control
-from rendezvous.records import Claim, Commit, Leave, Mean, Offer, Snapshot
-from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.keeping.garbage import Collected
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Claim, Commit, Leave, Mean, Offer, Snapshot
+from rendezvous.records.wire import as_bytes
+from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import as_bytes
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
 
 RULES = Rules(sync_every=2, max_carry=2, snapshot_every=2)
@@ -809,8 +810,8 @@ def random_offers(n: int, carried: int, size: int, seed: int) -> list[tuple[np.n
 @pytest.mark.parametrize("size", [1, 7, (1 << 18) + 3])
 @pytest.mark.parametrize(("n", "carried"), [(1, 0), (2, 0), (3, 0), (4, 0), (2, 1), (4, 2)])
 def test_the_mean_equals_a_reference_bit_for_bit(clock: ManualClock, n: int, carried: int, size: int) -> None:
-    from rendezvous.digests import digest
-    from rendezvous.records import Listed
+    from rendezvous.records.digests import digest
+    from rendezvous.records.records import Listed
 
     store, listed, offers = MemoryStore(), [], random_offers(n, carried, size, seed=n * 10 + carried)
     for i, (x, h, age) in enumerate(offers):

@@ -14,9 +14,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.rules import Rules
+from rendezvous.engine.rendezvous import Rendezvous, no_emit
+from rendezvous.engine.snapshot_duty import SnapshotDuty
 from rendezvous.errors import StoreRefused
-from rendezvous.garbage import (
+from rendezvous.keeping.budget import Window
+from rendezvous.keeping.garbage import (
     Collected,
     Collector,
     announced_stands,
@@ -26,13 +30,10 @@ from rendezvous.garbage import (
     sweep_ended_run,
     two_newest,
 )
-from rendezvous.keeping import Window
-from rendezvous.reach import Reach, read_reach
-from rendezvous.records import Commit
-from rendezvous.rendezvous import Rendezvous, no_emit
-from rendezvous.replay import StateReplay
-from rendezvous.rules import Rules
-from rendezvous.snapshot_duty import SnapshotDuty
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.records.records import Commit
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore

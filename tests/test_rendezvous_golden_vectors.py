@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from diloco.optimizer import Nesterov, OuterState
-from rendezvous.membership import write_control
-from rendezvous.records import Listed, Record
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules
-from rendezvous.seal import under_key
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.records.records import Listed, Record
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
+from rendezvous.stores.signed import under_key
 from rendezvous.weights.patch import bf16_bits, changes_between, encode, whole
 from tests import independent_reader as reader
 from tests.fakes import ManualClock

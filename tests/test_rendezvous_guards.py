@@ -13,22 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain
+from rendezvous.agreement.membership import refuse_forgotten_steps, write_control
+from rendezvous.agreement.rules import offer_flaw
+from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import in_turn
-from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
-from rendezvous.digests import digest
+from rendezvous.engine.rendezvous import Rendezvous, no_emit
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RecordsLost, RendezvousError
-from rendezvous.membership import refuse_forgotten_steps, write_control
-from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
-from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import Rendezvous, no_emit
-from rendezvous.rules import offer_flaw
-from rendezvous.seal import SignedStore
-from rendezvous.step_wait import StepWait
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.digests import digest
+from rendezvous.records.records import Commit, Mean, Offer, Snapshot, WireError
+from rendezvous.records.wire import as_bytes, body_digests, shard_grid
+from rendezvous.snapshots import record as snapshots
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import as_bytes, body_digests, shard_grid
+from rendezvous.stores.signed import SignedStore
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
 from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket, damage, pair, together, trio
 from tests.test_rendezvous_shards import commit_of

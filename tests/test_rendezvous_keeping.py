@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rendezvous import layout, snapshots
-from rendezvous.garbage import Collector
-from rendezvous.keeping import (
+from rendezvous import layout
+from rendezvous.agreement.rules import Rules
+from rendezvous.engine.rendezvous import Rendezvous, no_emit
+from rendezvous.keeping.budget import (
     Kept,
     Sizes,
     Window,
@@ -22,16 +23,16 @@ from rendezvous.keeping import (
     snapshot_period,
     thin_snapshots,
 )
-from rendezvous.reach import Reach, read_reach
-from rendezvous.records import Commit, Listed, Mean
-from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import Rendezvous, no_emit
-from rendezvous.rules import Rules
-from rendezvous.snapshot_pace import RETRY, SnapshotPace
+from rendezvous.keeping.garbage import Collector
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.keeping.snapshot_pace import RETRY, SnapshotPace
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Commit, Listed, Mean
+from rendezvous.records.tensors import TensorFile
+from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.tensors import TensorFile
 from tests.fakes import FaultyStore, ManualClock, VectorState
 from tests.test_rendezvous_engine import Seat, bucket
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from diloco.launch import ModelRecord, RunRecord, fetch_model
-from rendezvous import layout, residuals
-from rendezvous.digests import SHA256, digest
+from rendezvous import layout
+from rendezvous.engine import residuals
 from rendezvous.errors import BadKey, RendezvousError, StoreRefused
-from rendezvous.records import Commit, Leave, Listed, Mean, Offer, Record, Snapshot, WireError
-from rendezvous.reduce import Reducer
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import Commit, Leave, Listed, Mean, Offer, Record, Snapshot, WireError
 from rendezvous.store import Store
 from rendezvous.stores.adapter import AdapterStore
 from rendezvous.stores.cloud import CloudStore

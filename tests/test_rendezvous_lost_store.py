@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreGone, StoreRefused
-from rendezvous.membership import write_control
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 from tests.s3_server import S3Server

@@ -13,15 +13,15 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.background import at_once, in_turn
-from rendezvous.body_checks import divide_by_weight, is_valid_body, zero_non_finite
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
-from rendezvous.digests import digest
 from rendezvous.errors import Corrupt
-from rendezvous.records import WIRE, Claim, Commit, Offer, WireError
-from rendezvous.reduce import Reducer
+from rendezvous.means.body_checks import divide_by_weight, is_valid_body, zero_non_finite
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.digests import digest
+from rendezvous.records.records import WIRE, Claim, Commit, Offer, WireError
+from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, as_bytes, body_digests, shard_grid
 from tests.fakes import FaultyStore, ManualClock
 from tests.test_rendezvous_engine import Seat, pair, together
 from tests.test_rendezvous_shards import commit_of

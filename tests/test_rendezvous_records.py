@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from rendezvous import layout
-from rendezvous.chain import Chain, first_open_step
+from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
-from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import (
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import (
     WIRE,
     Beat,
     Claim,

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rendezvous import layout, rules
-from rendezvous.membership import Membership, updated_peer, write_control
-from rendezvous.records import Beat
-from rendezvous.rules import Peer, Rules, Timing, beat_age
-from rendezvous.step_wait import StepWait
+from rendezvous import layout
+from rendezvous.agreement import rules
+from rendezvous.agreement.membership import Membership, updated_peer, write_control
+from rendezvous.agreement.rules import Peer, Rules, Timing, beat_age
+from rendezvous.agreement.step_wait import StepWait
+from rendezvous.records.records import Beat
 from rendezvous.stores.memory import MemoryStore
 from tests.benchmarks.bench_scale import DATA, Counting, calm_fleet, deaths, play
 from tests.fakes import ManualClock

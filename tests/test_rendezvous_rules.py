@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rendezvous import layout, rules
+from rendezvous import layout
+from rendezvous.agreement import rules
+from rendezvous.agreement.membership import updated_peer
+from rendezvous.agreement.rules import Peer, Rules, Timing
 from rendezvous.errors import BadCommit
-from rendezvous.membership import updated_peer
-from rendezvous.records import Beat, Commit, Listed, Offer
-from rendezvous.reduce import refuse_misweighed
-from rendezvous.rules import Peer, Rules, Timing
+from rendezvous.means.reduce import refuse_misweighed
+from rendezvous.records.records import Beat, Commit, Listed, Offer
 
 TIMING = Timing(poll=0.5, beat=1.0, dead_after=4.0, start_patience=30.0)
 FOUR = Rules(sync_every=4)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, claims_above, read_control, write_control
 from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.errors import Fenced, Forged, WrongRun
-from rendezvous.membership import claim, claims_above, read_control, write_control
-from rendezvous.records import Claim, Commit, Control, Leave, Offer, Record, Snapshot
-from rendezvous.seal import Seal, SignedStore, open_signed, run_key, sign_record, under_key, verify_record
+from rendezvous.records.records import Claim, Commit, Control, Leave, Offer, Record, Snapshot
 from rendezvous.store import VOID, put_once
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import Seal, SignedStore, open_signed, run_key, sign_record, under_key, verify_record
 from tests.fakes import ManualClock
 from tests.test_rendezvous_engine import Seat, together
 
@@ -62,7 +62,7 @@ class Sealed:
 
 
 def xx(body: bytes) -> str:
-    from rendezvous.digests import digest
+    from rendezvous.records.digests import digest
 
     return digest(body)
 

@@ -8,19 +8,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rendezvous.agreement.rules import Peer, Rules, Timing, reduces_sharded
 from rendezvous.background import Together, at_once, in_turn
-from rendezvous.body_reader import Shard
-from rendezvous.body_sample import BodySample
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
+from rendezvous.engine.rendezvous import no_emit
+from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import BadDelta, Corrupt
-from rendezvous.records import Beat, Commit, Listed
-from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import no_emit
-from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
-from rendezvous.sharded import ShardedMean
+from rendezvous.means.bodies import Shard
+from rendezvous.means.body_sample import BodySample
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Beat, Commit, Listed
+from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from tests.fakes import ManualClock
 
 RNG = np.random.default_rng(3)

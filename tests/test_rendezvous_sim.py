@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 from greenlet import getcurrent
 
-from rendezvous import rules
-from rendezvous.rules import Rules
+from rendezvous.agreement import rules
+from rendezvous.agreement.rules import Rules
 from tests.sim import Schedule, World, draw, draw_lost, main, run, table
 from tests.sim_bugs import BUGS, planted
 from tests.sim_observer import Durable

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Corrupt
-from rendezvous.membership import read_control
-from rendezvous.records import Control, WireError
-from rendezvous.seal import SignedStore
+from rendezvous.records.records import Control, WireError
+from rendezvous.records.tensors import read_tensors
 from rendezvous.store import Store
 from rendezvous.stores.adapter import AdapterStore
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.tensors import read_tensors
+from rendezvous.stores.signed import SignedStore
 from tests.s3_server import S3Server
 
 LONG = 64 << 20

@@ -12,11 +12,12 @@ import torch
 import xxhash
 
 from diloco.optimizer import Nesterov, OuterState
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Diverged
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock

@@ -16,13 +16,13 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.probe import race_writers
-from rendezvous.seal import SignedStore
 from rendezvous.store import Buffer, PatientStore, Store, put_once
 from rendezvous.stores import files
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
+from rendezvous.stores.race import race_writers
+from rendezvous.stores.signed import SignedStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
 STORES: dict[str, Callable[[Path], Store]] = {
@@ -36,7 +36,7 @@ BIG = bytes(range(256)) * 40_000  # 10 MB: more than one chunk
 
 
 class Broken(RendezvousError):
-    """The error of a stream whose owner gives it up (rendezvous/snapshot_writer.py: Abandoned)."""
+    """The error of a stream whose owner gives it up (rendezvous/snapshots/writer.py: Abandoned)."""
 
 
 class Pieces:

@@ -20,10 +20,10 @@ from grpclib import Status
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.stores.modal_blocks import BLOCK, blocks_of
-from rendezvous.stores.modal_mirror import DAY, KEPT, Mirror, pointer_to
-from rendezvous.stores.modal_store import ModalStore, parse_url
-from rendezvous.stores.modal_wire import Wire, explain_error
+from rendezvous.stores.modal.blocks import BLOCK, blocks_of
+from rendezvous.stores.modal.mirror import DAY, KEPT, Mirror, pointer_to
+from rendezvous.stores.modal.store import ModalStore, parse_url
+from rendezvous.stores.modal.wire import Wire, explain_error
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 from tests.modal_server import ModalPlatform, ModalServer

@@ -11,11 +11,12 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
-from rendezvous.probe import Probe, doctor_table, probe_store, race_writers, sync_estimate, why_unfit
+from rendezvous.probe import Probe, doctor_table, probe_store, sync_estimate
 from rendezvous.store import Body, Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
+from rendezvous.stores.race import race_writers, why_unfit
 from tests.fakes import Fault, FaultyStore
 from tests.s3_server import S3Server
 

@@ -182,8 +182,8 @@ def test_a_fork_does_not_write_over_its_parents_files(tmp_path: Path) -> None:
 
 def test_a_reader_in_the_middle_of_a_deleted_blob_is_told_by_its_digest(tmp_path: Path) -> None:
     from rendezvous.clock import SystemClock
-    from rendezvous.digests import digest
-    from rendezvous.wire import as_bytes, fetch_checked
+    from rendezvous.records.digests import digest
+    from rendezvous.records.wire import as_bytes, fetch_checked
 
     store, value = FileStore(tmp_path), np.arange(LEAST, dtype=np.uint8)
     store.put("a", as_bytes(value))

@@ -13,13 +13,13 @@ import pytest
 
 from diloco import history, session
 from diloco.config import ConfigError
+from rendezvous.agreement.rules import Timing
 from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.background import at_once, in_turn, together_on
-from rendezvous.reduce import Reducer
-from rendezvous.rules import Timing
-from rendezvous.seal import SignedStore
+from rendezvous.means.reduce import Reducer
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import SignedStore
 from tests.fakes import FaultyStore, ManualClock
 from tests.fleet import Fleet
 from tests.test_rendezvous_engine import pair, together

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from rendezvous import follow_weights, layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules
 from rendezvous.background import Inline
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Corrupt, WrongRun
-from rendezvous.membership import write_control
-from rendezvous.records import Weights
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules
+from rendezvous.records.records import Weights
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.weights import patch, writer

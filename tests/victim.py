@@ -21,8 +21,8 @@ import numpy as np
 from diloco import config
 from diloco.config import FleetConfig
 from diloco.watchdog import Watchdog
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 

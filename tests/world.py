@@ -10,7 +10,7 @@ from executors.supervision.costs import Costs, costs
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous import layout
-from rendezvous.membership import write_control
+from rendezvous.agreement.membership import write_control
 from tests.cloud import Cloud, CloudExecutor
 from tests.fakes import ManualClock
 

@@ -18,8 +18,8 @@ from typing import Any
 from diloco.audit.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
 from diloco.runlog.ends import observed_words, own_words
 from diloco.units import duration
-from rendezvous.records import Claim, Commit, Listed
-from rendezvous.rules import patience_s
+from rendezvous.agreement.rules import patience_s
+from rendezvous.records.records import Claim, Commit, Listed
 
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"

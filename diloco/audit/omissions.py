@@ -21,11 +21,11 @@ from diloco.history import empty_state, state_at
 from diloco.launch import ModelRecord, Run
 from diloco.optimizer import OuterState
 from diloco.safety import cosine, dot, norm
+from rendezvous.agreement.chain import Chain
 from rendezvous.background import no_emit, together_on
-from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.records import Commit, Listed
-from rendezvous.reduce import Reducer
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Commit, Listed
 from rendezvous.store import PatientStore
 
 

@@ -25,14 +25,14 @@ from diloco.launch import Run, timing_for
 from diloco.optimizer import OuterState
 from diloco.safety import cosine, dot, norm
 from rendezvous import layout
+from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.membership import Wanted, claims_above, controls_above, read_leave
+from rendezvous.agreement.rules import Rules, Timing, is_eligible, offer_flaw
 from rendezvous.background import no_emit, together_on
-from rendezvous.chain import Chain, first_open_step
 from rendezvous.clock import SystemClock
 from rendezvous.errors import RendezvousError
-from rendezvous.membership import Wanted, claims_above, controls_above, read_leave
-from rendezvous.records import Claim, Commit, Leave, Listed, Offer, WireError
-from rendezvous.reduce import Reducer
-from rendezvous.rules import Rules, Timing, is_eligible, offer_flaw
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Claim, Commit, Leave, Listed, Offer, WireError
 from rendezvous.store import VOID, PatientStore, Store
 
 COUNTED, LATE, OPEN, LOST, FENCED, FOREIGN, SPARE, NONE = (

@@ -25,20 +25,21 @@ from diloco.history import empty_state, keep_of, model_record, refuse_gone, star
 from diloco.launch import Run
 from diloco.optimizer import OuterState
 from diloco.runlog.ahead import Ahead
-from rendezvous import layout, snapshots
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.background import no_emit, together_on
-from rendezvous.chain import Chain, first_open_step
 from rendezvous.clock import SystemClock
-from rendezvous.digests import has_digest, has_digest_of, required_digest_kind
 from rendezvous.errors import BadCommit, ChainBroken, Corrupt, RendezvousError
-from rendezvous.garbage import blob_stands
-from rendezvous.reach import read_reach
-from rendezvous.records import Commit, Listed, Offer, Snapshot, WireError
-from rendezvous.reduce import Reducer, refuse_misweighed
-from rendezvous.replay import StateReplay
-from rendezvous.state import all_arrays
+from rendezvous.keeping.garbage import blob_stands
+from rendezvous.keeping.reach import read_reach
+from rendezvous.means.reduce import Reducer, refuse_misweighed
+from rendezvous.records.digests import has_digest, has_digest_of, required_digest_kind
+from rendezvous.records.records import Commit, Listed, Offer, Snapshot, WireError
+from rendezvous.records.state import all_arrays
+from rendezvous.records.tensors import TensorFile
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore, Readable
-from rendezvous.tensors import TensorFile
 
 UNSEEN = "that a pseudogradient is what its replica's inner steps gave (nothing of those is in the bucket)"
 STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # whose records are asked for together

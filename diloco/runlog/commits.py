@@ -1,6 +1,6 @@
 """A commit as a view needs it: its time, its closer and its listed offers.
 
-    bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records.py)
+    bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records/records.py)
     bytes from the cache ── kept_commit ──▶  the same; they were checked before they were kept, so no rule is checked
                                              again: a second look at 1,000 outer steps reads 1,000 commits
 
@@ -10,7 +10,7 @@ Not promised: the parts of a commit that a replica needs: weights, digests, fenc
 import json
 from typing import Any, NamedTuple
 
-from rendezvous.records import Commit
+from rendezvous.records.records import Commit
 
 
 class Counted(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 from diloco.launch import RunRecord
 from diloco.runlog.report import Report, curve_of
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
-from rendezvous.digests import hex_of
+from rendezvous.records.digests import hex_of
 
 COLUMNS = 8
 SideBySide = Mapping[int, tuple[float | None, float | None]]  # by OLD's outer step

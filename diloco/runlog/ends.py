@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from rendezvous.membership import launch_of
+from rendezvous.agreement.membership import launch_of
 
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")

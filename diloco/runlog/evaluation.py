@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rendezvous.fields import from_json
-from rendezvous.records import Count, Step
+from rendezvous.records.records import Count, Step
+from rendezvous.records.schema import from_json
 
 KINDS = ("greedy", "sampled")  # in this order: the first that was measured is the headline
 

@@ -22,9 +22,9 @@ from diloco.runlog.pace import BURST_S, LOOK_S, RATE, AskedSoFar, items_of, next
 from diloco.runlog.report import SUPERVISOR, Reader, Report, Step
 from diloco.runlog.scope import COSTS, SAMPLED, WHOLE, Focus, watch_scope
 from rendezvous import layout
+from rendezvous.agreement.membership import decode_or_none, read_beat
 from rendezvous.clock import Clock
-from rendezvous.membership import decode_or_none, read_beat
-from rendezvous.records import Beat, Offer, WireError
+from rendezvous.records.records import Beat, Offer, WireError
 from rendezvous.store import Readable
 
 NEAR_LOOK_S = 1.0  # a folder

@@ -19,8 +19,8 @@ from diloco.runlog.cache import Cache
 from diloco.runlog.extent import Rounds
 from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
-from rendezvous.membership import Wanted, read_control
-from rendezvous.salvage import read_standing_wishes
+from rendezvous.agreement.membership import Wanted, read_control
+from rendezvous.agreement.salvage import read_standing_wishes
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are

@@ -18,9 +18,9 @@ from diloco.runlog.look import likely_keys
 from diloco.runlog.scope import Scope
 from diloco.superseded import leads_on, url_below
 from rendezvous import layout
-from rendezvous.seal import SignedStore
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import SignedStore
 
 
 @dataclass(frozen=True)

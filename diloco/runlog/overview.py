@@ -19,7 +19,7 @@ from statistics import fmean, median
 from diloco.host import host_words
 from diloco.runlog.learning import over_replicas
 from diloco.runlog.report import Report, SessionSummary, Step
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from diloco.runlog.overview import silent_s
 from diloco.runlog.report import Report, SessionSummary
 from diloco.runlog.scope import SAMPLED, Focus
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 
 RATE = 1.0  # requests per second, of which a month at S3's price is a dollar
 LOOK_S = 5.0  # from one look to the next

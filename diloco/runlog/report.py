@@ -33,9 +33,17 @@ from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 from inner.printable import printable
 from rendezvous import layout
-from rendezvous.digests import SHA256, digest
-from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
-from rendezvous.records import Beat, Claim, Offer, WireError
+from rendezvous.agreement.membership import (
+    Wanted,
+    claims_above,
+    decode_or_none,
+    launch_of,
+    read_beat,
+    read_claim,
+    read_leave,
+)
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import Beat, Claim, Offer, WireError
 from rendezvous.store import Readable
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from tuned import Setting, choose, tunings
 from worlds import WORLDS, World
 
 from inner import InnerLoop
-from rendezvous.rules import Rules
+from rendezvous.agreement.rules import Rules
 
 MACHINES, EVERY, ROUNDS = 4, 5, 16
 SEEDS = range(16, 24)

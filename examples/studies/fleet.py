@@ -4,7 +4,7 @@
                                ├─▶ replica 1: h inner steps ─▶ Δ₁ ─┼─▶ ḡ = (Σ wΔ)/(Σ w) ─▶ m ← μ·m + ḡ
                                └─▶ …  lost, or counted later                              θ ← θ − lr·(ḡ + μ·m)
 
-    w by h and age: rendezvous/rules.py      the step: diloco/optimizer.py
+    w by h and age: rendezvous/agreement/rules.py      the step: diloco/optimizer.py
 
 Replicas take turns, each in a thread of its own, because `InnerLoop.train` returns once; only one runs at a time.  With
 the seeds of a real fleet it takes that fleet's steps, bit for bit, late work and replaced sessions included
@@ -26,11 +26,11 @@ from torch import Tensor
 from diloco.flat import trainable_parameters
 from diloco.optimizer import nesterov
 from inner import InnerLoop
-from rendezvous.body_checks import divide_by_weight
+from rendezvous.agreement.rules import Rules, with_weights
 from rendezvous.layout import slot_name
-from rendezvous.records import Listed
-from rendezvous.reduce import accumulate, total_weight
-from rendezvous.rules import Rules, with_weights
+from rendezvous.means.body_checks import divide_by_weight
+from rendezvous.means.reduce import accumulate, total_weight
+from rendezvous.records.records import Listed
 
 OuterRate = Callable[[Tensor, Sequence[Tensor]], float]  # (ḡ, [Δ₀ …]) -> this outer step's learning rate
 Outer = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # (θ, ḡ, [Δ₀ …]): step θ in place -> the θ to be valued

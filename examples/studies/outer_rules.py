@@ -38,7 +38,7 @@ from diloco.optimizer import nesterov
 from diloco.safety import pairwise_cosine
 from inner import InnerConfig, InnerLoop
 from inner.settings.task import ScheduleSettings
-from rendezvous.rules import Rules
+from rendezvous.agreement.rules import Rules
 
 MACHINES, EVERY, STEPS = 4, 5, 80  # inner steps of each machine
 SEEDS = range(24, 32)

@@ -23,9 +23,9 @@ from executors.supervision.lease import supervisor_of
 from executors.supervision.shutdown import stop_run
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.records import new_nonce
-from rendezvous.seal import open_signed
+from rendezvous.records.records import new_nonce
 from rendezvous.store import put_once
+from rendezvous.stores.signed import open_signed
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:

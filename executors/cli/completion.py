@@ -55,7 +55,7 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
     from diloco.runlog.ahead import Ahead
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
     from diloco.runlog.scope import COSTS
-    from rendezvous.seal import open_signed
+    from rendezvous.stores.signed import open_signed
 
     try:
         found = take_look(Ahead(open_signed(url)), COSTS, ReadSoFar())

@@ -24,7 +24,7 @@ from executors.cli.report import write_page
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from rendezvous.stores.open import open_store
 
 DEFAULT_FOLDER = Path("runs/demo")

@@ -32,9 +32,9 @@ from executors.supervision import lease
 from executors.supervision.hosted import start_hosted
 from executors.supervision.lease import Lease, Supervised
 from executors.supervision.supervisor import Outcome
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced
-from rendezvous.membership import read_control
 from rendezvous.store import Store
 
 TAIL = 12

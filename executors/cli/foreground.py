@@ -24,8 +24,8 @@ from executors.platforms.multi import build_executor
 from executors.supervision.alerts import VARIABLE as ALERT
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.supervisor import Outcome, Supervisor
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import read_control
 
 Tick = Callable[[Supervisor, Report], None]
 

@@ -31,8 +31,8 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slot_state import handle_in, is_from_launch
 from rendezvous import layout
+from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import Wanted
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 

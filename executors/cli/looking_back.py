@@ -126,7 +126,7 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
 
 
 def _head(run: "Run") -> int:
-    from rendezvous.chain import first_open_step
+    from rendezvous.agreement.chain import first_open_step
 
     return first_open_step(run.store)
 

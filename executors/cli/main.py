@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from executors.preflight.checks import Checked
     from executors.preflight.quote import Quote
     from executors.supervision.costs import Costs
-    from rendezvous.membership import Wanted
+    from rendezvous.agreement.membership import Wanted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,8 +167,8 @@ def _train(args: Namespace) -> int:
     from executors.cli.foreground import say
     from executors.cli.scale import finished_words
     from executors.preflight import quote
+    from rendezvous.agreement.membership import read_control
     from rendezvous.clock import SystemClock
-    from rendezvous.membership import read_control
     from rendezvous.stores.open import open_store
 
     if args.momentum and not args.origin:
@@ -218,8 +218,8 @@ def _resume(args: Namespace) -> int:
     from diloco.launch import read_run
     from executors.cli.scale import finished_words
     from executors.preflight import quote
+    from rendezvous.agreement.membership import read_control, refuse_lost
     from rendezvous.clock import SystemClock
-    from rendezvous.membership import read_control, refuse_lost
 
     url = run_url.shareable_url(args.run)
     run = read_run(url)
@@ -286,7 +286,7 @@ def _make_quote(
     """The plan and the price of a start.   replicas: without --replicas.   wanted, spent: None: read from the run."""
     from executors.preflight import quote
     from executors.preflight.alert_url import take_alert
-    from rendezvous.membership import read_control
+    from rendezvous.agreement.membership import read_control
     from rendezvous.stores.open import open_store
 
     wanted = read_control(open_store(url)) if wanted is None else wanted
@@ -417,7 +417,7 @@ def _watch(args: Namespace) -> int:
 def _logs(args: Namespace) -> int:
     from executors.cli import logs
     from executors.cli.opening import reach_run
-    from rendezvous.membership import read_control
+    from rendezvous.agreement.membership import read_control
 
     run = reach_run(args.run)
     with logs.log_of(run.url, read_control(run.store), args.slot) as log:

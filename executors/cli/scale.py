@@ -15,9 +15,9 @@ from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import supervisor_of
+from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
-from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.store import Store
 
 

@@ -42,7 +42,7 @@ from diloco.units import dollars, duration
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable
-from rendezvous.membership import Wanted
+from rendezvous.agreement.membership import Wanted
 
 OLD_SESSIONS = 4
 INDENT = " " * 12

@@ -24,8 +24,8 @@ from executors.cli import logs, scale
 from executors.cli.watch_looks import error_words
 from executors.cli.watch_windows import AskWindow, NumberWindow, in_thread
 from executors.supervision.costs import costs
+from rendezvous.agreement.membership import Wanted
 from rendezvous.errors import StoreRefused
-from rendezvous.membership import Wanted
 
 if TYPE_CHECKING:
     from executors.cli.watch_app import WatchApp

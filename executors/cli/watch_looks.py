@@ -23,9 +23,9 @@ from executors.cli.watch_words import event_lines
 from executors.supervision.costs import Costs, costs
 from executors.supervision.health import describe_supervisor
 from executors.supervision.remarks import remark_lines
+from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
-from rendezvous.membership import Wanted
 
 LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
 

@@ -28,7 +28,7 @@ from diloco.units import dollars, duration
 from executors.cli.status import cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs
-from rendezvous.membership import Wanted
+from rendezvous.agreement.membership import Wanted
 
 OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
 UNREAD_S = 10.0  # a beat that was read longer ago is marked

@@ -25,8 +25,8 @@ from importlib import import_module
 from typing import Annotated, Any, Protocol, Self
 
 from rendezvous.clock import Clock
-from rendezvous.fields import Longest, Where, Within
-from rendezvous.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
+from rendezvous.records.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
+from rendezvous.records.schema import Longest, Where, Within
 
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"

@@ -256,8 +256,8 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
     from rendezvous import layout
     from rendezvous.clock import SystemClock
     from rendezvous.errors import RendezvousError, StoreUnclear
-    from rendezvous.probe import why_unfit
     from rendezvous.stores.open import open_store
+    from rendezvous.stores.race import why_unfit
 
     until = time.monotonic() + patience_s
     while True:

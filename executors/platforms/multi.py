@@ -38,7 +38,7 @@ from executors.platforms.executor import total_price
 from executors.platforms.short_form import rank_specs
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.fields import Within, from_json
+from rendezvous.records.schema import Within, from_json
 
 T = TypeVar("T")
 

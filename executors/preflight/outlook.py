@@ -19,8 +19,8 @@ from diloco.units import byte_size
 from executors.platforms.multi import Place
 from inner.models.known import ASK_S
 from inner.settings.task import reward_model_parts
+from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.errors import RendezvousError
-from rendezvous.membership import Wanted, read_control
 from rendezvous.stores.open import open_store
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from executors.preflight.task_packages import named_packages, task_fault
 from inner.models.gguf_header import is_gguf_file
 from inner.settings.inner import InnerError
 from inner.settings.vllm import INSTALL, has_vllm
-from rendezvous.seal import KEY
+from rendezvous.stores.signed import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)

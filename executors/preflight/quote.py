@@ -27,8 +27,8 @@ from executors.preflight.task_packages import task_requirements, with_requiremen
 from executors.supervision.costs import Budget, Costs, launch_refusal
 from inner.models.hub_model import is_hub_name
 from rendezvous import layout
+from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
-from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.store import Store
 
 OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}

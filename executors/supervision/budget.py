@@ -18,10 +18,10 @@ from diloco.runlog.report import Report
 from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
 from executors.platforms.multi import Place, place_of
 from executors.supervision.costs import Budget, Costs, billed_events, costs, launch_refusal, lease, over
+from rendezvous.agreement.membership import write_control
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
-from rendezvous.membership import write_control
-from rendezvous.records import Spent
+from rendezvous.records.records import Spent
 from rendezvous.store import Store
 
 JITTER_S = 5.0

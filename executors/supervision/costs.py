@@ -25,8 +25,8 @@ from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
 from diloco.units import dollars
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of
-from rendezvous.membership import Wanted, launch_of
-from rendezvous.records import Beat
+from rendezvous.agreement.membership import Wanted, launch_of
+from rendezvous.records.records import Beat
 
 Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 

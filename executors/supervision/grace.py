@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from diloco.config import ConfigError
 from diloco.launch import Run
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
 FINISH_S = 300.0  # a replica that beats may take so long for an upload: of its offer, of its last snapshot

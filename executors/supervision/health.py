@@ -17,9 +17,9 @@ from diloco.runlog.overview import silent_s
 from diloco.runlog.report import SUPERVISOR, Report
 from diloco.units import duration
 from executors.supervision import lease
+from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import Clock
-from rendezvous.membership import read_beat
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 from rendezvous.store import Readable
 
 UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while

@@ -24,9 +24,9 @@ from executors.platforms.base import ExecutorError, FleetExecutor, Handle, Repli
 from executors.platforms.multi import Place, make_executor, places_of
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slot_state import LOST_LEASE
+from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError
-from rendezvous.membership import read_control
-from rendezvous.seal import open_signed
+from rendezvous.stores.signed import open_signed
 
 ENTRYPOINT = "executors.supervision.supervisor:main"
 TRIES = 6

@@ -26,7 +26,7 @@ from executors.platforms.base import (
 from executors.platforms.multi import build_executor
 from executors.supervision.outage import launch_name
 from executors.supervision.slot_state import can_be_asked, past
-from rendezvous.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.store import Store
 
 BEGUN = ("launching", "launched", "found")

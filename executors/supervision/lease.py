@@ -16,11 +16,11 @@ from diloco import processes, run_marks
 from diloco.host import host_name, host_words
 from diloco.runlog.report import SUPERVISOR
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, claims_above, newest_claim, read_beat
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError
 from rendezvous.machine import machine_name
-from rendezvous.membership import claim, claims_above, newest_claim, read_beat
-from rendezvous.records import Beat, Claim
+from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while

@@ -9,7 +9,7 @@ Not promised: images, secrets and weights that other runs may use; they stay.
 """
 
 from executors.platforms.multi import build_executor
-from rendezvous.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.store import Store
 
 

@@ -3,7 +3,7 @@
     every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
                                                              └─ one is gone ──▶ the replicas are ended, with words
 
-Replicas compare the chain themselves when they close a step (rendezvous/closing.py); one whose step lasts an hour would
+Replicas compare the chain themselves when they close a step (agreement/closing.py); one whose step lasts an hour would
 cost for an hour.
 
 Not promised: that a record which was changed is noticed; the run key is for that.

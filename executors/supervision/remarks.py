@@ -20,7 +20,7 @@ from executors.supervision.costs import costs
 from executors.supervision.outage import open_outages
 from executors.supervision.reward_waits import reward_waits
 from executors.supervision.unserved import unserved
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 
 MOST_LINES = 8
 SAID = (

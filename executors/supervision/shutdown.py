@@ -30,12 +30,12 @@ from executors.supervision.launches import LAG_S, Launches
 from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
 from executors.supervision.slot_state import begin_fields, end_fields
+from rendezvous.agreement.membership import read_beat, read_control
+from rendezvous.agreement.salvage import write_stop
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError
 from rendezvous.machine import machine_name
-from rendezvous.membership import read_beat, read_control
-from rendezvous.records import Beat, Claim
-from rendezvous.salvage import write_stop
+from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
 FRESH_S = 60.0  # an older heartbeat does not tell how long its replica may take

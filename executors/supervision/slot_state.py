@@ -18,9 +18,9 @@ from diloco.runlog.report import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
-from rendezvous.fields import from_json
 from rendezvous.machine import machine_name
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
+from rendezvous.records.schema import from_json
 
 LOCAL = "local"
 LOST_LEASE = 3  # the exit code of a supervisor when another one has taken over

@@ -55,9 +55,9 @@ from executors.supervision.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
 from executors.supervision.tracking import end_with_run, tracker_child
 from rendezvous import layout
+from rendezvous.agreement.membership import claim, newest_claim, read_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
-from rendezvous.membership import claim, newest_claim, read_control
 
 FAILED = 1
 TICK_S = 0.2

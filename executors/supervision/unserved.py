@@ -11,7 +11,7 @@ from diloco.runlog.overview import silent_s
 from diloco.runlog.report import SUPERVISOR, Report
 from diloco.units import duration
 from executors.supervision.slot_state import History, past
-from rendezvous.records import Beat
+from rendezvous.records.records import Beat
 
 AFTER_S = 120.0  # a supervisor's look, a pause before the second start, a budget that is asked
 ABOUT = ("launched", "found", "lost", "ended", "killed")

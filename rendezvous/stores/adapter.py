@@ -21,6 +21,7 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix, plain_url
+from rendezvous.stores.race import race_writers
 
 T = TypeVar("T")
 
@@ -124,8 +125,6 @@ class AdapterStore:
 
     def _check_creates(self) -> None:
         """Raise StoreRefused unless this file system is known, and seen, to create only absent objects."""
-        from rendezvous.probe import race_writers  # the probe knows stores; a store needs one of its checks
-
         name = type(self._fs).__name__
         if name not in CREATES:
             raise StoreRefused(

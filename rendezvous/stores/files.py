@@ -20,7 +20,7 @@ used again:
 
 Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
 file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers); that a process which starts
-later recognizes the folder (rendezvous/closing.py compares the records in it with the chain).
+later recognizes the folder (rendezvous/agreement/closing.py compares the records in it with the chain).
 """
 
 import ctypes

@@ -35,7 +35,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
 
         return CloudStore(url)
     if scheme == "modal":
-        from rendezvous.stores.modal_store import ModalStore
+        from rendezvous.stores.modal.store import ModalStore
 
         return ModalStore(url)
     from rendezvous.stores.adapter import AdapterStore, is_served

@@ -24,11 +24,11 @@ import numpy as np
 from rendezvous import layout
 from rendezvous.background import no_emit
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.digests import has_digest, required_digest_kind
 from rendezvous.errors import Corrupt, WrongRun
-from rendezvous.records import Commit, Weights, WeightsPart, WireError
-from rendezvous.seal import open_signed
+from rendezvous.records.digests import has_digest, required_digest_kind
+from rendezvous.records.records import Commit, Weights, WeightsPart, WireError
 from rendezvous.store import PatientStore, Store
+from rendezvous.stores.signed import open_signed
 from rendezvous.weights.patch import decode, digest_of_bits
 from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 

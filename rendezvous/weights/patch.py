@@ -21,8 +21,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from rendezvous.digests import digest
 from rendezvous.errors import Corrupt
+from rendezvous.records.digests import digest
 from rendezvous.store import Buffer
 
 CHUNK = 1 << 22  # values

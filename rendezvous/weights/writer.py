@@ -24,10 +24,10 @@ import numpy as np
 from rendezvous import layout
 from rendezvous.background import Background, Emit, submit_reported
 from rendezvous.clock import Clock
-from rendezvous.digests import digest, required_digest_kind
 from rendezvous.errors import RendezvousError
-from rendezvous.records import Weights, WeightsPart, WireError, new_nonce
-from rendezvous.state import ReplicatedState
+from rendezvous.records.digests import digest, required_digest_kind
+from rendezvous.records.records import Weights, WeightsPart, WireError, new_nonce
+from rendezvous.records.state import ReplicatedState
 from rendezvous.store import Store, put_once
 from rendezvous.weights.patch import (
     CHUNK,

@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 
 from rendezvous import codecs
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.allreduce import NoState
 from rendezvous.background import together_on
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.records.wire import Encoder
 from rendezvous.store import Buffer
 from rendezvous.stores.files import FileStore
-from rendezvous.wire import Encoder
 
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 FORMS = [(codec, sharded) for codec in ("fp32", "int8") for sharded in (False, True)]

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from diloco.journal import read_journal
-from rendezvous.records import Offer
+from rendezvous.records.records import Offer
 from tests.fleet import Fleet, context
 
 H, BEFORE = 40, 4  # inner steps per outer step; outer steps of a life before it dies

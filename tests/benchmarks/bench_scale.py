@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rendezvous import layout
-from rendezvous.rules import Rules, Timing
+from rendezvous.agreement.rules import Rules, Timing
 from tests.sim import Schedule, World
 from tests.sim_store import kind
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from rendezvous import seal
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.stores import signed as seal
 from rendezvous.stores.files import FileStore
 from tests.fakes import VectorState
 

@@ -24,11 +24,11 @@ import torch
 
 from diloco.optimizer import Nesterov, OuterState
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Worker
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores.open import open_store
 
 EVERY, STEPS = 4, 13

@@ -39,7 +39,7 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.records import Commit
+from rendezvous.records.records import Commit
 from tests.fleet import PRELOAD, TEXT
 
 REPLICAS, SYNC_EVERY, INNER_S, KILLS_PER_HOUR = 8, 16, 0.15, 120

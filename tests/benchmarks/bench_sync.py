@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Worker, together_on
 from rendezvous.clock import SystemClock
-from rendezvous.membership import write_control
-from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing
+from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores.open import open_store
 
 FORMS = {"fp32": Rules(codec="fp32"), "fp32 direct": Rules(shard_from=1 << 60), "int8": Rules(codec="int8")}

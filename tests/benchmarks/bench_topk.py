@@ -56,9 +56,9 @@ TEXT, HELD_OUT = lines(_ALL[:9000]), lines(_ALL[9000:])
 def replica(url: str, slot: str, feedback: bool) -> None:
     """A child process: a replica that counts the bytes of its blobs."""
     from diloco.replica import main
-    from rendezvous import rendezvous
+    from rendezvous.engine import rendezvous
+    from rendezvous.records.wire import Encoder
     from rendezvous.stores.files import FileStore
-    from rendezvous.wire import Encoder
 
     torch.set_num_threads(1)
     log = os.open(f"{url}/{slot}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

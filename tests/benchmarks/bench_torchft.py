@@ -82,7 +82,7 @@ def stock(model: nn.Module, rank: int, count: int, lighthouse: str) -> tuple[Any
 
 def ours(model: nn.Module, rank: int, count: int, root: str, codec: str) -> tuple[Any, Any, Any]:
     from diloco import StoreManager, make_diloco
-    from rendezvous.rules import Timing
+    from rendezvous.agreement.rules import Timing
 
     manager = StoreManager(root, f"r{rank:02d}", replicas=count, min_replicas=count, timing=Timing(poll=0.005))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

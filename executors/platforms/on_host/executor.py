@@ -39,13 +39,13 @@ from executors.platforms.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted
+from rendezvous.agreement.membership import newest_claim
+from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.clock import Clock
-from rendezvous.fields import from_json
 from rendezvous.machine import machine_name
-from rendezvous.membership import newest_claim
-from rendezvous.records import Claim
-from rendezvous.salvage import read_standing_wishes
-from rendezvous.seal import open_signed
+from rendezvous.records.records import Claim
+from rendezvous.records.schema import from_json
+from rendezvous.stores.signed import open_signed
 
 THREADS = (
     "OMP_NUM_THREADS",

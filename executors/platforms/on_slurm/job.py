@@ -22,7 +22,7 @@ from diloco.own_files import read_json, write_json
 from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times
-from rendezvous.fields import from_json
+from rendezvous.records.schema import from_json
 
 NAME = "slurm"
 CARD = "card.json"

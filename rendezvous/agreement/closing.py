@@ -1,0 +1,325 @@
+"""Closing of the open step: the slots that have offered, the time to close, and the text of the commit.
+
+    at every look   fresh offers ── fewer than m ──────────────────▶ wait
+                         │ m or more
+                    is a replica worth waiting for? ── yes ────────▶ wait          rules.waiting_for
+                         │ no
+                    did the operator's wishes change? ── yes ──────▶ look again
+                         │ no
+                    is it still the store of this run? ── no ──────▶ RecordsLost      Chain.anchors, our own claim
+                         │ yes
+                    put_once commit.json: fresh and late offers, weights, fence, pace
+
+Every replica whose own offer is durable looks at once; the one that came last finds all others, and closes.  Three
+lead: they look again when it may be time (rules.resolved_in).  The others ask by one LIST whether a look is worth it,
+and from then on only for commit.json.  LIST is a hint: before a commit every absent offer is asked for by GET.
+put_once picks one of several that close.
+
+Not promised: that the committer survives to read its own commit.  No replica needs it for that.
+"""
+
+from collections.abc import Iterable
+from statistics import median
+
+from rendezvous import layout
+from rendezvous.agreement import rules
+from rendezvous.agreement.chain import ANCHORS, Chain, lost_record
+from rendezvous.agreement.membership import Membership, Wanted, claims_above, refuse_lost_claim, refuse_lower_quorum
+from rendezvous.agreement.offers import OfferBook
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.agreement.step_wait import StepWait
+from rendezvous.background import Together, fetch_together, in_turn
+from rendezvous.clock import Clock
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import Commit, Listed, Offer, new_nonce
+from rendezvous.store import Store, put_once
+
+FEW = 2  # missing offers at which a replica that does not lead looks as well
+LED_BEATS = 4  # until it looks all the same, about `dead_after`; in a crowd, where a look costs more, twice as many
+
+
+class Committer:
+    """One replica's looks at the open step, and its attempts to close it.
+
+    offers: the offers that it knows; `offers.step` is the open step.   together: runs requests that go together.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        chain: Chain,
+        members: Membership,
+        offers: OfferBook,
+        rules_: Rules,
+        timing: Timing,
+        *,
+        together: Together = in_turn,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._chain = chain
+        self._members = members
+        self._offers = offers
+        self._rules = rules_
+        self._timing = timing
+        self._together = together
+
+    @property
+    def _step(self) -> int:
+        return self._offers.step
+
+    def try_to_commit(self, wait: StepWait, snapshot: int) -> str:
+        """Close the step if it is time; -> why not yet, or "" when it is decided.
+
+        snapshot: step of the newest one known.
+        """
+        if wait.idle < wait.next_attempt:
+            return wait.why
+        wishes = self._members.wanted
+        first = wait.next_attempt == 0.0  # the last to offer sees all others at its first look
+        rank = rules.commit_rank(self._step, layout.slot_index(self._members.slot), wishes.replicas or wishes.universe)
+        if rank == rules.LED and not self._looks_though_led(wait, wishes):
+            wait.why = "lets others close first"
+            return wait.why
+        fresh, wait.why = self._look_for_offers(wait, wishes)
+        if wait.why:
+            wait.not_ripe()
+        elif not first and not wait.ripe_for(rank * self._timing.poll / 2):
+            wait.why = "lets others close first"
+        else:
+            wait.why = self._check_wishes(wishes) or self._write_commit(fresh, wishes, snapshot)
+        return wait.why
+
+    def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
+        """Whether nearly all slots have offered, or the leaders had time enough to find out that a replica is dead."""
+        patience = LED_BEATS * self._timing.beat * (1 + self._is_large_fleet(wishes))
+        if wait.idle >= patience or self._nearly_complete(wishes):
+            return True
+        wait.attempt_in(patience, at_most=patience)
+        return False
+
+    def _nearly_complete(self, wishes: Wanted) -> bool:
+        """Whether at most `FEW` of the expected slots are missing.  One request; no beat is read."""
+        recent = self._chain.recent_commits(self._step, 2)
+        dead_after = self._timing.dead_after
+        wanted = wishes.slot_names[: wishes.replicas]
+        expected = rules.slots_to_expect(self._step, recent, self._members.peers, dead_after, wanted)
+        return len(expected - self._listed_slots()) <= FEW
+
+    def _listed_slots(self) -> set[str]:
+        """Slots that have offered the open step, as far as LIST knows, which may be late."""
+        return self._offers.known_slots | {
+            layout.offer_slot(key) for key in self._store.list(layout.offers_prefix(self._step))
+        }
+
+    def _look_for_offers(self, wait: StepWait, wishes: Wanted) -> tuple[dict[str, Offer], str]:
+        """Return fresh offers, and the reason against closing; "" only if the absent were asked for by GET."""
+        crowd = self._is_large_fleet(wishes)
+        fresh, why_not, soon = self._assess_offers(
+            self._listed_offers(wishes) if crowd else self._fresh_offers(wishes), wait, wishes
+        )
+        if crowd and soon == 0.0:
+            fresh, why_not, soon = self._assess_offers(self._fresh_offers(wishes), wait, wishes)
+        wait.attempt_in(0.0 if crowd else soon, at_most=2 * self._timing.beat)
+        return fresh, why_not
+
+    def _assess_offers(
+        self, fresh: dict[str, Offer], wait: StepWait, wishes: Wanted
+    ) -> tuple[dict[str, Offer], str, float]:
+        """Return the offers, the reason against closing with them, and its seconds (0: no reason, or not known)."""
+        wait.count_quorum(len(fresh) >= wishes.min_replicas)
+        awaited = self._awaited_slots(fresh, wishes)
+        why_not = self._why_not(fresh, awaited, wishes, wait.waited)
+        return fresh, why_not, self._may_close_in(fresh, awaited, wishes, wait) if why_not else 0.0
+
+    def _is_large_fleet(self, wishes: Wanted) -> bool:
+        return wishes.universe > rules.LARGE_FLEET
+
+    def _write_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> str:
+        self._chain.refuse_gap(self._step)
+        self.refuse_lower_quorum()
+        commit = self._propose_commit(fresh, wishes, snapshot)
+        self.refuse_lost_anchors()
+        _, stands = put_once(self._store, self._clock, layout.commit_key(self._step), commit.encode())
+        self._chain.accept_commit(self._step, stands)
+        return ""
+
+    def refuse_lost_anchors(self) -> None:
+        """Raise RecordsLost unless the two commits before the open step stand as they were read.
+
+        In the first two steps, where there are not two, this replica's own claim must stand as well.
+        """
+        anchors = self._chain.anchors(self._step)
+        if self._step < ANCHORS:
+            refuse_lost_claim(self._store, self._members)
+        for key, body in fetch_together(self._together, self._store.get, anchors).items():
+            if body is None or digest(body, SHA256) != anchors[key]:
+                raise lost_record(self._store.url, key, self._step, "is gone" if body is None else "is another one")
+
+    def refuse_lower_quorum(self) -> None:
+        """Raise RecordsLost if wishes that earlier closers went by are gone."""
+        members = self._members
+        commits = self._chain.recent_commits(self._step, self._rules.window)
+        if any(commit.m > members.wanted.min_replicas for commit in commits):
+            members.hear_wishes(self._store)
+            refuse_lower_quorum(self._store, members.wanted, commits)
+
+    def _fresh_offers(self, wishes: Wanted) -> dict[str, Offer]:
+        """Eligible offers for the open step, by slot, as far as they are durable now."""
+        return self._offers_of(self._possible_slots(wishes))
+
+    def _offers_of(self, slots: Iterable[str]) -> dict[str, Offer]:
+        known = self._offers.known_slots
+        found = self._offers.standing_offers(self._step, slots)
+        for slot in found.keys() - known:
+            self._members.note_offer(found[slot])
+        return found
+
+    def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
+        """The same as far as LIST knows, which may be late: one request names the slots, new offers are read."""
+        there = self._listed_slots()
+        return self._offers_of(slot for slot in self._possible_slots(wishes) if slot in there)
+
+    def _late_offers(self, s: int, wishes: Wanted) -> list[Offer]:
+        """Eligible offers for step s that no commit has listed.  Each may be listed once, by the chain alone."""
+        if s < 0:
+            return []
+        since = self._chain.recent_commits(self._step, self._step - s)
+        missing = [slot for slot in self._possible_slots(wishes) if not any(c.lists_offer(s, slot) for c in since)]
+        return [*self._offers.standing_offers(s, missing).values()]
+
+    def _possible_slots(self, wishes: Wanted) -> list[str]:
+        """All slots that can exist, ours at least."""
+        return sorted({*wishes.slot_names, self._members.slot})
+
+    # ------------------------------------------------------------------ is it time?
+
+    def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
+        """Slots that are expected to offer and have not; their beats are read."""
+        members = self._members
+        wanted = wishes.slot_names[: wishes.replicas]
+        recent = self._chain.recent_commits(self._step, 2)
+        dead_after = self._timing.dead_after
+        needed = set(wanted) if len(fresh) < wishes.min_replicas else set[str]()
+        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
+        members.read_beats((expected | needed) - set(fresh))
+        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
+        return expected - set(fresh) - {members.slot}
+
+    def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
+        """Say why the step should not be closed now; "" if it may be."""
+        members = self._members
+        m = wishes.min_replicas
+        if members.slot not in fresh:
+            return "has no offer of its own that counts"  # only a replica with one knows the θ that the step is about
+        if len(fresh) < m:
+            missing = self._describe_missing(fresh, wishes)
+            return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
+        reasons = rules.waiting_for(
+            t=self._step,
+            fresh=fresh,
+            expected_slots=awaited,
+            peers=members.peers,
+            waited=waited,
+            rules=self._rules,
+            timing=self._timing,
+        )
+        return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
+
+    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
+        """Seconds until another look is of use, if all goes on as it does; 0 for at once, or not known."""
+        mine = fresh.get(self._members.slot)
+        status = self._members.status
+        missing = wishes.min_replicas - len(fresh)
+        if self._step == 0 or mine is None or len(awaited) < missing:
+            return 0.0
+        upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
+        so_far = rules.WaitState(wait.waited, median(o.took for o in fresh.values()), upload, wait.least_pause_s)
+        peers = [self._members.by_now(slot) for slot in awaited]
+        times = rules.resolved_in(self._step, peers, so_far, self._rules, self._timing)
+        return times[missing - 1] if missing > 0 else max(times, default=0.0)
+
+    def _describe_missing(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
+        """Name the slots that are missing, each with the last sign of it."""
+        missing = [s for s in wishes.slot_names[: wishes.replicas] if s not in fresh]
+        peers = self._members.peers
+        limit = self._timing.dead_after
+        words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
+        return ", ".join(words) or "no other replica is wanted"
+
+    def _check_wishes(self, wishes: Wanted) -> str:
+        """Return "" unless the operator has new wishes (a slot, or m).
+
+        A commit goes by every wish that was durable before its closer looked.
+        """
+        heard = self._members.hear_wishes(self._store)
+        return "" if heard.records == wishes.records else "the operator has new wishes"
+
+    # ------------------------------------------------------------------ the decision
+
+    def _propose_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
+        t = self._step
+        sizes = [o.size for o in fresh.values()]
+        r = self._rules
+        sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
+        owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
+        offers = [o for _, o in sorted(fresh.items())]
+        for age in range(1, r.max_carry + 1):
+            offers += self._late_offers(t - age * r.fragments, wishes)
+        listed = rules.with_weights([_as_listed(o) for o in offers], t, r)
+        return Commit(
+            t=t,
+            prev=self._chain.commit_digest(t - 1),
+            base=self._offers.base,
+            offers=listed,
+            fence=self._raise_fence(listed, wishes),
+            m=wishes.min_replicas,
+            pace=rules.step_pace(fresh.values(), r.sync_every),
+            snapshot=snapshot,
+            by=self._members.name,
+            nonce=new_nonce(),
+            at=self._clock.wall(),
+            mode="sharded" if owners else "direct",
+            owners=owners,
+        )
+
+    def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
+        """Return the fence: no generation below the newest claim of its slot may offer after this step."""
+        fence = dict(self._chain.fence_before(self._step))
+        for o in listed:
+            fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
+        slots = self._possible_slots(wishes)
+        later = fetch_together(
+            self._together, self._store.get, (layout.claim_key(s, fence.get(s, 0) + 1) for s in slots)
+        )
+        for slot in slots:
+            known = fence.get(slot, 0)
+            taken = later[layout.claim_key(slot, known + 1)] is not None
+            newest = (
+                max((c.generation for c in claims_above(self._store, slot, known)), default=known) if taken else known
+            )
+            if newest:
+                fence[slot] = newest
+        return fence
+
+
+def _as_listed(o: Offer) -> Listed:
+    """The offer as a commit lists it, without a weight yet."""
+    return Listed(
+        step=o.step,
+        slot=o.slot,
+        generation=o.generation,
+        nonce=o.nonce,
+        blob=o.blob,
+        size=o.size,
+        digest=o.digest,
+        h=o.h,
+        weight=0.0,
+        zero=o.zero,
+        leaving=o.leaving,
+        shards=o.shards,
+        samples=o.samples,
+        norm=o.norm,
+        scale=o.scale,
+    )

@@ -1,0 +1,579 @@
+"""The holders of slots, the replicas that seem alive, and the operator's wishes.
+
+    claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
+    beat      alive/{slot}.json, overwritten; believed only while its counter changes
+    control   control/000000, 000001, …  folded in order: the operator's present wishes
+
+`Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
+The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
+fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the replica ends.
+Every tick beats; it asks for everything else as rarely as it may, because a fleet asks all day:
+
+    control       every 2 beats: a stop may take so long to be heard
+    successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
+    commit        while training, when it can be there (rules.may_be_decided); now and then before
+    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for, and
+                  once per step of those that may still miss this replica's last body (`owed`)
+
+Not promised: that a beating slot makes progress, or that a silent one is dead.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rendezvous import layout
+from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
+from rendezvous.background import Emit, Parts, Together, fetch_together, in_turn, no_emit
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
+from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Record, Spent, WireError, new_nonce
+from rendezvous.store import Readable, Store, put_once
+
+R = TypeVar("R", bound=Record)
+
+CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so many beats
+SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for that long
+JITTER = 0.8  # of a period: a look is due although a sleep was a little short
+
+# The settings that a control record overrides by naming them.
+FOLDED = (
+    "replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep",
+    "spent",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
+
+    former: places that stood in earlier records.   highest_quorum: the most that min_replicas ever was.
+    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
+    """
+
+    replicas: int = 0
+    universe: int = 0
+    steps: int = 0
+    min_replicas: int = 1
+    drains: frozenset[str] = frozenset()
+    stop: bool = False
+    records: int = 0
+    places: tuple[dict[str, Any], ...] = ()
+    max_usd: float = 0.0
+    max_hours: float = 0.0
+    allow_unknown_price: bool = False
+    until: float = 0.0
+    keep: str = ""
+    spent: Spent = field(default_factory=Spent)
+    former: tuple[dict[str, Any], ...] = ()
+    highest_quorum: int = 1
+
+    def with_control(self, control: Control) -> "Wanted":
+        """Return these wishes, changed by one more control record."""
+        said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
+        return replace(
+            self,
+            **said,
+            universe=max(self.universe, said.get("replicas", self.replicas)),
+            former=self._former_after(control),
+            highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
+            drains=self._drains_after(control),
+            stop=(self.stop or control.stop) and not control.resume,
+            records=control.n + 1,
+        )
+
+    def _drains_after(self, control: Control) -> frozenset[str]:
+        if control.resume or control.replicas is not None:
+            return frozenset()
+        return self.drains | {control.drain} if control.drain else self.drains
+
+    def _former_after(self, control: Control) -> tuple[dict[str, Any], ...]:
+        if control.places is None:
+            return self.former
+        gone = [p for p in (*self.former, *self.places) if p not in control.places]
+        return tuple(p for i, p in enumerate(gone) if p not in gone[:i])
+
+    def is_to_leave(self, slot: str) -> bool:
+        """Whether this slot's replica must leave."""
+        return self.stop or slot in self.drains or layout.slot_index(slot) >= self.replicas > 0
+
+    @property
+    def slot_names(self) -> list[str]:
+        return [layout.slot_name(i) for i in range(self.universe)]
+
+
+def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
+    """Fold all control records from `wanted.records` on into the wishes.  Any other object counts for nothing.
+
+    Such an object takes its number all the same.  Raises RecordsLost if the first one is not a control record.
+    """
+    wanted = wanted or Wanted()
+    while (body := store.get(layout.control_key(wanted.records))) is not None:
+        control = decode_or_none(Control, body)
+        if control is not None and control.n == wanted.records:
+            wanted = wanted.with_control(control)
+        else:
+            _refuse_first(store, wanted.records)
+            wanted = replace(wanted, records=wanted.records + 1)
+    return wanted
+
+
+def _refuse_first(store: Readable, n: int) -> None:
+    """Raise RecordsLost if control/{n}, which is not a control record, is the first."""
+    if n == 0:
+        raise RecordsLost(
+            f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another program "
+            f"wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
+        )
+
+
+def decode_or_none(kind: type[R], body: bytes) -> R | None:
+    """Decode a register that any writer may have taken; None, for all readers alike, if it is no record."""
+    try:
+        return kind.decode(body)
+    except WireError:
+        return None
+
+
+_WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
+_RESTORE = (
+    "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects "
+    "below this URL; then run the same command again"
+)
+
+
+def refuse_lost(store: Readable, wanted: Wanted) -> None:
+    """Raise RecordsLost if control records have vanished: the others would lower the quorum and drop the budget.
+
+    A later record shows a gap; a committed step shows that there was a first one.  Any other object shows nothing: any
+    writer may have put it there.  LIST is a hint: it may lag.  All of them may have been written since the wishes were
+    read: the missing one is there before they are, so it is read last.
+    """
+    later = controls_above(store, wanted.records)
+    stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
+    if (later or stepped) and store.get(layout.control_key(wanted.records)) is None:
+        seen = f"{layout.control_key(later[0].n)} is there" if later else "steps are committed"
+        raise RecordsLost(
+            f"{store.url}/{layout.control_key(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
+        )
+
+
+def controls_above(store: Readable, n: int) -> list[Control]:
+    """The control records with a higher number than n, in order, as far as a LIST shows them."""
+    numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
+    bodies = [(m, store.get(layout.control_key(m))) for m in numbers if m > n]
+    found = [(m, decode_or_none(Control, body)) for m, body in bodies if body is not None]
+    return [control for m, control in found if control is not None and control.n == m]
+
+
+def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
+    """Raise RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
+
+    A commit goes by wishes that were durable before it, so such a wish was there, and is not any more.
+    """
+    known = max(wanted.highest_quorum, wanted.min_replicas)
+    for commit in commits:
+        if commit.m > known:
+            raise RecordsLost(
+                f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
+                f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
+                f"Without it the run has another quorum, so no replica joins or closes a step. {_RESTORE}"
+            )
+
+
+def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
+    """Append one control record; -> the wishes with it folded in."""
+    if "places" in wishes:
+        wishes["places"] = tuple(wishes["places"])  # type: ignore[arg-type]
+    while True:
+        wanted = read_control(store)
+        refuse_lost(store, wanted)
+        record = Control(n=wanted.records, nonce=new_nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
+        _check_wishes(record)
+        won, _ = put_once(store, clock, layout.control_key(record.n), record.encode())
+        if won:
+            return wanted.with_control(record)
+
+
+def _check_wishes(record: Control) -> None:
+    for name in ("replicas", "steps", "min_replicas"):
+        count = getattr(record, name)
+        if count is not None and count < 1:
+            raise ValueError(f"{name} = {count} means nothing here, the least is 1; to end a run, stop it")
+        if count is not None and count > layout.MOST_SLOTS and name != "steps":
+            raise ValueError(f"{name} = {count} means nothing here, the most is {layout.MOST_SLOTS}")
+    for name in ("max_usd", "max_hours", "until"):
+        if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
+            raise ValueError(f"{name} = {most} means nothing here; a number from 0 on, 0 for none")
+    if record.drain is not None:
+        layout.slot_index(record.drain)
+
+
+def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
+    """Claims of the slot's generations after `above`, in order.
+
+    An object that is no claim of this slot and generation takes its number, and counts for nothing.
+    """
+    generation = above + 1
+    while (body := store.get(layout.claim_key(slot, generation))) is not None:
+        if (found := _claim_in(body, slot, generation)) is not None:
+            yield found
+        generation += 1
+
+
+def newest_claim(store: Readable, slot: str) -> Claim | None:
+    """The claim that took the slot last; None if there is none."""
+    return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
+
+
+def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
+    """The claim of this generation of the slot; None if there is none."""
+    body = store.get(layout.claim_key(slot, generation))
+    return None if body is None else _claim_in(body, slot, generation)
+
+
+def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
+    found = decode_or_none(Claim, body)
+    return found if found and (found.slot, found.generation) == (slot, generation) else None
+
+
+def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
+    """The goodbye of this generation; None if there is none."""
+    body = store.get(layout.leave_key(slot, generation))
+    found = None if body is None else decode_or_none(Leave, body)
+    return found if found and (found.slot, found.generation) == (slot, generation) else None
+
+
+def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0, started: int = 0) -> int:
+    """Take the next generation of a slot; -> the generation.   Raises Fenced where this process must end.
+
+    Of two launches that claim at the same moment the loser ends, for good.  If it took the generation after, two
+    launchers would fence each other for ever.  A launch that its platform starts again ends as well, if a later launch
+    has claimed the slot (or a claim names a later one).
+    """
+    generation = 1
+    while True:
+        while (body := store.get(layout.claim_key(slot, generation))) is not None:
+            _refuse_outdated(slot, host, _claim_in(body, slot, generation))
+            generation += 1
+        mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
+        won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
+        if won:
+            return generation
+        if (other := _claim_in(value, slot, generation)) is not None:
+            raise Fenced(
+                f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
+                f"(generation {generation}); this process goes"
+            )
+
+
+def launch_of(host: str, slot: str) -> int:
+    """Number of the slot's launch that made a claim: "modal/r01.3" -> 3; 0 where its host does not tell."""
+    place, _, number = host.rpartition(".")
+    return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
+
+
+def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
+    mine = launch_of(host, slot)
+    if mine and other and launch_of(other.host, slot) > mine:
+        raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
+
+
+@dataclass
+class BeatStatus:
+    """Fields of this replica's next beat; its owner overwrites them."""
+
+    phase: str = "boot"
+    step: int = 0
+    inner: int = 0
+    rate: float = 0.0
+    note: str = ""
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        self.phase = phase
+        self.step = step
+        self.note = ""
+        if phase == "train":
+            self.inner = 0
+
+
+class Membership:
+    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures that are no RendezvousError."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        slot: str,
+        generation: int,
+        timing: Timing,
+        *,
+        host: str = "",
+        pid: int = 0,
+        started: int = 0,
+        emit: Emit = no_emit,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self.slot = slot
+        self.generation = generation
+        self._timing = timing
+        self.host = host
+        self.pid = pid
+        self._started = started
+        self._beats = 0
+        self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
+        self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
+        self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
+        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake_s` when we began it, seconds that it should take
+        self.owed: set[str] = set()  # slots that may still miss our body of the step before
+        self.status, self.wanted = BeatStatus(), Wanted()
+        self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
+        self._untrusted: dict[str, int] = {}
+        self.fenced_by = 0  # the generation that took the slot, once seen
+        self.decided = -1  # highest step whose commit a tick has seen
+        self.heartbeat_lost: BaseException | None = None  # why `tick` is not called any more; set by its caller
+        self._parts = Parts(emit)
+
+    @property
+    def name(self) -> str:
+        """Name of this replica: slot and generation."""
+        return f"{self.slot}-{self.generation}"
+
+    def check_alive(self) -> None:
+        """Raise HeartbeatLost once `tick` is not called any more: this replica would hear of nothing."""
+        if (why := self.heartbeat_lost) is not None:
+            raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this replica ends too: {why}") from why
+
+    def refuse_if_fenced(self) -> None:
+        """Raise Fenced once a later generation holds the slot, HeartbeatLost as `check_alive` does."""
+        self.check_alive()
+        if self.fenced_by > self.generation:
+            raise Fenced(
+                f"{self.slot} now belongs to generation {self.fenced_by}; this process (generation "
+                f"{self.generation}) goes. What it offered still counts"
+            )
+
+    def claim(self, store: Store) -> int:
+        """Take the slot, and hear the operator's wishes; -> the generation."""
+        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid, started=self._started)
+        self.hear_wishes(store)
+        return self.generation
+
+    def hear_wishes(self, store: Store) -> Wanted:
+        """Read the operator's wishes that are new; -> all of them."""
+        heard = read_control(store, self.wanted)
+        if heard.records > self.wanted.records:  # another thread may have heard more meanwhile
+            self.wanted = heard
+        return heard
+
+    def note_offer(self, offer: Offer) -> None:
+        """Note an offer: if the beat of its slot had stopped, that generation's beat is not trusted any more."""
+        peer = self.peers.get(offer.slot)
+        if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
+            self._untrusted[offer.slot] = offer.generation
+            self.peers[offer.slot] = replace(peer, untrusted_generation=offer.generation)
+
+    def begin_step(self, pace: float, owed: set[str]) -> None:
+        """Note that this replica begins to train for the open step.
+
+        pace: seconds that an outer step should take, 0 if that is not known.
+        owed: slots that may still miss this replica's body of the step before.
+        """
+        self._opened = self.awake_s
+        self._pace = pace
+        self.owed = owed
+        self._done_at[self._read_commit.__name__] = self._clock.now()  # it was read just now: there is none yet
+
+    @property
+    def awake_s(self) -> float:
+        """Seconds since this replica began, without its own pauses: at most four beats per tick."""
+        awake, ticked = self._ticked
+        return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
+
+    def tick(self) -> None:
+        """Beat; look for a successor, for commits that other replicas made, for other beats, for wishes."""
+        self._ticked = self.awake_s, self._clock.now()
+        self._parts.run(
+            self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
+        )
+
+    def _do_every(self, period: float, act: Callable[[], object]) -> None:
+        """Call act() if it was last done a period ago.  A failure does not count; after a pause everything is due."""
+        now = self._clock.now()
+        name = act.__name__
+        if now - self._done_at.get(name, -math.inf) >= JITTER * period:
+            act()
+            self._done_at[name] = now
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Tick until stopped."""
+        while not stopped():
+            self.tick()
+            self._clock.sleep(self._timing.beat)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        s = self.status
+        beat = Beat(
+            slot=self.slot,
+            generation=self.generation,
+            n=self._beats,
+            phase=s.phase,
+            step=s.step,
+            inner=s.inner,
+            rate=s.rate,
+            at=self._clock.wall(),
+            host=self.host,
+            pid=self.pid,
+            note=s.note,
+        )
+        self._store.put(layout.beat_key(self.slot), beat.encode())
+
+    def say_goodbye(self) -> None:
+        """Write a last beat, of phase "left"; an error of the store is ignored."""
+        self.status.phase = "left"
+        try:
+            self._beat()
+        except StoreError:
+            return
+
+    def _look_for_successor(self) -> None:
+        self._do_every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+
+    def _read_claims(self) -> None:
+        for successor in claims_above(self._store, self.slot, self.generation):
+            self.fenced_by = successor.generation
+
+    def _look_for_commit(self) -> None:
+        if self.status.phase == "wait" or self.decided >= self.status.step:
+            return  # a replica that waits for the decision reads it itself
+        often = may_be_decided(self.awake_s - self._opened, self._pace)
+        self._do_every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+
+    def _read_commit(self) -> None:
+        step = self.status.step
+        if self._store.get(layout.commit_key(step)) is not None:
+            self.decided = step
+
+    def _look_around(self) -> None:
+        if self.status.phase in STARTING or self.status.step < 2:
+            self.read_beats(self.wanted.slot_names, apart=0.0)
+        elif self.owed and self.awake_s - self._opened >= self._pace / 2:
+            self.read_beats(self.owed)
+            self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
+
+    def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
+        """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
+
+        In a crowd, `LARGE_FLEET` per beat: those that were not read for longest.  Advisory: a failed read is repeated
+        the next time.
+        """
+        a_beat = JITTER * self._timing.beat
+        now = self.awake_s
+        asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
+        due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
+        recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
+        for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
+            when = self.awake_s, self._clock.wall()  # before the request: a slow one makes no replica look dead
+            with suppress(RendezvousError):
+                self._observe_beat(slot, read_beat(self._store, slot), when)
+
+    def _is_due(self, slot: str, ago: float, apart: float) -> bool:
+        peer = self.peers.get(slot)
+        limit = self._timing.dead_after
+        dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
+        return dies or ago >= apart
+
+    def _observe_beat(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
+        """Note the beat that a look found.   when: seconds awake and wall clock before the request."""
+        old = self.peers.get(slot)
+        if old is not None and when[0] < old.read[0]:
+            return  # another thread has asked since
+        self._read_at[slot] = when[0]
+        if beat is None and old is not None:
+            beat = old.beat  # it is gone, or another object has overwritten it: nothing moves
+        if beat is not None:
+            self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
+
+    def by_now(self, slot: str) -> Peer | None:
+        """The last observation of a slot's beat, aged as if nothing had moved since."""
+        peer = self.peers.get(slot)
+        return peer and peer.aged_by(self.awake_s - peer.read[0])
+
+    def _look_for_wishes(self) -> None:
+        self._do_every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+
+    def _read_wishes(self) -> None:
+        self.hear_wishes(self._store)
+
+
+def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
+    """Raise RecordsLost if this replica's claim is gone, or is another's: then it is another run's store."""
+    key = layout.claim_key(mine.slot, mine.generation)
+    body = store.get(key)
+    found = None if body is None else _claim_in(body, mine.slot, mine.generation)
+    if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
+        raise RecordsLost(
+            f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another'}: "
+            "the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it "
+            "has ended; start a new one"
+        )
+
+
+def refuse_forgotten_steps(
+    store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
+) -> None:
+    """Raise RecordsLost if a heartbeat or a goodbye has reached a step and the commit before that step is not there.
+
+    step: the first without a commit, as a joiner finds it.   fence: of the newest commit.   Only for runs under a key:
+    in others any writer of the bucket may write a beat.
+    """
+
+    def reached_by(slot: str) -> int:
+        beat = read_beat(store, slot)
+        left = read_leave(store, slot, beat.generation if beat else fence.get(slot, 1))
+        return max(beat.step if beat else 0, left.step if left else 0)
+
+    for slot, reached in fetch_together(together, reached_by, slots).items():
+        if reached > step and store.get(layout.commit_key(reached - 1)) is None:
+            raise RecordsLost(
+                f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "
+                f"{step - 1}: later ones were deleted. They would be decided anew, and otherwise. {_RESTORE}"
+            )
+
+
+def read_beat(store: Readable, slot: str) -> Beat | None:
+    """A slot's heartbeat as it stands; None if there is none, or another object is there."""
+    body = store.get(layout.beat_key(slot))
+    beat = None if body is None else decode_or_none(Beat, body)
+    return beat if beat is not None and beat.slot == slot else None
+
+
+def updated_peer(
+    old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
+) -> Peer:
+    """Return the observation of a peer that follows `old`, by the `beat` that stands there.
+
+    read: (seconds awake, wall clock) of the observer when it asked.   period: seconds between two beats.
+    Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
+    """
+    if old is None:
+        return Peer(beat, read=read)
+    elapsed = read[0] - old.read[0]
+    wall = read[1] - old.read[1]
+    if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
+        return replace(old.aged_by(elapsed), untrusted_generation=untrusted_generation, read=read)
+    changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
+    moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
+    age = beat_age(old, beat, elapsed, wall, period)
+    return Peer(
+        beat,
+        changes=old.changes + changed,
+        silent=age if changed else old.silent + elapsed,
+        still=age if moved else old.still + elapsed,
+        untrusted_generation=untrusted_generation,
+        read=read,
+    )

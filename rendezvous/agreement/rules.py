@@ -1,0 +1,384 @@
+"""The decisions of the protocol, as pure functions of the records that were read.
+
+    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
+    factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
+    P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience_s)
+    pace  = a full round of the fastest quarter of the fresh offers, took·H/h                   (step_pace)
+    look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
+    h_cap = H, or ⌊H / slowness⌋ if full rounds take a third longer than the pace               (next_cap)
+            in the first round: what the others have left to do of theirs                       (first_cap)
+
+Step t can be closed when there are m fresh offers, and every expected slot has offered, is dead, is leaving, or is not
+worth waiting for.  Clocks only enter here, so they only decide when a replica *tries* to close.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rendezvous.codecs import DENSE
+from rendezvous.records.records import Beat, Commit, Listed, Offer
+
+LARGE_FLEET = 12  # slots; with more of them a replica does not look at all others all the time
+LED = 3  # the rank of replicas that let others look first
+ROUNDS = 3  # of a replica; their median tells its speed
+DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
+STARTING = ("boot", "heal")  # phases in which a slot does not train yet
+WEIGHTINGS = ("steps", "uniform", "samples")
+UNSUSPICIOUS = 0.01  # of ‖θ‖: the least length that `norm_factors` takes for typical
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that all replicas of a run share; part of its mathematics (run.json).
+
+    fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
+    same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
+    snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
+    weighting: the measure by which an offer counts.   norm_gate: its limit, 0 for none.   sync_seconds: a sync is due
+    after that long even if inner steps are missing, 0 for never.
+    shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
+    elements of the shards on whose grid bodies are digested.   announce: the closer of a step that is reduced directly
+    writes the mean down for later readers.
+    """
+
+    fragments: int = 1
+    sync_every: int = 1
+    max_carry: int = 2
+    age_discount: float = 0.5
+    snapshot_every: int = 10
+    codec: str = "fp32"
+    weighting: str = "steps"
+    norm_gate: float = 0.0
+    sync_seconds: float = 0.0
+    shard_from: int = 8 << 20
+    shard_elements: int = 1 << 16
+    announce: bool = True
+
+    @property
+    def window(self) -> int:
+        """Number of commits before the current step that a closer must know."""
+        return max(2, self.fragments * self.max_carry) + 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Periods and limits in seconds.  They may differ between replicas: nothing that is agreed on depends on them."""
+
+    poll: float = 0.02
+    beat: float = 0.2
+    dead_after: float = 1.0
+    start_patience: float = 30.0
+    give_up: float = 600.0
+    store_patience: float = 120.0
+    grace: float = 15.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One observer's view of a slot's heartbeat.
+
+    silent: seconds since the counter last changed, not counting the observer's own pauses.
+    still: the same for (step, inner).   untrusted_generation: one that offered while its beat stood still; its beat
+    is never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
+    """
+
+    beat: Beat
+    changes: int = 0
+    silent: float = 0.0
+    still: float = 0.0
+    untrusted_generation: int = 0
+    read: tuple[float, float] = (0.0, 0.0)
+
+    def is_dead(self, dead_after: float) -> bool:
+        if self.beat.phase == "left":
+            return True
+        return self.untrusted_generation != self.beat.generation and self.changes > 0 and self.silent >= dead_after
+
+    def is_beating(self, dead_after: float) -> bool:
+        return self.changes > 0 and not self.is_dead(dead_after)
+
+    def aged_by(self, seconds: float) -> "Peer":
+        """The view so many seconds later, if nothing has moved since."""
+        return replace(self, silent=self.silent + seconds, still=self.still + seconds)
+
+    def in_words(self, dead_after: float) -> str:
+        """Words about a slot that is missing."""
+        if self.beat.phase == "left":
+            return "has left"
+        if self.is_dead(dead_after):
+            return f"is silent for {self.silent:.0f} s, at step {self.beat.step}"
+        return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
+
+
+def round_to_fp32(x: float) -> float:
+    """Round x to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
+    return array("f", [x])[0]
+
+
+def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
+    """Seconds for which `new` has stood there at least, if the same observer read `old` there `elapsed` seconds before.
+
+    Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
+    rest of the observer's time it was silent, and `old` had been there for `old.silent` by then.  The least of these
+    answers counts, so that one wrong clock never makes a living replica look dead.  From look to look this keeps the
+    least age that any look has found, so the age may be too short.  `DRIFT` shortens it further, so that the errors of
+    two clocks do not add up.  A beat that was not there yet at the look before is no older than that look.
+    wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
+
+    >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
+    >>> beat_age(Peer(one, silent=3.0), two, 60.0, 60.0, 5.0)
+    52.94
+    """
+    if new.generation != old.beat.generation:
+        return 0.0
+    lived = new.at - old.beat.at, (new.n - old.beat.n) * beat
+    before = max(0.0, old.silent - DRIFT * elapsed)
+    return max(0.0, min(elapsed, before + min(min(elapsed, wall) - lived[0], elapsed - lived[1])))
+
+
+def may_be_decided(open_s: float, pace: float) -> bool:
+    """Whether a step can be decided that this replica began `open_s` ago.
+
+    pace: of the commit before; the others need about that long.
+    """
+    return open_s >= 0.8 * pace
+
+
+def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
+    """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
+
+    steps: h/H.   uniform: 1.   samples: relative to the most in this commit, so that equal offers weigh 1; by steps if
+    an offer does not say how many it has.   A late one is discounted by γ for each sync of the same fragment since.
+    """
+    factors = norm_factors(offers, rules.norm_gate)
+    return tuple(
+        replace(o, factor=f, weight=round_to_fp32(share * _age_factor(t - o.step, rules) * f))
+        for o, share, f in zip(offers, _offer_shares(offers, rules), factors, strict=True)
+    )
+
+
+def _age_factor(steps: int, rules: Rules) -> float:
+    """Return γ^age by multiplication, because `**` is not rounded alike everywhere."""
+    return math.prod([rules.age_discount] * (steps // rules.fragments))
+
+
+def _offer_shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
+    if rules.weighting == "uniform":
+        return [1.0] * len(offers)
+    if rules.weighting == "samples" and says_samples(offers):
+        most = max(o.samples for o in offers)
+        return [o.samples / most for o in offers]
+    return [o.h / rules.sync_every for o in offers]
+
+
+def says_samples(offers: Iterable[Listed]) -> bool:
+    """Whether all offers give the number of samples inside."""
+    return all(o.samples > 0 for o in offers)
+
+
+def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
+    """Factor per offer: 1, or typical/norm where the norm exceeds `limit` × the typical norm.
+
+    Typical is the median, or the median per inner step times the offer's own h, if that is more: a short round is no
+    outlier, nor is a long one.  The median leaves zero pseudogradients out; with fewer than three of the others all
+    factors are 1, because an outlier cannot be told.  Nor is a norm below `limit` × 1 % of ‖θ‖ an outlier: where
+    rewards are rare, most pseudogradients are next to nothing, and the long one is of the replica that learned.
+    """
+    moving = [o for o in offers if o.norm > 0]
+    if limit <= 0 or len(moving) < 3:
+        return [1.0] * len(offers)
+    length = median(o.norm for o in moving)
+    per_step = median(o.norm / o.h for o in moving)
+    floor = UNSUSPICIOUS * median(o.scale for o in moving)
+    typical = [max(length, per_step * o.h) for o in offers]
+    return [
+        round_to_fp32(usual / o.norm) if o.norm > limit * max(usual, floor) else 1.0
+        for o, usual in zip(offers, typical, strict=True)
+    ]
+
+
+def patience_s(tooks: Iterable[float], poll: float) -> float:
+    return max(2 * poll, 0.5 * median(tooks))
+
+
+def full_round_s(offer: Offer, sync_every: int) -> float:
+    """Seconds that a full round takes its replica: took·H/h."""
+    return offer.took * sync_every / offer.h
+
+
+def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
+    """Seconds of a full round of the fastest quarter: the slowest of them, so one odd replica of five hurries none.
+
+    A zero pseudogradient says nothing about the time that learning takes, unless all are zero.
+    """
+    offers = [*fresh]
+    rounds = sorted(full_round_s(o, sync_every) for o in [o for o in offers if not o.zero] or offers)
+    return rounds[(len(rounds) - 1) // 4]
+
+
+def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
+    """Inner steps of a replica that joins in the middle of step t: the median of those that the others have left.
+
+    With a full round all others would wait for it, for most of a step.  At t = 0 they do so anyway.
+    """
+    round_steps = max(1, rules.sync_every // rules.fragments)
+    there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
+    if t == 0 or not there:
+        return rules.sync_every
+    left = median(max(0, round_steps - p.beat.inner) for p in there)
+    return max(1, min(rules.sync_every, int(left * rules.fragments)))
+
+
+def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
+    """Ratio of a full round to the pace; 1 where the difference is no more than four looks."""
+    return round_s / pace_s if round_s - pace_s > 4 * poll and pace_s > 0 else 1.0
+
+
+def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
+    """The most inner steps of the next pseudogradient, so that it is offered with those of the fastest.
+
+    slow: `slowness` of this replica's last three offers.   fresh: whether the last one counted in its own step.
+    One slow round in three is a hiccup, unless the commit left its offer out.  Equal machines differ by less than a
+    third, and keep H, so that their bits are those of any other run.
+    """
+    factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0
+    return sync_every if factor <= 4 / 3 else max(1, int(sync_every / factor))
+
+
+def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
+    """The flaw of a record among `slot`'s offers for step s, "" if it is an offer; the same for all readers."""
+    if (offer.step, offer.slot) != (s, slot):
+        return f"it speaks of step {offer.step} and {offer.slot}"
+    if offer.codec != rules.codec:
+        return f"its codec is {offer.codec}, this run's is {rules.codec}"
+    return "" if offer.h <= 4 * rules.sync_every else f"{offer.h} inner steps, where {rules.sync_every} are usual"
+
+
+def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
+    """Whether the offer started from the chain's state, by a generation that the commit before had not fenced."""
+    return offer.base == base and fence.get(offer.slot, 0) <= offer.generation
+
+
+def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
+    """Whether it is fewer bytes to reduce in shards.
+
+    Per replica N·S down when direct; S/N up and 2(N−1)/N·S down in shards.  At N = 2 that is the same, and two more
+    round trips.  Top-k's sum is dense, so its shards would not be smaller.
+    """
+    return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
+
+
+def slots_to_expect(
+    t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, wanted: Sequence[str]
+) -> set[str]:
+    """Slots that step t should wait for: listed in commits t−1 and t−2; at t = 1 also those that beat.
+
+    A slot that said that it leaves is not expected, nor one whose next generation is still starting.  (A beat of the
+    listed generation with phase "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen,
+    unless it is silent.
+    """
+    seen = {slot: peers[slot] for slot in wanted if slot in peers}
+    if t == 0:
+        silent = {s for s, p in seen.items() if p.is_dead(dead_after) or (not p.changes and p.silent >= dead_after)}
+        return set(wanted) - silent
+    newest = {o.slot: o for c in sorted(recent, key=lambda c: c.t) for o in sorted(c.offers, key=lambda o: o.step)}
+    listed = {slot for slot, o in newest.items() if not o.leaving and not is_restarting(peers.get(slot), o.generation)}
+    if t == 1:
+        return listed | {s for s, p in seen.items() if p.is_beating(dead_after) and p.beat.phase not in STARTING}
+    return listed
+
+
+def is_restarting(peer: Peer | None, generation: int) -> bool:
+    """Whether a later generation of this slot has begun and does not train yet."""
+    return peer is not None and peer.beat.generation > generation and peer.beat.phase in STARTING
+
+
+def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
+    """Seconds until this slot should offer step t, or None where it shows no progress.
+
+    limit: seconds without a finished inner step that are no sign of trouble.
+    """
+    beat = peer.beat
+    round_steps = max(1, rules.sync_every // rules.fragments)
+    if rules.sync_seconds > 0 and beat.rate > 0:
+        round_steps = math.ceil(min(round_steps, rules.sync_seconds / beat.rate))
+    if beat.phase not in ("train", "wait") or beat.rate <= 0 or peer.still > max(limit, 1.5 * beat.rate):
+        return None
+    missing = round_steps - beat.inner if beat.step >= t else round_steps
+    return max(0.0, missing * beat.rate - peer.still)
+
+
+def waiting_for(
+    t: int,
+    fresh: Mapping[str, Offer],
+    expected_slots: set[str],
+    peers: Mapping[str, Peer],
+    waited: float,
+    rules: Rules,
+    timing: Timing,
+) -> dict[str, str]:
+    """Return slot -> reason to wait for it in step t.  Empty: close.   waited: seconds since there were m offers."""
+    took = median(o.took for o in fresh.values())
+    limit = max(2 * timing.poll, 0.5 * took)
+    reasons: dict[str, str] = {}
+    for slot in expected_slots - set(fresh):
+        peer = peers.get(slot)
+        if peer is not None and peer.is_dead(timing.dead_after):
+            continue
+        if t == 0 and waited < (timing.start_patience if peer is not None else timing.dead_after):
+            reasons[slot] = "is starting"
+        if t == 0 and peer is not None and peer.beat.phase in STARTING:
+            continue
+        due = expected_arrival(peer, t, rules, limit) if peer is not None else None
+        if due is not None and due <= 1.5 * took and waited <= 3 * took + limit:
+            reasons[slot] = f"should offer in {due:.1f} s"
+        elif waited < limit:
+            reasons[slot] = f"shows no progress; waited {waited:.1f} of {limit:.1f} s"
+    return reasons
+
+
+@dataclass(frozen=True)
+class WaitState:
+    """A replica's wait for the others' offers, in seconds.
+
+    waited: since there were m.   took: the median of the offers that are there.   upload: from the last inner step to
+    the offer.   least_pause: between two looks where one was in vain.
+    """
+
+    waited: float
+    took: float
+    upload: float = 0.0
+    least_pause: float = 0.0
+
+
+def resolved_in(t: int, peers: Iterable[Peer | None], wait: WaitState, rules: Rules, timing: Timing) -> list[float]:
+    """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
+
+    By then the slot has offered, is dead, or has used up all patience: nothing else changes the decision, so a look
+    before is in vain.  (The replica that offers last looks at once, and closes.)
+    """
+    return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
+
+
+def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timing: Timing) -> float:
+    limit = max(2 * timing.poll, 0.5 * wait.took)
+    due = None if peer is None else expected_arrival(peer, t, rules, limit)
+    arrives = limit - wait.waited if due is None or due > 1.5 * wait.took else due + wait.upload + 2 * timing.poll
+    dies = (
+        timing.dead_after - peer.silent
+        if peer and peer.changes and peer.untrusted_generation != peer.beat.generation
+        else math.inf
+    )
+    return max(0.0, min(max(arrives, wait.least_pause), dies))
+
+
+def commit_rank(t: int, slot: int, slots: int) -> int:
+    """The rank in which this slot tries to close step t: first (0), second (1), third (2); spread by a hash.
+
+    These three lead; the rank of all others is 3: if every replica looked for all offers, a step would ask N² times.
+    """
+    mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
+    return min(LED, mixed % max(1, slots))

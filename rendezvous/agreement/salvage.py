@@ -1,0 +1,62 @@
+"""Reading and ending of a run whose control records were lost.
+
+    control/000000 gone, or no record ─┬─▶ no replica joins, no other wish is written   (membership.py: RecordsLost)
+                                       ├─▶ `read_standing_wishes`  the wishes that stand, and every claimed slot
+                                       └─▶ `write_stop`            a stop, under a number that living replicas will read
+
+A stop needs neither the quorum nor the budget that were lost, and the person who pays for a fleet must always be able
+to end it.  Living replicas read the first record when they began; they look only for the next number.
+
+Not promised: that `read_standing_wishes` knows where machines were rented, if a record that named the places is gone;
+nor that replicas hear a stop if the newest record has vanished, because they look for the number after it.
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+
+from rendezvous import layout
+from rendezvous.agreement.membership import Wanted, controls_above, read_control, refuse_lost, write_control
+from rendezvous.clock import Clock
+from rendezvous.errors import Forged, RecordsLost
+from rendezvous.records.records import Control, new_nonce
+from rendezvous.store import Readable, Store, put_once
+
+
+def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
+    """Return the operator's wishes, and the loss: "" for none, else the wishes are only those that still stand."""
+    try:
+        wanted = read_control(store)
+        refuse_lost(store, wanted)
+    except (RecordsLost, Forged) as lost:
+        return _what_stands(store), str(lost)
+    return wanted, ""
+
+
+def _what_stands(store: Readable) -> Wanted:
+    wanted = Wanted()
+    with suppress(RecordsLost, Forged):
+        wanted = read_control(store)  # up to the first that is missing
+    for control in controls_above(store, wanted.records):
+        wanted = wanted.with_control(control)
+    claimed = [slot for key in store.list(layout.CLAIMS) if (slot := layout.claimed_slot(key)) is not None]
+    universe = max((1 + layout.slot_index(slot) for slot in claimed), default=0)
+    return replace(wanted, universe=max(universe, wanted.universe), records=max(1, wanted.records))
+
+
+def write_stop(store: Store, clock: Clock) -> str:
+    """Ask every replica to leave, even where records were lost; -> the loss, "" for none."""
+    try:
+        write_control(store, clock, stop=True)
+    except (RecordsLost, Forged) as lost:
+        _append_stop(store, clock, _what_stands(store).records)
+        return str(lost)
+    return ""
+
+
+def _append_stop(store: Store, clock: Clock, n: int) -> None:
+    """Write a stop under the first free number from n on.  Never under 0: it would be the run's first record."""
+    won = False
+    while not won:
+        record = Control(n, new_nonce(), clock.wall(), stop=True)
+        won, _ = put_once(store, clock, layout.control_key(n), record.encode())
+        n += 1

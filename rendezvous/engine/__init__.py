@@ -1,0 +1,1 @@
+"""One replica's side of a run, live: offer, agree, average, snapshot, leave."""

@@ -1,0 +1,144 @@
+"""The mean of a commit for a replica that is alive: with patience where a body is bad, and with help for others.
+
+    listed bodies ──▶ Reducer ──▶ mean                                 direct
+                      ShardedMean: our part ─▶ others' parts ─▶ mean   sharded
+                         │ Corrupt
+                         ├─ a writer still has the bytes in memory ──▶ see that ours are right, pause, read again
+                         ├─ a newer snapshot stands                ──▶ Collected: heal from there
+                         └─ else                                   ──▶ Corrupt
+
+    the committer of a direct step writes the mean down (announcements.py), once all others have what they need
+
+Not promised: an end before `give_up`, as long as a writer of the bad body lives.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.agreement.membership import Membership
+from rendezvous.agreement.rules import Timing
+from rendezvous.agreement.step_wait import StepWait
+from rendezvous.background import Job
+from rendezvous.clock import Clock
+from rendezvous.engine.own_blobs import OwnBlobs
+from rendezvous.engine.sharded import ShardedMean
+from rendezvous.errors import Corrupt
+from rendezvous.keeping import garbage
+from rendezvous.means.announcements import is_worth_announcing
+from rendezvous.means.bodies import OwnBody
+from rendezvous.means.reduce import Reducer, refuse_misweighed
+from rendezvous.records.records import Commit
+from rendezvous.store import Store
+
+
+class Averager:
+    """One replica's means.   check_before_pause(): raises where the replica must leave instead of waiting.
+
+    refuse_lost(): raises RecordsLost if the store is not the run's any more, where a body would be waited for in vain.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        reducer: Reducer,
+        members: Membership,
+        own_blobs: OwnBlobs,
+        timing: Timing,
+        *,
+        check_before_pause: Callable[[], None],
+        refuse_lost: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._reducer = reducer
+        self._members = members
+        self._own_blobs = own_blobs
+        self._timing = timing
+        self._check_before_pause = check_before_pause
+        self._refuse_lost = refuse_lost
+        self._sharded_mean = ShardedMean(clock, reducer, members, timing, self._pause, self._on_bad_body)
+        self._announcement: Job | None = None
+
+    def mean(self, commit: Commit, out: np.ndarray) -> None:
+        """Write the mean of a step in which this replica takes part into `out`."""
+        refuse_misweighed(commit, self._reducer.rules)
+        mine = self._own_blobs.body_of(commit.t)
+        with self._or_collected(commit):
+            if commit.mode == "sharded":
+                self._sharded_mean.mean(commit, out, mine)
+            else:
+                self._mean_when_mended(commit, out, mine)
+        direct = commit.mode != "sharded" and commit.by == self._members.name
+        if direct and self._reducer.rules.announce and is_worth_announcing(commit, out):
+            self._announcement = self._prepare_announcement(commit, out, mine)
+
+    def mean_of_past(self, commit: Commit, out: np.ndarray) -> None:
+        """Write the mean of a step that was decided without this replica into `out`."""
+        refuse_misweighed(commit, self._reducer.rules)
+        with self._or_collected(commit):
+            self._mean_when_mended(commit, out, None)
+
+    def take_announcement(self) -> Job | None:
+        """Return the job that writes the newest mean down, once; None if this replica need not write it."""
+        job = self._announcement
+        self._announcement = None
+        return job
+
+    def _prepare_announcement(self, commit: Commit, mean: np.ndarray, mine: OwnBody | None) -> Job:
+        copy = self._own_blobs.lend_memory(mine, mean)
+
+        def announce() -> None:
+            self._reducer.announcements.announce(commit.t, 0, copy)
+            self._own_blobs.return_memory(copy)
+
+        return announce
+
+    # ------------------------------------------------------------------ bad bodies
+
+    def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
+        """Write the mean, once its blobs are sound.   Raises Corrupt where no writer can mend them any more."""
+        began = self._clock.now()
+        while True:
+            try:
+                return self._reducer.mean(commit, out, mine)
+            except Corrupt as error:
+                if not self._on_bad_body(commit, error) or self._clock.now() - began > self._timing.give_up:
+                    raise
+                self._check_before_pause()
+
+    def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
+        """A listed body is bad: mend our own, or two replicas would wait for each other.
+
+        -> whether the bad body may yet be put back.
+        """
+        self._members.status.note = str(error)
+        self._refuse_lost()
+        self._own_blobs.mend_all()
+        return self._writers_hold(commit)
+
+    def _writers_hold(self, commit: Commit) -> bool:
+        """Whether a writer still has its body in memory: until the step after the next, if it lives."""
+        self._members.read_beats(o.slot for o in commit.offers)
+        peers = [self._members.peers.get(o.slot) for o in commit.offers]
+        alive = any(p and p.is_beating(self._timing.dead_after) for p in peers)
+        return alive and self._store.get(layout.commit_key(commit.t + 2)) is None
+
+    def _pause(self, wait: StepWait, normal: float) -> None:
+        """Pause between two looks for a decided step's missing parts.   normal: seconds that are no cause for worry."""
+        self._check_before_pause()
+        if wait.is_overdue(normal):
+            self._refuse_lost()
+            self._own_blobs.mend_missed()
+        wait.sleep()
+
+    @contextmanager
+    def _or_collected(self, commit: Commit) -> Generator[None]:
+        try:
+            yield
+        except Corrupt:
+            garbage.refuse_collected(self._store, commit.t)
+            raise

@@ -1,0 +1,195 @@
+"""The pseudogradients that this replica has uploaded: its codec's memory, and blobs that others may still miss.
+
+    Δ ── codec, with its unsent remainder ──▶ body ──▶ steps/{t}/delta/…       upload
+                                               │
+      in memory until the body after the next  └─▶ read here instead of there, and put back where the store lost it
+
+    a commit that lists it, and a reader of that commit that is neither dead nor past the step    it may be missed
+    its mean is announced and a newer snapshot stands                                             it may be collected
+
+A replica that waits long asks whether the others miss a blob of its own: the writer alone is sure to have the bytes.
+
+Not promised: that a body outlives its process.  The announced mean and the snapshots serve then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.agreement import rules
+from rendezvous.agreement.chain import Chain
+from rendezvous.agreement.membership import Membership
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.background import Emit
+from rendezvous.clock import Clock
+from rendezvous.keeping import garbage
+from rendezvous.means.bodies import OwnBody
+from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.records import Commit, new_nonce
+from rendezvous.records.wire import (
+    Encoder,
+    Written,
+    as_bytes,
+    codec_alignment,
+    digested_pieces,
+    fetch_checked,
+    page_aligned,
+    shard_grid,
+    why_differs,
+)
+from rendezvous.store import Store
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A body that is durable, and not offered yet."""
+
+    key: str
+    nonce: str
+    written: Written
+
+
+class OwnBlobs:
+    """The bodies that this replica uploads.   collects: whether blobs are deleted in this run.
+
+    newest_snapshot(): a step that may have one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        chain: Chain,
+        members: Membership,
+        rules_: Rules,
+        timing: Timing,
+        *,
+        emit: Emit,
+        collects: bool,
+        newest_snapshot: Callable[[], int],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._chain = chain
+        self._members = members
+        self._rules = rules_
+        self._timing = timing
+        self._emit = emit
+        self._collects = collects
+        self._newest_snapshot = newest_snapshot
+        self.encoder = Encoder(rules_.codec, digests=required_digest_kind(store))
+        self.bodies: list[OwnBody] = []  # the last one, and the one before if a replica may still miss it
+        self.bytes_per_s = 0.0  # of the last upload
+
+    def upload(self, step: int, fragment: int, delta: np.ndarray, theta: np.ndarray | None) -> Upload:
+        """Make Δ durable; its memory is the caller's again afterwards."""
+        self._keep_last()
+        codec = self._rules.codec
+        ranges = shard_grid(delta.size, codec_alignment(codec), self._rules.shard_elements)
+        nonce = new_nonce()
+        written = self.encoder.encode_in_shards(fragment, delta, ranges, theta)
+        key = layout.delta_blob(step, self._members.slot, self._members.generation, nonce)
+        began = self._clock.now()
+        self._store.put(key, as_bytes(written.body))
+        self.bytes_per_s = written.body.nbytes / max(self._clock.now() - began, 1e-6)
+        self.bodies.append(OwnBody(step, key, written.body, digested_pieces(written, codec, ranges)))
+        return Upload(key, nonce, written)
+
+    def take_back(self, fragment: int) -> None:
+        """Take back the last body, which will never count: the codec sends its values with the next one."""
+        if self.bodies:
+            self.encoder.take_back(fragment, self.bodies[-1].body)
+
+    def body_of(self, step: int) -> OwnBody | None:
+        return next((mine for mine in self.bodies if mine.step == step), None)
+
+    def lend_memory(self, mine: OwnBody | None, mean: np.ndarray) -> np.ndarray:
+        """Copy the mean, over our own body where it fits; -> the copy.  See `return_memory`."""
+        if mine is None or mine.body.size != mean.nbytes:
+            return mean.copy()
+        self.bodies.remove(mine)
+        self.encoder.give_away(mine.body)  # the next body must not be written over the copy
+        copy = mine.body.view(np.float32)
+        copy[:] = mean
+        return copy
+
+    def return_memory(self, copy: np.ndarray) -> None:
+        self.encoder.give_back(copy.view(np.uint8))
+
+    def readers_of(self, commit: Commit) -> set[str]:
+        """Other slots that may still need a body from here; their beats tell when they do not any more.
+
+        None in a large fleet, where no replica reads all beats.  In a step in shards all parts are announced by now:
+        there only the three that lead the next step watch the others, to learn sooner of a dead one.
+        """
+        wanted = self._members.wanted
+        if not self.bodies or wanted.universe > rules.LARGE_FLEET:
+            return set()
+        slots = wanted.replicas or wanted.universe
+        rank = rules.commit_rank(commit.t + 1, layout.slot_index(self._members.slot), slots)
+        if commit.mode == "sharded" and rank == rules.LED:
+            return set()
+        return {o.slot for o in commit.fresh_offers} - {self._members.slot}
+
+    # ------------------------------------------------------------------ the bodies that are still needed
+
+    def _keep_last(self) -> None:
+        """Keep the last body in memory as long as a replica may miss it.  Called before the next body is written."""
+        kept = [mine for mine in self.bodies[-1:] if self.may_be_missed(mine)]
+        for mine in self.bodies:
+            if kept and mine is kept[0]:
+                self.encoder.give_away(mine.body)
+            else:
+                self.encoder.give_back(mine.body)
+        self.bodies = kept
+
+    def may_be_missed(self, mine: OwnBody) -> bool:
+        """Whether another replica may still need our blob of that step.
+
+        It may, if it was listed and is not known to be dead or past the step; we may never have seen its beat.  In a
+        step in shards all means are announced when ours is made, so they serve instead.  In a large fleet no replica
+        reads all beats: direct bodies are small and are kept.
+        """
+        commit = self._chain.known_commit(mine.step)
+        if commit is None or not commit.lists_offer(mine.step, self._members.slot):
+            return False
+        if commit.mode == "sharded" or self._members.wanted.universe > rules.LARGE_FLEET:
+            return commit.mode == "direct"
+        peers = [self._members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self._members.slot]
+        return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)
+
+    def _is_replayed(self, step: int) -> bool:
+        """Whether a replica that heals has not made this step yet: it reads every body that the step lists."""
+        peers = [*self._members.peers.values()]
+        limit = self._timing.dead_after
+        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
+
+    def _may_be_collected(self, mine: OwnBody) -> bool:
+        """Whether a collector may have deleted its blob: if it were put back, no collector would delete it again."""
+        commit = self._chain.known_commit(mine.step)
+        if not self._collects or commit is None:
+            return False
+        return garbage.may_be_collected(self._store, commit, self._newest_snapshot())
+
+    # ------------------------------------------------------------------ putting back
+
+    def mend_missed(self) -> None:
+        """Put back the bodies that other replicas may miss, if the store has lost them.  Called after a long wait."""
+        for mine in self.bodies:
+            if (self.may_be_missed(mine) or self._is_replayed(mine.step)) and not self._may_be_collected(mine):
+                self.mend(mine)
+
+    def mend_all(self) -> None:
+        for mine in self.bodies:
+            self.mend(mine)
+
+    def mend(self, mine: OwnBody) -> None:
+        """Look at our blob, and put it back if the store has lost or bent it and our own copy is as it was."""
+        found = page_aligned(mine.body.size)
+        trouble = fetch_checked(self._store, self._clock, mine.key, mine.pieces, found)
+        intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self._store)) is None
+        if trouble is not None and intact:
+            self._store.put(mine.key, as_bytes(mine.body))
+            self._emit("repaired", step=mine.step, blob=mine.key)

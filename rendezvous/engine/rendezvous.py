@@ -1,0 +1,488 @@
+"""One replica's side of the agreement.
+
+        claim ─▶ join ─▶ ┌─▶ offer ─▶ settle ─▶ mean ─▶ (caller applies it) ─▶ advance ─┐ ─▶ finish
+                         └──────────────────────── catch_up when behind ◀───────────────┘
+
+    claim      take the slot                          membership.py: holders of slots, beats, the operator's wishes
+    join       become θ_t, from the bucket alone      replay.py
+    offer      Δ becomes durable, then counts         own_blobs.py, offers.py
+    settle     one commit per step, for ever          closing.py, chain.py; step_wait.py
+    mean       the same bits for every replica        averaging.py, reduce.py, sharded.py
+    advance    the next step is open                  snapshot_duty.py
+    finish     in time, with all that others need     leaving.py
+
+Everything durable is write-once, so repair means reading again, never failing a step.  The engine starts no thread and
+has no timer: the store and the clock are its only ways to wait.  Work beside it (`background`) and requests made at the
+same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
+of schedules of exactly this code.
+
+It knows flat fp32 vectors and a `ReplicatedState` that holds and steps them (state.py); it knows nothing of models.
+Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
+"""
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from rendezvous.agreement import rules
+from rendezvous.agreement.chain import Chain
+from rendezvous.agreement.closing import Committer
+from rendezvous.agreement.membership import BeatStatus, Membership, Wanted, refuse_forgotten_steps, refuse_lost_claim
+from rendezvous.agreement.offers import OfferBook
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.agreement.step_wait import StepTimes, StepWait
+from rendezvous.background import Background, Emit, Inline, Together, in_turn, no_emit, submit_reported
+from rendezvous.clock import Clock
+from rendezvous.engine import leaving
+from rendezvous.engine.averaging import Averager
+from rendezvous.engine.leaving import Departure
+from rendezvous.engine.own_blobs import OwnBlobs, Upload
+from rendezvous.engine.snapshot_duty import SnapshotDuty
+from rendezvous.errors import Diverged, GaveUp, Leaving, RendezvousError
+from rendezvous.keeping import garbage
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Commit, Offer
+from rendezvous.records.state import Digests, ReplicatedState
+from rendezvous.records.wire import check_shape
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.replay import StateReplay, write_theta_0
+from rendezvous.store import PatientStore, Store
+from rendezvous.weights.writer import NoWeights, WeightsWriter
+
+
+class Rendezvous:
+    """One generation of one slot.
+
+    store, clock: its only ways to the outside.   emit(event, **fields): where remarks for people go.
+    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
+    together: runs requests that go together (`background.together_on`).
+    keep: bytes of blobs that stay in the bucket beside those that a reader may need (keeping/budget.py); None: all.
+    weights: writes bf16 weights of the steps that this replica closes, for engines that train nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        slot: str,
+        rules_: Rules,
+        timing: Timing,
+        *,
+        emit: Callable[..., None] = no_emit,
+        host: str = "",
+        pid: int = 0,
+        started: int = 0,
+        keep: int | None = None,
+        background: Background | None = None,
+        uploads: Background | None = None,
+        together: Together = in_turn,
+        weights: WeightsWriter | None = None,
+    ) -> None:
+        self.slot = slot
+        self.clock = clock
+        self.timing = timing
+        self.emit = emit
+        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, started=started, emit=emit)
+        self._departure = Departure(clock, self.members, timing.grace)
+        self.store = PatientStore(
+            store,
+            clock,
+            timing.store_patience,
+            self._departure.check_before_pause,
+            lambda text: _report_trouble(text, emit, self.members.status),
+            full_s=timing.give_up,
+            on_recovered=lambda: setattr(self.members.status, "note", ""),
+        )
+        self._bucket = store
+        self._keep = keep
+        self._background = background or Inline()
+        self._uploads = uploads or self._background
+        self._together = together
+        self._weights = weights or NoWeights()
+        self._times = StepTimes(clock)
+        self._theta_0: Callable[[], snapshots.Arrays] | None = None
+        self._joined_at = -1  # the step in the middle of which we joined
+        self._replayed_at = -1  # the step for which we last replayed our own θ
+        self.generation = 0
+        self.step = 0
+        self.base = ""
+        self.last_offer: Offer | None = None
+        self.baggage: Callable[[], snapshots.Arrays] = dict  # arrays for the next generation of this slot
+        self.inherited: dict[str, np.ndarray] = {}  # arrays from the generation before; there once we have joined
+        self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
+        self.set_rules(rules_)
+
+    @property
+    def name(self) -> str:
+        """Name of this replica: slot and generation."""
+        return self.members.name
+
+    def set_rules(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
+        """Go by the run's rules, for an owner that learns them after it had to claim, and before it joins."""
+        self.rules = rules_
+        self.h_cap = rules_.sync_every
+        self.timing = timing or self.timing
+        self.chain = Chain(self.store, rules_.window)
+        self.offers = OfferBook(
+            self.store,
+            self.clock,
+            self.chain,
+            rules_,
+            on_foreign_base=lambda offer: self._replay_own_state(f"{offer.slot}'s offer", offer.base),
+            on_rejected=lambda key, why: self.emit("bad_offer", key=key, text=f"passed over: {why}"),
+            together=self._together,
+        )
+        self._committer = Committer(
+            self.store, self.clock, self.chain, self.members, self.offers,
+            rules_=rules_, timing=self.timing, together=self._together,
+        )  # fmt: skip
+        self.own_blobs = OwnBlobs(
+            self.store, self.clock, self.chain, self.members, rules_, self.timing,
+            emit=self.emit, collects=self._keep is not None,
+            newest_snapshot=lambda: self.step if self.is_done else self._snapshots.newest,
+        )  # fmt: skip
+        self.reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
+        self._averager = Averager(
+            self.store, self.clock, self.reducer, self.members, self.own_blobs, self.timing,
+            check_before_pause=self._departure.check_before_pause, refuse_lost=self._committer.refuse_lost_anchors,
+        )  # fmt: skip
+        self._snapshots = SnapshotDuty(
+            self.store, self._bucket, self.clock, rules_, keep=self._keep, background=self._background,
+            uploads=self._uploads, elements=lambda f: self.state.size(f), emit=self.emit,
+        )  # fmt: skip
+        return self
+
+    # ------------------------------------------------------------------ joining
+
+    def claim(self) -> int:
+        """Take the slot; -> the generation.  Cheap: called, with a first beat, before any heavy import."""
+        self.generation = self.members.claim(self.store)
+        return self.generation
+
+    def join(self, state: ReplicatedState, theta_0: Callable[[], snapshots.Arrays] | None = None) -> None:
+        """Heal before the first inner step: newest snapshot, then every later mean.
+
+        theta_0: the state's arrays as the run began, where they lie elsewhere; then snapshot 0 has no blob.
+        If a predecessor of this slot has already offered the open step, wait for that step without training.
+        """
+        self.state = state
+        self._theta_0 = theta_0
+        self.members.status.enter_phase("heal", self.step)
+        refuse_lost_claim(self.store, self.members)  # an emptied store would be given a θ_0 of its own
+        write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
+        self._heal()
+        self._committer.refuse_lower_quorum()
+        if self.store.digests is not None:  # the run is under a key
+            fence = self.chain.fence_before(self.step)
+            refuse_forgotten_steps(self.store, self.wanted.slot_names, fence, self.step, self._together)
+        sizes = [state.size(f) for f in range(self.rules.fragments)]
+        unsent, self.inherited = leaving.take_over(self.store, self.members, sizes, self.emit)
+        if unsent:
+            self.own_blobs.encoder.restore_residuals(unsent)
+        while not self.is_done and self.offers.has_offered(self.slot):
+            self.emit("adopted", step=self.step)
+            self.take_step(self.settle())
+        self._joined_at = self.step
+        self.h_cap = rules.first_cap(self.step, [*self.members.peers.values()], self.rules, self.timing.dead_after)
+        self._digests.check_unchanged()
+        self.members.status.enter_phase("train", self.step)
+
+    def resume_at(self, state: ReplicatedState, step: int) -> None:
+        """Begin at `step` with `state` as it is, for states that need no history."""
+        self.state = state
+        self._digests = Digests(state, self.rules.fragments, self.name)
+        self.chain.read_before(step)
+        self._open_step(step)
+        self._times.begin()
+
+    def _heal(self, upto: int | None = None) -> None:
+        """Become θ_upto (default: the head) from the bucket; again if that is collected meanwhile."""
+        garbage.look_again(lambda: self._heal_once(upto), self.emit)
+
+    def _heal_once(self, upto: int | None) -> None:
+        self._snapshots.writer.abandon()
+        self._weights.wait_until_read()
+        self.chain.forget_commits()
+        replay = StateReplay(
+            self.store, self.chain, self.state, self.rules.fragments, self._averager.mean_of_past,
+            emit=self.emit, theta_0=self._theta_0, name=self.name,
+        )  # fmt: skip
+        if not replay.load_snapshot(self._snapshots.newest, upto):
+            garbage.refuse_collected(self.store, max(replay.damaged, default=upto or 0))
+            raise RendezvousError(
+                "no snapshot of this run can be read and fits this model, not even step 0's: the bucket lost objects, "
+                "or the run is of another model. Restore it from a backup, or start a new run from an exported model"
+            )
+        start = replay.step
+        self._digests = replay.digests
+        self._snapshots.note_snapshot(start)
+        self.chain.read_before(start)  # a committer must know the offers that these listed
+        self._open_step(start)
+        for commit in replay.commits(upto):
+            self._move_on(commit)
+        self._times.begin()
+        self.emit("healed", snapshot=start, step=self.step, replayed=self.step - start)
+
+    # ------------------------------------------------------------------ one outer step
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the open step synchronises."""
+        return self.step % self.rules.fragments
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.members.wanted
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.wanted.steps > 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the open step was decided without us.  A flag that the background tick sets; costs nothing."""
+        return self.members.decided >= self.step
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._departure.is_asked
+
+    def offer(
+        self,
+        delta: np.ndarray,
+        h: int,
+        *,
+        samples: float = 0.0,
+        stats: dict[str, float] | None = None,
+        theta: np.ndarray | None = None,
+    ) -> None:
+        """Make Δ for the open step durable: blob first, then the offer that names it.
+
+        delta: flat fp32, the fragment's length; its memory is the caller's again afterwards.   h: inner steps inside.
+        theta: the fragment's θ, for a codec that compares with it, and to tell absurd lengths.
+        """
+        self.members.refuse_if_fenced()
+        if h < 1:
+            raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
+        check_shape(delta, self.state.size(self.fragment))
+        self._departure.hear()
+        self._digests.check_unchanged(self.fragment)
+        self.offers.open_step(self.step, self.base)
+        if not self.offers.has_offered(self.slot):
+            upload = self.own_blobs.upload(self.step, self.fragment, delta, theta)
+            mine = _offer_of(
+                upload,
+                step=self.step,
+                slot=self.slot,
+                generation=self.generation,
+                base=self.base,
+                h=int(h),
+                took=self._times.took,
+                at=self.clock.wall(),
+                samples=float(samples),
+                leaving=self.is_leaving,
+                codec=self.rules.codec,
+                stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
+            )
+            self._times.note_round(self.members.status.inner, self.rules.sync_every // self.rules.fragments)
+            stands = self.offers.announce(mine)
+            if stands is mine:
+                self.last_offer = mine
+            else:
+                self.emit("offer_lost", step=self.step, to=stands.generation)
+                self.own_blobs.take_back(self.fragment)
+        self.members.status.enter_phase("wait", self.step)
+
+    def settle(self) -> Commit:
+        """Wait for the decision of the open step, and help to make it; -> the commit.  Our offer must be durable."""
+        self.members.status.enter_phase("wait", self.step)
+        self.offers.open_step(self.step, self.base)
+        wait = StepWait(self.clock, self.timing, self._times.due_in())
+        while (commit := self.chain.read(self.step)) is None:
+            self._departure.check_before_pause()
+            wait.count_time()
+            why_open = self._committer.try_to_commit(wait, self._snapshots.newest)
+            self.members.status.note = why_open
+            if why_open:
+                if self.is_done:  # the run was shortened while we trained: all replicas that heard of it have ended
+                    raise Leaving(
+                        f"the run is to have {self.wanted.steps} outer steps now, and {self.name} has taken them all"
+                    )
+                _refuse_long_wait(self.step, self.name, why_open, idle=wait.idle, limit=self.timing.give_up)
+                if wait.is_overdue():
+                    self._committer.refuse_lost_anchors()
+                    self.own_blobs.mend_missed()
+                wait.sleep()
+        self._times.note_decision()
+        return self._check_commit(commit)
+
+    def _check_commit(self, commit: Commit) -> Commit:
+        """Return the commit; where it names another base than ours, replay our own state first."""
+        self._digests.check_unchanged(self.fragment)
+        if commit.base != self.base:
+            self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)
+        return commit
+
+    def mean(self, commit: Commit, out: np.ndarray) -> None:
+        """Write the commit's mean into `out`; it may be the vector that was offered."""
+        self._snapshots.confirm(commit, closed=commit.by == self.name)
+        self._averager.mean(commit, out)
+        self._snapshots.writer.release_fragment(
+            commit.t % self.rules.fragments
+        )  # as late as can be: the caller steps it now
+        self._weights.wait_until_read()
+
+    def advance(self, commit: Commit) -> None:
+        """Open the next step.  The caller has applied the mean."""
+        offer = self.last_offer
+        if commit.t == self._joined_at:
+            self.h_cap = self.rules.sync_every
+        if offer is not None and offer.step == commit.t:
+            self._times.note_slowness(rules.slowness(self._times.round_s, pace_s=commit.pace, poll=self.timing.poll))
+            fresh = commit.lists_offer(commit.t, self.slot)
+            self.h_cap = rules.next_cap(self.rules.sync_every, self._times.slow, fresh=fresh)
+        self._digests.renew_fragment(commit.t % self.rules.fragments)
+        self._move_on(commit)
+        if (announcement := self._averager.take_announcement()) is not None:
+            submit_reported(self._background, announcement, self.emit)  # not before: the others still average
+        self._snapshots.start_if_due(
+            self.state, self.step, base=self.base, prev=self.chain.commit_digest(commit.t),
+            closed=commit.by == self.name, idle=not (self.is_behind or self.is_done),
+        )  # fmt: skip
+        self._weights.note_step(
+            self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
+        )
+        self.members.status.enter_phase("train", self.step)
+        self._times.begin()
+        self.members.begin_step(commit.pace, self.own_blobs.readers_of(commit))
+        self.members.refuse_if_fenced()
+
+    def take_step(self, commit: Commit) -> None:
+        """Take a whole step for which this replica did not train: mean, apply, advance."""
+        fragment = commit.t % self.rules.fragments
+        mean = np.empty(self.state.size(fragment), np.float32)
+        self._snapshots.confirm(commit, closed=commit.by == self.name)
+        self._averager.mean_of_past(commit, mean)
+        self._snapshots.writer.release_fragment(fragment)
+        self._weights.wait_until_read()
+        self.state.apply(fragment, mean)
+        self.advance(commit)
+
+    def catch_up(self, late: Callable[[int], None] | None = None) -> int:
+        """Apply every step that was decided without us; -> their number.
+
+        late(step): called before each, to offer our work on that step's fragment.
+        """
+        start = self.step
+        while not self.is_done and (commit := self.chain.read(self.step)) is not None:
+            if late is not None:
+                late(self.step)
+            self.take_step(self._check_commit(commit))
+        self.members.decided = min(self.members.decided, self.step - 1)  # a commit that a tick saw may be gone again
+        return self.step - start
+
+    def _move_on(self, commit: Commit) -> None:
+        """Open the step after this commit, which the state has taken."""
+        self._open_step(commit.t + 1)
+        self._snapshots.note_commit(commit, self.state)
+        self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh_offers) else 0
+        self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
+
+    def _open_step(self, step: int) -> None:
+        self.step = step
+        self.base = self._digests.base
+        self.offers.open_step(step, self.base)
+
+    def _replay_own_state(self, whose: str, base: str) -> None:
+        """Replay our θ from the bucket, once per step: another replica started this step from another θ.
+
+        Raises Diverged where the replay is not our θ.
+        """
+        if self._replayed_at == self.step:
+            return
+        self._replayed_at = step = self.step
+        mine = self.base
+        began = self._times.began
+        self._heal(upto=step)
+        self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
+        self._times.began = began
+        self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
+        if self.base != mine:
+            raise Diverged(
+                f"θ_{step} of {self.name} is not what the bucket replays to "
+                f"(ours {mine}, replay {self.base}). This replica ends; its slot's next generation heals from there"
+            )
+
+    # ------------------------------------------------------------------ leaving
+
+    def ask_to_leave(self) -> None:
+        """Ask this replica to leave, for the operator, the platform or the scheduler.  Safe in a signal handler."""
+        self._departure.ask()
+
+    def finish(self, reason: str) -> None:
+        """Say goodbye: the last writes of this generation, as far as the store takes them."""
+        if not self.generation:  # asked to leave before it held the slot
+            return
+        self.store.before_pause = lambda: None  # going already
+        if not self.is_done:
+            self._snapshots.writer.abandon()
+        self._uploads.drain()
+        self._background.drain()
+        if self.is_done:
+            self._weights.drain()
+        if self.is_done:
+            self._digests.check_unchanged()  # our digest may confirm the last snapshot
+            self._committer.refuse_lost_anchors()  # a run is done when its records stand
+        try:
+            self.own_blobs.mend_missed()
+            unsent = {} if self.is_done else self.own_blobs.encoder.unsent_residuals
+            residual = leaving.hand_over(
+                self.store, self.members, unsent, {} if self.is_done else self.baggage(),
+                bytes_per_s=self.own_blobs.bytes_per_s, left_s=self._departure.left_s, emit=self.emit,
+            )  # fmt: skip
+            step = self.step
+            base = self.base
+            leaving.write_goodbye(
+                self.store, self.clock, self.members, step=step, base=base, reason=reason, residual=residual
+            )
+            if self.is_done:
+                self._snapshots.write_last(
+                    self.state, step, base=base, prev=self.chain.commit_digest(step - 1), m=self.wanted.min_replicas,
+                    agree=lambda: leaving.has_left_alike(self.store, self.chain, self.members, step=step, base=base),
+                )  # fmt: skip
+        except GaveUp as error:
+            self.emit("no_goodbye", trouble=str(error))
+        if self.is_done:
+            self._committer.refuse_lost_anchors()
+        self.members.say_goodbye()
+
+
+def _report_trouble(text: str, emit: Emit, status: BeatStatus) -> None:
+    emit("store_trouble", trouble=text)
+    status.note = text
+
+
+def _refuse_long_wait(step: int, name: str, why_open: str, *, idle: float, limit: float) -> None:
+    if idle > limit:
+        raise GaveUp(
+            f"step {step} stood open for {idle:.0f} s: {name} {why_open}. What is offered stays offered; run the same "
+            "command again to go on, or lower min_replicas with a control record if fewer replicas are meant to do"
+        )
+
+
+def _offer_of(upload: Upload, **rest: Any) -> Offer:
+    """The record that names an uploaded body."""
+    written = upload.written
+    return Offer(
+        nonce=upload.nonce,
+        blob=upload.key,
+        size=written.body.size,
+        digest=written.digest,
+        norm=written.norm,
+        scale=written.scale,
+        zero=written.norm == 0.0,
+        shards=written.shards,
+        **rest,
+    )

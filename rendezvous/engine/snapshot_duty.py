@@ -1,0 +1,132 @@
+"""One replica's duties around snapshots: writing them, making them visible, deleting the blobs that they replace.
+
+    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t beside round t (snapshot_writer.py)
+    commit t read      ──▶ its base is ours: the manifest follows     else: abandoned
+                       └─▶ this replica wrote commit t: sweep blobs that no replica needs any more (garbage.py)
+    the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
+
+Not promised: that this replica knows of the newest snapshot.  Commits name it, its writer knows at once.
+"""
+
+from collections.abc import Callable
+
+from rendezvous import layout
+from rendezvous.agreement.rules import Rules
+from rendezvous.background import Background, Emit, submit_reported
+from rendezvous.clock import Clock
+from rendezvous.keeping.budget import Sizes, sizes_of
+from rendezvous.keeping.garbage import Collector
+from rendezvous.keeping.snapshot_pace import SnapshotPace
+from rendezvous.records.records import Commit
+from rendezvous.records.state import ReplicatedState, all_arrays
+from rendezvous.records.tensors import TensorFile
+from rendezvous.snapshots import record as snapshots
+from rendezvous.snapshots.writer import SnapshotWriter
+from rendezvous.store import Store
+
+
+class SnapshotDuty:
+    """The duties of one replica.   keep: bytes of blobs that stay in the bucket (keeping.py), None for all.
+
+    bucket: the store without patience, for deletions: nothing depends on an answer.
+    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
+    elements(fragment): of its vector.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bucket: Store,
+        clock: Clock,
+        rules_: Rules,
+        *,
+        keep: int | None,
+        background: Background,
+        uploads: Background,
+        elements: Callable[[int], int],
+        emit: Emit,
+    ) -> None:
+        self._store = store
+        self._rules = rules_
+        self._keep = keep
+        self._background = background
+        self._emit = emit
+        self._pace = SnapshotPace(rules_.snapshot_every, keep or 0)
+        self._collector = Collector(bucket, rules_, emit, keep or 0, elements)
+        self.writer = SnapshotWriter(
+            store, clock, uploads, run_in_background=self._submit, emit=emit, on_written=self.note_snapshot
+        )
+        self.newest = 0  # the newest snapshot known
+
+    def note_commit(self, commit: Commit, state: ReplicatedState) -> None:
+        """Note that a commit was applied: plan the next snapshot, and tell the collector.
+
+        A state without arrays is planned without the budget.
+        """
+        if self._keep is not None:
+            self._collector.note_commit(commit)
+        self.note_snapshot(commit.snapshot)
+        size = 0
+        left = Sizes(0, 0)
+        if self._keep and (arrays := all_arrays(state, self._rules.fragments)):
+            size = TensorFile(arrays).size
+            left = sizes_of(commit, state.size(commit.t % self._rules.fragments), self._rules)
+        self._pace.take_step(commit.t, left, snapshot=size, newest=self.newest)
+
+    def confirm(self, commit: Commit, *, closed: bool) -> None:
+        """Compare the written θ_t with the state that commit t started from: it becomes visible, or is abandoned.
+
+        closed: this replica wrote the commit; then it sweeps, in a run whose blobs are collected.
+        """
+        self.writer.confirm_base(commit.t, commit.base)
+        if closed and self._keep is not None:
+            self._submit(self.sweep)
+
+    def start_if_due(
+        self, state: ReplicatedState, step: int, *, base: str, prev: str | None, closed: bool, idle: bool
+    ) -> None:
+        """Begin to write θ_step, beside the next inner steps.
+
+        closed: this replica wrote the commit before.   idle: it has no steps to catch up with, nor is it done.
+        """
+        due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
+        if due and idle and not self.writer.is_busy:
+            self.writer.start(state, self._rules.fragments, step, base=base, prev=prev)
+
+    def write_last(
+        self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
+    ) -> None:
+        """Write θ_T if two leave records with one digest confirm it, or m = 1 (then marked as not confirmed).
+
+        No replica closes a step after it, so every replica that ends collects once more: its writer may have been
+        killed before it did.
+        """
+        if self._store.get(layout.snapshot_key(step)) is None:
+            confirmed = agree()
+            if not confirmed and m > 1:
+                return
+            self.writer.write(state, self._rules.fragments, step, base=base, prev=prev, confirmed=confirmed)
+        if self._keep is not None:
+            self.note_snapshot(step)
+            self._submit(self.sweep)
+            self._background.drain()
+
+    def sweep(self) -> None:
+        """Delete blobs that no reader of the newest snapshots needs, as far as the budget asks for it."""
+        if self._pace.planned > self.newest:
+            self._hear_of_snapshot(self._pace.planned)
+        self._collector.sweep(self.newest)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        submit_reported(self._background, job, self._emit)
+
+    def _hear_of_snapshot(self, step: int) -> bool:
+        """Whether this snapshot is there.  Its writer alone knows until it closes a step."""
+        found = snapshots.read(self._store, step) is not None
+        if found:
+            self.note_snapshot(step)
+        return found
+
+    def note_snapshot(self, step: int) -> None:
+        """Note that the snapshot of this step stands."""
+        self.newest = max(self.newest, step)

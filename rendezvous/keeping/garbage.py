@@ -1,0 +1,438 @@
+"""Deletion of blobs that are not kept and that no reader needs; never of anything else.
+
+    complete snapshots   …      ●          ●          ●              manifest and blob are there, digest confirmed
+                                           f          s: the newest  if it is damaged, f still heals
+    step                 …    d−1 │ d … f−1 │ f … s−1 │ s … head     d = f − F·max_carry
+      delta/*.bin          may go │ listed  │ replaced│  kept        listed: by a commit before f, so that it may go
+      mean/*.bin           may go │  may go │   kept  │  kept        replaced: by its commit's announced mean
+      *.safetensors        may go │  may go │   kept  │  kept        all manifests stay
+
+A delta that no commit has listed may yet be, for F·max_carry steps; it goes with its step, below d.  A delta that
+commit t lists has readers: the replicas that have not taken step t.  A replica that takes part reads its own body in
+memory and the others' bodies.  Any other replica reads the announced mean, as does one that finds a body gone.  Before
+s no replica needs the delta, unless the mean and s are both damaged; from s on it mends a mean that is damaged.
+
+The budget decides which of the blobs that may go do go (keeping/budget.py); a budget of 0 keeps none of them.
+
+Registers are never deleted: a deleted one could be won again by a replica that slept.  So only names that a
+register may point to are ever considered.  A blob without a register (its writer was killed before that) goes with the
+rest of its step.
+
+A reader that was slower than two snapshots finds nothing where a register points.  `refuse_collected` turns that
+into `Collected`: a joiner looks again from the newer snapshot (`look_again`), a replica that stalled in the
+middle of its work ends, and the slot's next generation heals.
+
+Any number of collectors may run, and die, at any moment: all of them delete the same keys, in ascending order.
+
+Not promised: that nothing old is left.  LIST is a hint, and a writer that slept may upload once more.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any, TypeVar
+
+from rendezvous import layout
+from rendezvous.agreement.rules import Rules
+from rendezvous.errors import StoreError, Terminal
+from rendezvous.keeping.budget import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
+from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.snapshots import record as snapshots
+from rendezvous.store import Store
+
+T = TypeVar("T")
+_TOLD = 64  # older snapshots that are named in a log
+_LAST_SWEEP = 1024  # steps that the last sweep of a run looks back at, or collects: each is a request or two
+_BACK = 16  # earlier commits that are read at a time, each a request
+
+
+class Collected(Terminal):
+    """An object that this replica needs is below the floor: it has to start again from snapshot `newer`."""
+
+    def __init__(self, message: str, newer: int) -> None:
+        super().__init__(message)
+        self.newer = newer
+
+
+# ---------------------------------------------------------------------- blobs that may go
+
+
+def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
+    """Select the blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
+    return [key for key in keys if (blob := parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
+
+
+def parse_blob_key(key: str) -> tuple[str, int] | None:
+    """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
+    parts = key.split("/")
+    if len(parts) < 3 or not parts[1].isdecimal():
+        return None
+    step = int(parts[1])
+    for kind, some in (
+        ("delta", layout.delta_blob(step, "", 0, "")),
+        ("mean", layout.mean_blob(step, "")),
+        ("snapshot", layout.snapshot_blob(step, "")),
+    ):
+        folder, _, name = some.rpartition("/")
+        if "/".join(parts[:-1]) == folder and parts[-1].endswith(name[name.index(".") :]):
+            return kind, step
+    return None
+
+
+def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
+    """Whether a replica can heal from the snapshot, as far as one byte tells."""
+    return snapshot.confirmed and (not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size))
+
+
+def blob_stands(store: Store, key: str, size: int) -> bool:
+    """Whether the blob is there, as far as its last byte tells.  (A shorter one is not.)"""
+    return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
+
+
+def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Snapshot | None]:
+    """Return the step of the second-newest complete snapshot, and the newest, if after `at_least`, an earlier floor.
+
+    hint: a step that may have one.
+    """
+    newest = None
+    for snapshot in snapshots.newest_first(store, hint):
+        if snapshot.t <= at_least:
+            break
+        if can_heal_from(store, snapshot):
+            if newest is not None:
+                return snapshot.t, newest
+            newest = snapshot
+    return at_least, newest
+
+
+def announced_stands(store: Store, commit: Commit) -> bool:
+    """Whether the mean is written down, in all its parts."""
+    parts = parts_of(commit)
+    return bool(parts) and all(_part_stands(store, commit.t, j) for j in parts)
+
+
+def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
+    """Whether a collector may have taken the bodies that it lists: its mean stands, and so does a newer snapshot.
+
+    hint: a step that may have one.
+    """
+    if not announced_stands(store, commit):
+        return False
+    newer = takewhile(lambda snapshot: snapshot.t > commit.t, snapshots.newest_first(store, hint))
+    return any(can_heal_from(store, snapshot) for snapshot in newer)
+
+
+def _part_stands(store: Store, t: int, j: int) -> bool:
+    body = store.get(layout.mean_key(t, j))
+    if body is None:
+        return False
+    try:
+        record = Mean.decode(body)
+    except WireError:
+        return False
+    return record.t == t and blob_stands(store, record.blob, record.size)
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+class Collector:
+    """One replica's collector.  It finds by bisection where it, or another collector, stopped.
+
+    budget: bytes of blobs that are kept.   elements(fragment): of a fragment's flat vector.
+    store: asked without patience, since nothing depends on an answer; a failure is tried again at the next call.
+    emit(event, **fields): where remarks for people go.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Rules,
+        emit: Callable[..., None],
+        budget: int = 0,
+        elements: Callable[[int], int] = lambda fragment: 0,
+    ) -> None:
+        self._store = store
+        self._rules = rules
+        self._emit = emit
+        self._budget = budget
+        self._elements = elements
+        self.floor = 0
+        self._window = Window(0, 0, 0, 0, 1)
+        self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
+        self._steps: list[int] = []  # of the manifests among them
+        self._blobs: dict[int, str] = {}  # of manifests that were read: they never change
+        self._heard = 0  # the newest snapshot of any call of `sweep`
+        self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
+        self._known: dict[int, Sizes] = {}
+        self._most = 0  # bytes of the largest of them
+        self._head = 0  # the newest commit that was heard of, and one
+        self._next: dict[str, int] = {}  # kind -> every step before this one was seen without such blobs
+        self._thinned = (0, frozenset[int]())  # the floor, and the older snapshots that stayed, at the last look
+        self._replaced = set[int]()  # steps in the window whose listed bodies went
+        self._unannounced = set[int]()  # those whose mean did not stand when it was looked at
+        self._warned = False
+
+    def note_commit(self, commit: Commit) -> None:
+        """Note a commit that was read.  Costs nothing, and may be called by any thread."""
+        self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
+
+    def sweep(self, snapshot: int, at_most: int = 256) -> int:
+        """Collect, `at_most` steps in this call; -> number of deleted blobs.
+
+        snapshot: step of the newest known.  Nothing is asked of the store while nothing may go.
+        """
+        try:
+            self._renew_floor(snapshot)
+            answer = self._choose_kept(at_most)
+            gone = 0 if answer is None else self._delete_beyond(answer, at_most)
+        except StoreError as error:
+            self._emit("garbage_stays", trouble=str(error))
+            return 0
+        if gone:
+            self._emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
+        return gone
+
+    def _renew_floor(self, snapshot: int) -> None:
+        if snapshot <= self._heard:
+            return
+        self.floor, newest = two_newest(self._store, snapshot, self.floor)
+        if newest is not None and newest.t > self._window.newest:
+            self._snapshots = self._store.list(layout.SNAPSHOTS)
+            self._steps = snapshots.steps_of(self._snapshots)
+            carry = self._rules.fragments * self._rules.max_carry
+            every = self._rules.snapshot_every
+            self._window = Window(self.floor, newest.t, carry, newest.size, every)
+            self._unannounced.clear()
+            self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
+        self._heard = snapshot
+
+    # ------------------------------------------------------------------ how much stays
+
+    def _choose_kept(self, at_most: int) -> Kept | None:
+        """The blobs that stay; None as long as everything does, or not enough commits are known."""
+        self._learn_sizes()
+        if not self._window.newest:
+            return None
+        older = self._steps[: bisect_left(self._steps, self.floor)]
+        ask = lambda: choose_kept(  # noqa: E731
+            self._budget, self._head, self._known, self._window, older, most=self._most
+        )
+        answer = ask()
+        first = min(self._known, default=self._head)
+        for start in range(first, max(0, first - at_most), -_BACK):
+            if answer is not None:
+                break
+            self._read_back(range(max(0, start - _BACK), start))
+            answer = ask()
+        if answer is not None and answer.over and self._budget:
+            self._warn_of_excess(answer.over)
+        return answer
+
+    def _warn_of_excess(self, over: int) -> None:
+        """Warn once where the window does not fit and will not soon: a snapshot that makes it fit may be on its way."""
+        newest = self._known.get(self._head - 1, Sizes(0, 0))
+        floor = largest_window(1, self._window.snapshot, newest)
+        on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
+        if not self._warned and (self._budget < floor or over > on_their_way):
+            self._warned = True
+            text = _excess_text(over, self._budget, floor)
+            self._emit("warning", kind="keep", step=self._head, text=text)
+
+    def _learn_sizes(self) -> None:
+        while self._news:
+            t, sizes = self._news.popleft()
+            if t > self._head:
+                self._known.clear()  # a replica that healed anew has skipped some
+            self._note_sizes(t, sizes)
+            self._head = max(self._head, t + 1)
+
+    def _read_back(self, steps: range) -> None:
+        """Note the sizes of earlier commits, which this replica has not read."""
+        for t in reversed(steps):
+            try:
+                body = self._store.get(layout.commit_key(t))
+                self._note_sizes(t, Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body)))
+            except WireError:
+                self._note_sizes(t, Sizes(0, 0))
+
+    def _note_sizes(self, t: int, sizes: Sizes) -> None:
+        self._known[t] = sizes
+        self._most = max(self._most, sizes.deltas + sizes.mean)
+
+    def _sizes_of(self, commit: Commit) -> Sizes:
+        return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
+
+    # ------------------------------------------------------------------ deleting
+
+    def _delete_beyond(self, answer: Kept, at_most: int) -> int:
+        gone = self._thin_snapshots(answer)
+        for kind, end in (("delta", min(answer.deltas_from, self._window.first_listable)), ("mean", answer.means_from)):
+            gone += self._delete_steps(kind, end, at_most)
+        return gone + self._delete_listed(answer.deltas_from, at_most)
+
+    def _delete_listed(self, end: int, at_most: int) -> int:
+        """Delete the bodies that commits list, in the window before `end`, where no reader needs them.
+
+        A step whose mean is not announced yet is looked at again when there is a newer snapshot."""
+        due = [t for t in range(self._window.first_listable, end) if t not in self._replaced | self._unannounced]
+        return sum(self._delete_bodies(t) for t in due[:at_most])
+
+    def _delete_bodies(self, t: int) -> int:
+        """Delete step t's bodies without a LIST: the commit names them.  -> number of bodies that went, or had gone."""
+        body = self._store.get(layout.commit_key(t))
+        try:
+            commit = None if body is None else Commit.decode(body)
+        except WireError:
+            commit = None
+        if commit is not None and t >= self.floor and not announced_stands(self._store, commit):
+            self._unannounced.add(t)
+            return 0
+        self._replaced.add(t)
+        return 0 if commit is None else self._delete_keys([o.blob for o in commit.offers])
+
+    def _thin_snapshots(self, answer: Kept) -> int:
+        """Delete older snapshots that have no room, and blobs beside the others that no manifest names."""
+        if (now := (self.floor, answer.snapshots)) == self._thinned:
+            return 0
+        stay = {self._blob_of(t) for t in answer.snapshots}
+        keys = [k for k in blobs_before(self._snapshots, "snapshot", self.floor) if k not in stay]
+        gone = self._delete_keys(keys)
+        self._thinned = now
+        return gone
+
+    def _blob_of(self, t: int) -> str:
+        """The blob that the manifest of step t names; "" if there is none."""
+        if t not in self._blobs and (found := snapshots.read(self._store, t)) is not None:
+            self._blobs[t] = found.blob
+        return self._blobs.get(t, "")
+
+    def _delete_steps(self, kind: str, end: int, at_most: int) -> int:
+        if kind not in self._next and end:
+            self._next[kind] = self._first_dirty(kind, end)
+        at = self._next.get(kind, 0)
+        gone = 0
+        for t in range(at, min(end, at + at_most)):
+            gone += self._delete_keys(blobs_before(self._store.list(_blob_folder(t, kind)), kind, end))
+            self._next[kind] = t + 1
+        return gone
+
+    def _first_dirty(self, kind: str, end: int) -> int:
+        """The first step below `end` that has such blobs.  They go in ascending order."""
+        low = 0
+        high = end
+        while low < high:
+            middle = (low + high) // 2
+            if blobs_before(self._store.list(_blob_folder(middle, kind)), kind, end):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _delete_keys(self, keys: list[str]) -> int:
+        if keys:
+            self._store.delete(keys)
+        return len(keys)
+
+
+def sweep_ended_run(
+    store: Store,
+    rules: Rules,
+    emit: Callable[..., None],
+    *,
+    steps: int,
+    budget: int,
+    elements: Sequence[int],
+    at_most: int = _LAST_SWEEP,
+) -> int:
+    """Collect once more where all `steps` are committed; -> number of blobs that went, or had gone.
+
+    For a caller that outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
+    collected, no replica is left to do it.   elements: of each fragment.   at_most: steps that are looked at.
+    Nothing goes if the last commit cannot be read.
+    """
+    collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
+    try:
+        last = Commit.decode(store.get(layout.commit_key(steps - 1)) or b"")
+    except WireError:
+        return 0
+    collector.note_commit(last)
+    return collector.sweep(steps, at_most=at_most)
+
+
+def _blob_folder(t: int, kind: str) -> str:
+    return layout.commit_key(t).rpartition("/")[0] + f"/{kind}/"
+
+
+def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
+    """The fields of the event `collected` for the kept blobs; diloco/runlog/kept.py makes a sentence of them."""
+    if answer is None:
+        return {}
+    stay = sorted({*answer.snapshots, floor})[-_TOLD:]
+    return {"deltas_from": answer.deltas_from, "means_from": answer.means_from, "snapshots": stay}
+
+
+def _excess_text(over: int, budget: int, floor: int) -> str:
+    advice = (
+        f"Less than {floor / 1e9:.3g} GB is not possible, even with a snapshot at every step, as this run takes them "
+        'now. A smaller codec (outer.codec = "int8") in a new run makes it less'
+        if budget < floor
+        else "A newer snapshot would make it less and does not come: replicas die while they write one, or the store "
+        "takes longer for it than a round lasts (`diloco doctor URL` measures the link)"
+    )
+    return (
+        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB more: the "
+        f"two newest snapshots and what was uploaded since. That stays; everything older goes. {advice}"
+    )
+
+
+# ---------------------------------------------------------------------- the reader's side
+
+
+def refuse_collected(store: Store, t: int) -> None:
+    """Raise Collected if there is a complete snapshot after step t, of which a blob is missing or damaged.
+
+    A snapshot that is collected meanwhile has a newer one in its place, so this looks until it finds none.
+    """
+    seen = t
+    while (newest := _newest_unless_refused(store, t)) > seen:
+        seen = newest
+
+
+def _newest_unless_refused(store: Store, t: int) -> int:
+    """Return the step of the newest snapshot, complete or not; t if none is newer.  Raises as `refuse_collected`."""
+    newest = t
+    for snapshot in snapshots.newest_first(store, _newest_that_commits_name(store, t)):
+        if snapshot.t <= t:
+            break
+        if can_heal_from(store, snapshot):
+            raise Collected(
+                f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {snapshot.t} can. "
+                "This replica ends; its slot's next generation heals from there",
+                snapshot.t,
+            )
+        newest = max(newest, snapshot.t)
+    return newest
+
+
+def _newest_that_commits_name(store: Store, t: int) -> int:
+    """The newest snapshot that the commits from t on know of, by GETs: a LIST may lag."""
+    newest = 0
+    while (body := store.get(layout.commit_key(t))) is not None:
+        newest = max(newest, Commit.decode(body).snapshot)
+        t += 1
+    return newest
+
+
+def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
+    """Call heal(), and again as long as each Collected names a newer snapshot than the one before; -> its result."""
+    newest = -1
+    while True:
+        try:
+            return heal()
+        except Collected as gone:
+            if gone.newer <= newest:
+                raise  # that one is damaged: there is nothing to heal from until the next is written
+            newest = gone.newer
+            emit("looks_again", snapshot=newest)

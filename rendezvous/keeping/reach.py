@@ -1,0 +1,80 @@
+"""The steps that can still be computed, after collectors (rendezvous/keeping/garbage.py) have deleted others.
+
+    snapshots   8      16              32       40  ●  50
+    means and deltas                         ├──────────────▶ head
+                                            from
+    θ_t can be made again      if t is 8, 16, 32, or 40 and later: a snapshot, and every mean from there on
+
+Found by GETs, a LIST and a bisection: collectors delete in ascending order.
+
+Not promised: that a blob which is there is whole.  A reader compares its digest.
+"""
+
+from dataclasses import dataclass
+
+from rendezvous import layout
+from rendezvous.keeping.garbage import announced_stands, blob_stands
+from rendezvous.records.records import Commit, Snapshot
+from rendezvous.snapshots import record as snapshots
+from rendezvous.store import Store
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The computable steps.   since: all from this one on.   before: earlier ones that have a snapshot."""
+
+    since: int
+    before: tuple[int, ...] = ()
+
+    def covers_step(self, step: int) -> bool:
+        return step >= self.since or step in self.before
+
+    def in_words(self) -> str:
+        """Return "reaches back to step 40, and every step that has a snapshot: 8, 16, 32"."""
+        more = f", and every step that has a snapshot: {', '.join(map(str, self.before))}" if self.before else ""
+        return f"reaches back to step {self.since}{more}"
+
+
+def read_reach(store: Store) -> Reach:
+    """The steps whose θ the bucket still gives, as the run stands."""
+    found = _readable_snapshots(store)
+    if not found:
+        return Reach(0)
+    first = _first_computable(store, found[-1])
+    since = min((t for t in found if t >= first), default=found[-1])
+    return Reach(since, tuple(t for t in found if t < since))
+
+
+def _readable_snapshots(store: Store) -> list[int]:
+    """Steps of the snapshots that are there, in order.  LIST names few that are gone, and all that matter."""
+    keys = store.list(layout.SNAPSHOTS)
+    with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
+    steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot_key(t).rpartition("/")[0] in with_blob]
+    found = ((t, snapshots.read(store, t)) for t in steps)
+    return [t for t, snapshot in found if snapshot is not None and _is_there(store, snapshot)]
+
+
+def _is_there(store: Store, snapshot: Snapshot) -> bool:
+    return not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size)
+
+
+def _first_computable(store: Store, end: int) -> int:
+    """The first step before `end` from which on all means can be computed."""
+    low = 0
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        if mean_stands(store, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def mean_stands(store: Store, t: int) -> bool:
+    """Whether the mean of a committed step can be computed, from the announced mean or from the listed bodies."""
+    body = store.get(layout.commit_key(t))
+    if body is None:
+        return False
+    commit = Commit.decode(body)
+    return announced_stands(store, commit) or all(blob_stands(store, o.blob, o.size) for o in commit.offers)

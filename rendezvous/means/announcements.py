@@ -1,0 +1,77 @@
+"""Means that were written down, so that a later reader fetches one blob instead of N.
+
+    steps/{t}/mean/{nonce}.bin      first, under a name of its own
+    steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the committer
+    steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or its replacement
+
+All replicas that compute a mean get the same bytes, so the register may name any copy; a copy that is lost or damaged
+is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced: then
+every reader computes it.
+
+Not promised: that a mean is announced.  It saves bytes; nothing that is agreed on depends on it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.records.digests import digest, has_digest, required_digest_kind
+from rendezvous.records.records import Commit, Mean, WireError, new_nonce
+from rendezvous.records.wire import as_bytes, fetch_checked
+from rendezvous.store import Store, put_once
+
+
+class Announcements:
+    """The announced means of a run.   emit(event, **fields): hears of damaged copies and of copies put back."""
+
+    def __init__(self, store: Store, clock: Clock, emit: Callable[..., None]) -> None:
+        self._store = store
+        self._clock = clock
+        self._emit = emit
+
+    def announce(self, t: int, j: int, body: np.ndarray) -> None:
+        """Write part j of step t's mean down (j = 0: the whole of a direct one), unless its register is taken."""
+        if self._store.get(layout.mean_key(t, j)) is not None:
+            return
+        n = new_nonce()
+        found = digest(as_bytes(body), required_digest_kind(self._store))
+        record = Mean(t, layout.mean_blob(t, n), body.nbytes, found, n)
+        self._store.put(record.blob, as_bytes(body))
+        put_once(self._store, self._clock, layout.mean_key(t, j), record.encode())
+
+    def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
+        """Return whether the register is taken, and the announcement in it, or None.  Other contents are reported."""
+        register = self._store.get(layout.mean_key(t, j))
+        if register is None:
+            return False, None
+        try:
+            record = Mean.decode(register)
+            why = "" if record.t == t else f"it speaks of step {record.t}"
+        except WireError as error:
+            record = None
+            why = str(error)
+        if why:
+            self._emit("bad_blob", step=t, trouble=f"an announced mean is passed over: {why}")
+        return True, None if why else record
+
+    def fetch(self, record: Mean, out: np.ndarray) -> str | None:
+        """Read the announced bytes into `out`; -> None, or the flaw in them, which is reported."""
+        trouble = fetch_checked(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
+        if trouble is not None:
+            self._emit("bad_blob", step=record.t, trouble=trouble)
+        return trouble
+
+    def put_back(self, record: Mean, body: np.ndarray) -> bool:
+        """Write a damaged copy anew from a mean that was computed; False if these are not the announced bytes."""
+        if not has_digest(as_bytes(body), record.digest, required_digest_kind(self._store)):
+            return False
+        self._store.put(record.blob, as_bytes(body))
+        self._emit("repaired", step=record.t, blob=record.blob)
+        return True
+
+
+def is_worth_announcing(commit: Commit, mean: np.ndarray) -> bool:
+    """Whether a later reader would fetch half as many bytes, or fewer."""
+    return 2 * mean.nbytes <= sum(o.size for o in commit.offers)

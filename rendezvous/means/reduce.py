@@ -1,0 +1,330 @@
+"""The mean of a commit, in the same bits for every reader.
+
+    mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
+
+direct     every reader fetches every listed blob but its own
+sharded    the owner of part j fetches its range of every blob, announces the part's mean; all fetch all parts
+announced  the committer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
+           blob that rots after it was listed can be done without
+
+    body_reader.py  listed blobs ──▶ bytes that have their digests ──▶ Reducer ──▶ mean ──▶ announcements.py
+
+numpy, a codec's accumulate and the C kernels multiply and add in two roundings on every CPU, so there is nothing here
+to make replicas differ.
+
+Not promised: patience.  A body that cannot be read is Corrupt after a few seconds; averaging.py waits longer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from rendezvous.agreement import rules
+from rendezvous.agreement.rules import Rules
+from rendezvous.background import Together, in_turn
+from rendezvous.clock import Clock
+from rendezvous.codecs import get_codec
+from rendezvous.codecs.kernels import load_mean_kernel
+from rendezvous.errors import BadCommit, Corrupt
+from rendezvous.means.announcements import Announcements
+from rendezvous.means.bodies import BodyReader, OwnBody, Shard, elements_slice, has_shard_digests
+from rendezvous.means.body_checks import divide_by_weight, is_valid_body, zero_non_finite
+from rendezvous.means.body_sample import BodySample
+from rendezvous.records.records import Commit, Listed, Mean
+from rendezvous.records.wire import as_bytes, body_size
+from rendezvous.store import Store
+
+_CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache
+
+
+class Reducer:
+    """Means of commits, with ways round a bad blob.
+
+    together: runs the requests for several bodies; `in_turn` reads them one after the other into the same memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        emit: Callable[..., None],
+        rules: Rules | None = None,
+        *,
+        together: Together = in_turn,
+    ) -> None:
+        self._clock = clock
+        self._emit = emit
+        self.rules = rules or Rules()
+        self._codec = self.rules.codec
+        self.bodies = BodyReader(store, clock, self.rules, together)
+        self.announcements = Announcements(store, clock, emit)
+        self.sample = BodySample(self._codec)  # of no elements; an owner that needs one replaces it
+        self._one_pass = load_mean_kernel(self._codec)
+        self._reported_blobs = set[str]()
+
+    def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None = None) -> None:
+        """Write the mean of `commit` into `out` (fp32, the fragment's length).   After Corrupt, `out` is waste."""
+        if commit.mode == "sharded":
+            self._read_parts(commit, out)
+            return
+        for pause in (0.1, 0.5, 2.0, 5.0):
+            if mine is None and self._read_announced(commit, out):
+                return
+            trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, mine)
+            if trouble is None:
+                return
+            self._emit("bad_blob", step=commit.t, trouble=trouble)
+            if mine is not None and self._read_announced(commit, out):
+                return
+            self._clock.sleep(pause)
+        raise Corrupt(
+            f"step {commit.t}: {trouble}, and there is no announced mean to use instead. Nothing was averaged; "
+            "restore the object from a backup, or start again from an exported earlier step"
+        )
+
+    def _read_announced(self, commit: Commit, out: np.ndarray) -> bool:
+        """Read the mean that the committer wrote down.  A damaged copy is computed again and put back.
+
+        -> whether `out` holds the announced mean.
+        """
+        _, record = self.announcements.find(commit.t, 0)
+        if record is None:
+            return False
+        if self.announcements.fetch(record, out) is None:
+            return True
+        trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
+        return trouble is None and self.announcements.put_back(record, out)
+
+    # ---------------------------------------------------------------- the sum
+
+    def _mean_of_shards(
+        self,
+        commit: Commit,
+        shards: list[Shard],
+        out: np.ndarray,
+        mine: OwnBody | None,
+        packed: np.ndarray | None = None,
+    ) -> str | None:
+        """Write the listed bodies' mean in these shards into the same place of `out`; -> None, or the trouble.
+
+        packed: the codec encodes the mean into it; `out` then holds the mean as decoded from there, as for all readers.
+        """
+        offers = self._fitting_offers(commit, out.size)
+        self.sample.begin(commit)
+        for group in self.bodies.groups(commit, shards):
+            rows = None if packed is None else packed[self.bodies.place_in_part(shards, group)]
+            try:
+                trouble = self._mean_of_all(offers, group, out, mine, rows)
+            except Corrupt:
+                self.sample.clear()
+                trouble = self._mean_of_valid(commit, offers, group, out, mine)
+                if trouble is None:
+                    self._pack_mean(out[elements_slice(group)], rows)
+            if trouble is not None:
+                return trouble
+        return None
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _mean_of_all(
+        self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None, rows: np.ndarray | None
+    ) -> str | None:
+        """Write the mean by the rule of every day.   Raises Corrupt where it is not finite, or a body is unsound."""
+        total = out[elements_slice(group)]
+        bodies = list[np.ndarray]()
+        read = self.bodies.read_bodies(offers, group, mine, one_by_one=self._one_pass is None)
+        for listed, body in zip(offers, read, strict=True):
+            if isinstance(body, str):
+                return body
+            self.sample.note_body(listed, body, group[0].start, group[-1].stop)
+            if self._one_pass is None:
+                self._add_body(total, body, listed.weight, first=listed is offers[0])
+            else:
+                bodies.append(body)
+        if not offers or not self._divide_and_pack(offers, bodies, total, rows):
+            raise Corrupt("the mean is not finite")
+        return None
+
+    def _divide_and_pack(
+        self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray, rows: np.ndarray | None
+    ) -> bool:
+        """Turn all bodies, or the sum that `total` holds already, into the mean; -> whether it is finite."""
+        if self._one_pass is not None:
+            return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total, rows)
+        finite = divide_by_weight(total, total_weight(offers))
+        if finite:
+            self._pack_mean(total, rows)
+        return finite
+
+    def _pack_mean(self, mean: np.ndarray, rows: np.ndarray | None) -> None:
+        """Set rows ← encode(mean), mean ← decode(rows)."""
+        if rows is not None:
+            get_codec(self._codec).encode(mean, rows)
+            get_codec(self._codec).decode(rows, mean)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _mean_of_valid(
+        self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
+    ) -> str | None:
+        """Write the mean without unsound bodies; shard by shard, because readers may group shards differently."""
+        for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
+            total = out[elements_slice(unit)]
+            good = list[Listed]()
+            for listed in offers:
+                body = self.bodies.read_body(listed, unit, mine)
+                if isinstance(body, str):
+                    return body
+                if is_valid_body(self._codec, body, total.size):
+                    self._add_body(total, body, listed.weight, first=not good)
+                    good.append(listed)
+                else:
+                    self._report_poisoned(commit, listed, "values that are not finite, or bytes that no encoder writes")
+            if not good:
+                total.fill(0.0)
+            elif not divide_by_weight(total, total_weight(good)):
+                zero_non_finite(total)
+        return None
+
+    def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
+        """The listed bodies that can be this fragment's, by their records; others are reported."""
+        flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
+        for listed, why in flaws:
+            if why:
+                self._report_poisoned(commit, listed, why)
+        return [listed for listed, why in flaws if not why]
+
+    def _report_poisoned(self, commit: Commit, listed: Listed, why: str) -> None:
+        if listed.blob not in self._reported_blobs:
+            self._reported_blobs.add(listed.blob)
+            self._emit("poisoned", step=commit.t, slot=listed.slot, blob=listed.blob, text=f"counts for nothing: {why}")
+
+    def _add_body(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
+        if self._codec == "fp32":
+            accumulate(total, body.view(np.float32), weight, first=first)
+        else:
+            get_codec(self._codec).accumulate(body, weight, total, first)
+
+    # ---------------------------------------------------------------- parts of a sharded step
+
+    def split_into_parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
+        """Return part j -> its shards: as many runs of the grid as the commit names owners."""
+        shards = self.bodies.grid(elements)
+        count = len(commit.owners)
+        cuts = [round(j * len(shards) / count) for j in range(count + 1)]
+        return [shards[a:b] for a, b in pairwise(cuts)]
+
+    def _read_parts(self, commit: Commit, out: np.ndarray) -> None:
+        """Write all parts of a step that was decided long ago: as announced, or computed."""
+        for j, part in enumerate(self.split_into_parts(commit, out.size)):
+            if not self.take_part(commit, j, part, out):
+                try:
+                    self.make_part(commit, part, out)
+                except Corrupt:  # announced in between, perhaps, and its bodies collected
+                    if not self.take_part(commit, j, part, out):
+                        raise
+
+    def parts_of_bodies(self, commit: Commit, out: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Write the mean from the listed bodies alone into `out`, without any announced one; -> each part as encoded.
+
+        Each is good until the next is asked for.   Raises Corrupt.
+        """
+        if commit.mode == "direct":
+            trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
+            if trouble is not None:
+                raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
+            yield 0, out.view(np.uint8)
+            return
+        for j, part in enumerate(self.split_into_parts(commit, out.size)):
+            if part:
+                yield j, self.make_part(commit, part, out)
+
+    def read_announced_parts(self, commit: Commit, out: np.ndarray) -> str | None:
+        """Read the announced mean into `out`; nothing is put back.   -> None, or the trouble."""
+        sharded = commit.mode == "sharded"
+        grid = self.bodies.grid(out.size)
+        for j, part in enumerate(self.split_into_parts(commit, out.size) if sharded else [grid]):
+            if part and (trouble := self._fetch_part(commit, j, out[elements_slice(part)])) is not None:
+                return trouble
+        return None
+
+    def _fetch_part(self, commit: Commit, j: int, piece: np.ndarray) -> str | None:
+        _, record = self.announcements.find(commit.t, j)
+        if record is None:
+            return f"no replica announced part {j} of the mean"
+        packed = commit.mode == "sharded" and self._codec != "fp32"
+        body = self.bodies.buffer(body_size(self._codec, piece.size)) if packed else piece.view(np.uint8)
+        trouble = self.announcements.fetch(record, body)
+        if trouble is None and packed:
+            get_codec(self._codec).decode(body, piece)
+        return trouble
+
+    def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
+        """Write the mean of these shards into `out`; -> it as encoded, good until the next read.  Raises Corrupt."""
+        piece = out[elements_slice(part)]
+        if self._codec == "fp32":
+            trouble = self._mean_of_shards(commit, part, out, mine)
+            body = np.frombuffer(as_bytes(piece), np.uint8)
+        else:
+            with self.bodies.kept_buffer(body_size(self._codec, piece.size)) as body:
+                trouble = self._mean_of_shards(commit, part, out, mine, body)
+        if trouble is not None:
+            self._emit("bad_blob", step=commit.t, trouble=trouble)
+            raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
+        return body
+
+    def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
+        """Fetch part j; a damaged one is computed again and put back.   -> False where it is not announced yet."""
+        if not part:
+            return True
+        taken, record = self.announcements.find(commit.t, j)
+        if not taken:
+            return False
+        piece = out[elements_slice(part)]
+        if record is None:  # no replica can announce it any more, and all compute the same bits
+            self.make_part(commit, part, out)
+            return True
+        body = piece.view(np.uint8) if self._codec == "fp32" else self.bodies.buffer(body_size(self._codec, piece.size))
+        if self.announcements.fetch(record, body) is not None:
+            self._mend_part(commit, j, part, out, record)
+        elif self._codec != "fp32":
+            get_codec(self._codec).decode(body, piece)
+        return True
+
+    def _mend_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, record: Mean) -> None:
+        if not self.announcements.put_back(record, self.make_part(commit, part, out)):
+            raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
+
+
+def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
+    """Add fl(weight·x) to total, in cache-sized pieces.
+
+    The first term is stored, not added to 0 (0 + −0 would lose a sign); fl(1·x) is x.
+    """
+    w = np.float32(weight)
+    scratch = np.empty(min(total.size, _CHUNK), np.float32)
+    for at in range(0, total.size, _CHUNK):
+        piece = x[at : at + _CHUNK]
+        target = total[at : at + _CHUNK]
+        if first:
+            np.multiply(piece, w, out=target)
+        elif w == 1:
+            np.add(target, piece, out=target)
+        else:
+            np.add(target, np.multiply(piece, w, out=scratch[: piece.size]), out=target)
+
+
+def total_weight(offers: Sequence[Listed]) -> np.float32:
+    """Return fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
+    return np.float32(sum(o.weight for o in offers))
+
+
+def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
+    """Raise BadCommit unless the commit has the rules' weights: every reader weighs again, before it averages."""
+    for found, due in zip(commit.offers, rules.with_weights(commit.offers, commit.t, rules_), strict=True):
+        if found != due:
+            raise BadCommit(
+                f"commit {commit.t} by {commit.by} gives {found.slot}'s offer for step {found.step} the weight "
+                f"{found.weight} (factor {found.factor}), by the run's rules it is {due.weight} (factor {due.factor}). "
+                "Nothing was averaged: replicas of different releases must not share a run. Export an earlier step, "
+                "and start a new run from it"
+            )

@@ -1,0 +1,425 @@
+"""The small JSON records of a run, and their bytes.
+
+Every record carries `wire` (the version of these formats) and, where it is written by put_once, a `nonce` of its
+writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of its bytes.
+
+    Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, advisory)
+
+Weights are fp32 numbers, written as the shortest decimal that gives the same fp64.  Byte by byte: docs/formats.md.
+
+Any writer may have put the object there that a reader finds.  `decode` gives a record whose fields are of their
+annotated types and in their ranges (records/schema.py), or WireError, and nothing else; it looks at the bytes alone.
+
+Not promised: that a record is true.  The engine compares it with the key, the chain and the digests.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any, ClassVar, Self
+
+from rendezvous import layout
+from rendezvous.errors import RendezvousError
+from rendezvous.records.schema import Longest, Where, Within, brief_repr, from_json, parse_json
+from rendezvous.store import Buffer
+
+WIRE = 2
+
+Step = Annotated[int, Within(0, 10**10 - 1)]  # as many as the keys have digits for
+Generation = Annotated[int, Within(1, 10**9)]
+Count = Annotated[int, Within(0, 1 << 53)]  # inner steps, bytes, beats: exact in every language
+AtLeastOne = Annotated[int, Within(1, 1 << 53)]
+Slots = Annotated[int, Within(1, layout.MOST_SLOTS)]
+Pid = Annotated[int, Within(0, (1 << 31) - 1)]  # never -1: a signal to -1 goes to every process
+Seconds = Annotated[float, Within(0, 1e9)]
+Hours = Annotated[float, Within(0, 1e9)]
+Usd = Annotated[float, Within(0, 1e12)]
+UnixTime = Annotated[float, Within(-1e12, 1e12)]  # clocks may be wrong
+Samples = Annotated[float, Within(0, 1e15)]
+Length = Annotated[float, Within(0, 1e60)]  # ‖x‖₂ of fp32 numbers is below 1e44
+Weight = Annotated[float, Within(0, 3.4e38)]  # an fp32 number
+Slot = Annotated[str, Longest(16), Where(layout.is_slot, "slot")]
+Holder = Annotated[str, Longest(64), Where(layout.is_word, "name of a slot")]  # "supervisor" is one, too
+Word = Annotated[str, Longest(128)]  # digests, nonces, names of things
+Key = Annotated[str, Longest(1024)]
+
+
+class WireError(RendezvousError):
+    """Bytes that are no record of the kind and version that is expected."""
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a run.   most: bytes of a body, by layout.MOST_BYTES; a longer one is not parsed."""
+
+    kind: ClassVar[str]
+    most: ClassVar[int] = layout.MOST_OF_OTHERS
+
+    def __init_subclass__(cls) -> None:
+        cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
+
+    def encode(self) -> bytes:
+        """Return the record's bytes.   Raises WireError for a record that no reader would parse."""
+        fields = {"kind": self.kind, "wire": WIRE, **self.written_fields()}
+        body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
+        if len(body) > self.most:
+            raise WireError(
+                f"this {self.kind} would have {len(body)} bytes, and readers take {self.most}; nothing was written. "
+                "Report fewer statistics, or name fewer places"
+            )
+        return body
+
+    @classmethod
+    def decode(cls, body: Buffer) -> Self:
+        """Return the record in these bytes.   Raises WireError, and no other error, where there is none."""
+        try:
+            raw = parse_json(body, cls.most)
+            kind = raw["kind"]
+            wire = raw["wire"]
+            if kind == cls.kind and type(wire) is int and wire == WIRE:
+                record = from_json(cls, raw)
+                record.check_consistency()
+                return record
+        except (ValueError, KeyError, TypeError) as error:
+            raise WireError(
+                f"expected a {cls.kind}, found {bytes(body[:80])!r} ({error}): a damaged object, or not this run's"
+            ) from error
+        name = kind if isinstance(kind, str) and layout.is_word(kind) else brief_repr(kind)
+        raise WireError(
+            f"expected a {cls.kind} of wire version {WIRE}, found a {name} of version {brief_repr(wire)}; "
+            "run the release that started this run, or start a new one"
+        )
+
+    def written_fields(self) -> dict[str, Any]:
+        """The fields to write.  A field that came later is left out where it says nothing: bytes stay as they were."""
+        return vars(self)
+
+    def check_consistency(self) -> None:
+        """Raise ValueError if fields that are right by themselves do not fit together."""
+
+
+def check_blob(key: str, pattern: str) -> None:
+    """Raise ValueError unless a record names its own blob: some readers put the named blob back, or delete it."""
+    if not layout.is_blob(key, pattern):
+        raise ValueError(f"its blob is called {key!r}, which is not one of {pattern}")
+
+
+@dataclass(frozen=True)
+class Claim(Record):
+    """The claim of a process to generation `generation` of a slot.
+
+    host, pid, started: its machine since that booted, and its start there (diloco/host.py); together they name it once.
+    """
+
+    kind = "claim"
+    slot: Holder
+    generation: Generation
+    nonce: Word
+    at: UnixTime
+    host: str = ""
+    pid: Pid = 0
+    started: Count = 0
+
+    def written_fields(self) -> dict[str, Any]:
+        """The fields to write, without `started` where it is not known."""
+        return {name: value for name, value in vars(self).items() if name != "started" or value}
+
+
+@dataclass(frozen=True)
+class Offer(Record):
+    """The offer of a replica whose pseudogradient for outer step `step` is durable.
+
+    base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
+    took: seconds from the last outer step to this offer.    size: bytes of the blob.
+    shards: digests of the body's ranges on the fixed grid (wire.grid); empty for a small body.
+    norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if not known.
+    zero: every element is 0.    leaving: the writer leaves after this.
+    """
+
+    kind = "offer"
+    step: Step
+    slot: Slot
+    generation: Generation
+    nonce: Word
+    base: Word
+    h: AtLeastOne
+    blob: Key
+    size: Count
+    digest: Word
+    took: Seconds
+    at: UnixTime
+    samples: Samples = 0.0
+    norm: Length = 0.0
+    scale: Length = 0.0
+    zero: bool = False
+    leaving: bool = False
+    codec: Word = "fp32"
+    shards: tuple[Word, ...] = ()
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+
+    def check_consistency(self) -> None:
+        check_blob(self.blob, layout.delta_blob(self.step, self.slot, self.generation, ""))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One offer as a commit names it: all that a reader needs to fetch it, weigh it, and check the weight.
+
+    factor: the part of the weight that the norm gate left.
+    """
+
+    step: Step
+    slot: Slot
+    generation: Generation
+    nonce: Word
+    blob: Key
+    size: Count
+    digest: Word
+    h: AtLeastOne
+    weight: Weight
+    zero: bool = False
+    leaving: bool = False
+    shards: tuple[Word, ...] = ()
+    samples: Samples = 0.0
+    norm: Length = 0.0
+    scale: Length = 0.0
+    factor: Weight = 1.0
+
+
+MODES = ("direct", "sharded")
+
+
+@dataclass(frozen=True)
+class Commit(Record):
+    """The decision for outer step `t`: these offers, in this order, with these weights.
+
+    prev: SHA-256 of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
+    fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
+    pace: seconds an outer step should take: a full round of the fastest quarter.
+    snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
+    mode: direct, or sharded; then owners[j] is the slot that reduces part j.
+    """
+
+    kind = "commit"
+    t: Step
+    prev: Word | None
+    base: Word
+    offers: tuple[Listed, ...]
+    fence: dict[Slot, Generation]
+    m: Slots
+    pace: Seconds
+    snapshot: Step
+    by: Word
+    nonce: Word
+    at: UnixTime
+    mode: Annotated[str, Where(MODES.__contains__, "way to reduce")] = "direct"
+    owners: tuple[Slot, ...] = ()
+
+    def check_consistency(self) -> None:
+        if len({(o.step, o.slot) for o in self.offers}) < len(self.offers):
+            raise ValueError("it lists an offer twice")
+        if any(o.step > self.t for o in self.offers):
+            raise ValueError("it lists an offer of a later step")
+        if self.mode == "sharded" and not self.owners:
+            raise ValueError("it is sharded, and no replica owns a part")
+        for o in self.offers:
+            check_blob(o.blob, layout.delta_blob(o.step, o.slot, o.generation, ""))
+
+    def lists_offer(self, step: int, slot: str) -> bool:
+        return any(o.step == step and o.slot == slot for o in self.offers)
+
+    @property
+    def fresh_offers(self) -> tuple[Listed, ...]:
+        return tuple(o for o in self.offers if o.step == self.t)
+
+    @property
+    def late_offers(self) -> tuple[Listed, ...]:
+        return tuple(o for o in self.offers if o.step < self.t)
+
+
+@dataclass(frozen=True)
+class Mean(Record):
+    """The announced mean of step `t`, whose bytes every replica would compute."""
+
+    kind = "mean"
+    t: Step
+    blob: Key
+    size: Count
+    digest: Word
+    nonce: Word
+
+    def check_consistency(self) -> None:
+        check_blob(self.blob, layout.mean_blob(self.t, ""))
+
+
+@dataclass(frozen=True)
+class Snapshot(Record):
+    """θ_t and the outer momentum, before commit t.
+
+    base: their digest (equal to commit t's base).   prev: digest of commit t−1, so that a reader can check the
+    chain from here.   confirmed: two replicas had this digest.
+    blob: "" in snapshot 0 of a run whose start model is not in the bucket: θ₀ is that model, and all else is zero.
+    """
+
+    kind = "snapshot"
+    t: Step
+    base: Word
+    prev: Word | None
+    blob: Key
+    size: Count
+    digest: Word
+    nonce: Word
+    confirmed: bool = True
+
+    def check_consistency(self) -> None:
+        if self.t or self.blob:
+            check_blob(self.blob, layout.snapshot_blob(self.t, ""))
+
+
+@dataclass(frozen=True)
+class WeightsPart:
+    """One blob of weights: chunks as in rendezvous/weights/patch.py."""
+
+    blob: Key
+    size: Count
+    digest: Word
+
+
+@dataclass(frozen=True)
+class Weights(Record):
+    """θ_t in bf16, for engines that train nothing: all of it (an anchor), or the values that differ from θ_{t−1}.
+
+    values: number of θ's.   changed: number in the parts.   digest: of all values as little-endian uint16, xxh3.
+    parent: the digest of θ_{t−1}'s, to which the parts are applied; "": this is an anchor.
+    base: digest of the state as the writer has it, which is commit t's.
+    layout: in an anchor, [name, shape, dtype] in flat order.
+    """
+
+    kind = "weights"
+    t: Step
+    base: Word
+    parent: Word
+    digest: Word
+    values: Count
+    changed: Count
+    parts: tuple[WeightsPart, ...]
+    nonce: Word
+    at: UnixTime
+    layout: list[Any] = field(default_factory=list[Any])
+
+    def check_consistency(self) -> None:
+        for part in self.parts:
+            check_blob(part.blob, layout.weights_blob(self.t, ""))
+        if not self.parent and self.changed != self.values:
+            raise ValueError("it has no parent, and not all values")
+        if not self.parent:
+            _check_layout(self.layout, self.values)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size for part in self.parts)
+
+
+def _check_layout(parameters: list[Any], values: int) -> None:
+    for name, shape, dtype in parameters:
+        if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
+            raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
+    if sum(prod(shape) for _, shape, _ in parameters) != values:
+        raise ValueError(f"its layout is not one of {values} values")
+
+
+@dataclass(frozen=True)
+class Leave(Record):
+    """A graceful goodbye: the last write of a generation.
+
+    residual: key of the values that its codec had not sent yet, for the next generation alone ("": none, or no time).
+    """
+
+    kind = "leave"
+    slot: Holder
+    generation: Generation
+    step: Step
+    base: Word
+    reason: str
+    nonce: Word
+    at: UnixTime
+    residual: Key = ""
+    residual_digest: Word = ""
+
+    def check_consistency(self) -> None:
+        if self.residual:
+            check_blob(self.residual, layout.residual_blob(self.slot, self.generation, ""))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A run's bill as its supervisor had it at `at`, for readers without the log.
+
+    rate: US dollars per hour that go on, at most until `until`.   logged: events of logs that it is made of.
+    """
+
+    usd: Usd = 0.0
+    hours: Hours = 0.0
+    rate: Usd = 0.0
+    at: UnixTime = 0.0
+    until: UnixTime = 0.0
+    logged: Count = 0
+
+
+@dataclass(frozen=True)
+class Control(Record):
+    """The operator's wishes; absent fields leave things as they are.
+
+    places: where replicas run, in the launcher's words (executors/platforms/multi.py); opaque here.
+    max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
+    names a later one; 0 for none.   keep: to this `diloco gc` has collected.   spent: so far, beside a lease.
+    """
+
+    kind = "control"
+    n: Count
+    nonce: Word
+    at: UnixTime
+    replicas: Slots | None = None
+    steps: Annotated[int, Within(1, 10**10 - 1)] | None = None
+    min_replicas: Slots | None = None
+    drain: Slot | None = None
+    stop: bool = False
+    resume: bool = False
+    places: tuple[dict[str, Any], ...] | None = None
+    max_usd: Usd | None = None
+    max_hours: Hours | None = None
+    allow_unknown_price: bool | None = None
+    until: Annotated[float, Within(0, 1e12)] | None = None
+    keep: Word | None = None
+    spent: Spent | None = None
+
+    def written_fields(self) -> dict[str, Any]:
+        """The fields to write, without `keep` and `spent` where they are None."""
+        return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
+
+
+@dataclass(frozen=True)
+class Beat(Record):
+    """A heartbeat: overwritten, advisory, believed only while `n` changes.
+
+    phase: boot, heal, train, wait, left.   rate: seconds per inner step, 0 if unknown.
+    """
+
+    kind = "beat"
+    slot: Holder
+    generation: Generation
+    n: Count
+    phase: Word
+    step: Step
+    inner: Count
+    rate: Seconds
+    at: UnixTime
+    host: str = ""
+    pid: Pid = 0
+    note: str = ""

@@ -1,0 +1,136 @@
+"""θ_t of any committed step, from the bucket alone: for joining, healing, self-checks, export, audit.
+
+    θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})            s ≤ t, the newest readable snapshot
+
+    newest  ●──── bytes that have their digest, and the base that was announced ──▶ state
+            │ no
+    older   ●──── … ──▶ state ── commits s, s+1, … ──▶ it reaches the damaged one's step: its bytes are put back
+
+The replay is the definition of the run: where a commit names another base, its committer was wrong.
+
+Not promised: speed far from a snapshot.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain
+from rendezvous.background import Emit
+from rendezvous.clock import Clock
+from rendezvous.records.records import Commit, Snapshot
+from rendezvous.records.state import Digests, ReplicatedState, all_arrays, base_of
+from rendezvous.snapshots import record as snapshots
+from rendezvous.store import Store
+
+Mean = Callable[[Commit, np.ndarray], None]  # writes a commit's mean into the vector
+
+
+def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments: int, *, elsewhere: bool) -> None:
+    """Write the first replica's state as snapshot 0, without which no replica could replay.
+
+    One that was lost when steps had been taken is not replaced: no replica knows any more that its state is the same.
+    elsewhere: every replica gets θ₀ from another place.
+    """
+    first = (layout.snapshot_key(0), layout.commit_key(0))
+    later = any(store.get(key) is not None for key in first) or any(snapshots.steps_of(store.list(layout.SNAPSHOTS)))
+    if not later:
+        base = base_of(state, fragments)
+        snapshots.write_first(store, clock, all_arrays(state, fragments), base=base, elsewhere=elsewhere)
+
+
+class StateReplay:
+    """A state on its way from a snapshot to a later step.
+
+    mean(commit, out): writes the mean of a decided step.   theta_0(): the arrays of step 0 where the bucket has none.
+    name: of the replica, for errors.   mends: put damaged snapshots back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chain: Chain,
+        state: ReplicatedState,
+        fragments: int,
+        mean: Mean,
+        *,
+        emit: Emit,
+        theta_0: Callable[[], snapshots.Arrays] | None = None,
+        name: str = "",
+        mends: bool = True,
+    ) -> None:
+        self._store = store
+        self._chain = chain
+        self._state = state
+        self._fragments = fragments
+        self._mean = mean
+        self._emit = emit
+        self._theta_0 = theta_0
+        self._name = name
+        self._mends = mends
+        self.damaged: dict[int, Snapshot] = {}  # newer than the one that was loaded
+        self.step = 0
+        self.digests: Digests  # of the loaded snapshot, then of each step; unset before `load_snapshot`
+
+    def load_snapshot(self, hint: int = 0, upto: int | None = None) -> bool:
+        """Become the newest snapshot that is not after `upto`; False if none can be read.   hint: a step that has one.
+
+        `step` is its step then, and `digests` are those of its bytes.
+        """
+        for snapshot in snapshots.newest_first(self._store, hint, upto):
+            if self._load(snapshot):
+                self.step = snapshot.t
+                return True
+            self.damaged[snapshot.t] = snapshot
+        return False
+
+    def commits(self, upto: int | None = None) -> Iterator[Commit]:
+        """Apply one commit after the other, up to `upto` or the last; -> each, once it is applied."""
+        while (upto is None or self.step < upto) and (commit := self._chain.read(self.step)) is not None:
+            base = self.digests.base
+            if commit.base != base:
+                self._emit("replay_differs", step=self.step, replay=base, commit=commit.base, by=commit.by)
+            self._mend_snapshot()
+            self._apply(commit)
+            self.step += 1
+            yield commit
+        if upto is None:
+            self._chain.refuse_gap(self.step)
+        self._mend_snapshot()
+
+    def _apply(self, commit: Commit) -> None:
+        fragment = commit.t % self._fragments
+        mean = np.empty(self._state.size(fragment), np.float32)
+        self._mean(commit, mean)
+        self._state.apply(fragment, mean)
+        self.digests.renew_fragment(fragment)
+
+    def _load(self, snapshot: Snapshot) -> bool:
+        """Become this snapshot; -> whether its bytes have the announced digest, and the state its announced base."""
+        if snapshot.blob or base_of(self._state, self._fragments) != snapshot.base:
+            arrays = self._arrays_of(snapshot)
+            if arrays is None:
+                return False
+            self._state.load(dict(arrays))
+        self.digests = Digests(self._state, self._fragments, self._name)
+        base = self.digests.base
+        if base != snapshot.base:
+            self._emit("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
+        return base == snapshot.base
+
+    def _arrays_of(self, snapshot: Snapshot) -> snapshots.Arrays | None:
+        if snapshot.blob:
+            like = all_arrays(self._state, self._fragments)
+            return snapshots.load(self._store, snapshot, self._emit, like, in_place=True)
+        if self._theta_0 is None:
+            self._emit("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
+            return None
+        return self._theta_0()
+
+    def _mend_snapshot(self) -> None:
+        damaged = self.damaged.get(self.step)
+        if damaged is None or not self._mends:
+            return
+        if snapshots.mend_blob(self._store, damaged, all_arrays(self._state, self._fragments, self.step)):
+            self._emit("repaired", step=self.step, blob=damaged.blob)

@@ -1,0 +1,266 @@
+"""Writer of a snapshot while the next round trains: from the memory of θ and momentum, piece by piece.
+
+    commit t−1 ─▶ advance ───── inner steps of round t ─────▶ offer ─▶ commit t ─▶ mean ─▶ step t
+                    │ start                                              │          │
+                    ▼                                                    ▼          ▼
+    (background)   blob ◀── pieces of 1 MiB ◀── θ_t, momentum         confirm    release(t mod F): what was not read
+                    └────── and its digests ─────────────▶ manifest ◀────┘       yet of that fragment is copied
+
+θ_t does not change between two outer steps, so nothing has to be copied first and training does not wait.  Only where
+the store is slower than a round, the unread rest of the fragment that is about to be stepped is copied.  Each piece is
+a copy of its own, digested and written as that copy; the arrays' digests of these very bytes must give the `base` that
+commit t confirmed, else nothing becomes visible.
+
+A request that fails begins again from the front, as long as no byte that was read has been stepped since; then the
+snapshot is given up, and its writer begins another one at the next step.
+
+Not promised: that a blob without a manifest is deleted; it goes with the garbage of its step.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.background import Background
+from rendezvous.clock import Clock
+from rendezvous.errors import Diverged, RendezvousError
+from rendezvous.records.digests import Hasher, required_digest_kind
+from rendezvous.records.records import Snapshot, new_nonce
+from rendezvous.records.state import UNVERIFIED, ReplicatedState, digest_of_digests
+from rendezvous.records.tensors import PIECE, TensorFile
+from rendezvous.records.wire import as_bytes
+from rendezvous.snapshots import record as snapshots
+from rendezvous.store import Buffer, Store
+
+
+class Abandoned(RendezvousError):
+    """This snapshot is not written any more."""
+
+
+class LiveFile(TensorFile):
+    """File of the present values of arrays that will be stepped.   digest, base: of the bytes that were read.
+
+    fragments: (number, arrays) in the order of their turns.
+    """
+
+    def __init__(self, fragments: list[tuple[int, dict[str, np.ndarray]]], kind: str) -> None:
+        super().__init__({name: array for _, arrays in fragments for name, array in arrays.items()})
+        self._fragments = dict(fragments)
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._from = dict.fromkeys(self.arrays, 0)  # the first byte of an array that can still be read
+        self._rest = {name: as_bytes(array) for name, array in self.arrays.items()}  # the bytes from there on
+        self._at = dict(self._from)  # the next byte to be read
+        self._copied = set[str]()
+        self.digest = ""
+        self.base = ""
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Read the file piece by piece.   Raises Abandoned if it was stopped, or its beginning cannot be read again."""
+        self._start_again()
+        whole = Hasher(self._kind)
+        each = dict[str, str]()
+        whole.update(self.header)
+        yield self.header
+        for name in self.arrays:
+            one = Hasher()
+            while piece := self._next_piece(name):
+                whole.update(piece)
+                one.update(piece)
+                yield piece
+            each[name] = one.hexdigest()
+        self.digest, self.base = whole.digest(), self._base_of(each)
+
+    def release_fragment(self, fragment: int) -> int:
+        """Copy the unread rest of a fragment that is about to be stepped; -> bytes that were copied."""
+        with self._lock:
+            names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
+            for name in names:
+                rest = self._rest[name][self._at[name] - self._from[name] :]
+                self._rest[name] = _copy_of(rest)
+                self._from[name] = self._at[name]
+            self._copied.update(names)
+            return sum(len(self._rest[name]) for name in names)
+
+    def stop(self) -> None:
+        """Stop the reader of this file: its next piece raises Abandoned."""
+        with self._lock:
+            self._stopped = True
+            self._rest.clear()
+
+    def _start_again(self) -> None:
+        with self._lock:
+            if any(self._from.values()):
+                raise Abandoned("what was written of this snapshot has been stepped since; the next one is begun anew")
+            self._at = dict(self._from)
+
+    def _next_piece(self, name: str) -> bytes:
+        with self._lock:
+            if self._stopped:
+                raise Abandoned("this snapshot is not wanted any more")
+            start = self._at[name] - self._from[name]
+            piece = bytes(self._rest[name][start : start + PIECE])
+            self._at[name] += len(piece)
+            if not piece and name in self._copied:
+                self._from[name], self._rest[name] = self._at[name], memoryview(b"")  # its memory is free again
+            return piece
+
+    def _base_of(self, each: dict[str, str]) -> str:
+        """The state's `base` by the bytes that were read."""
+        fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
+        return digest_of_digests(fragments) if self.arrays else UNVERIFIED
+
+
+def _copy_of(view: memoryview) -> memoryview:
+    return as_bytes(np.array(np.frombuffer(view, np.uint8)))
+
+
+@dataclass
+class _Writing:
+    """One snapshot on its way.   mine: its manifest, but for the digest."""
+
+    mine: Snapshot
+    file: LiveFile
+    written: bool = False
+    confirmed: bool = False
+
+
+class SnapshotWriter:
+    """One replica's snapshots, one at a time.
+
+    uploads: writes the blobs.   run_in_background(job): writes the manifests.
+    on_written(step): called with each snapshot that stands.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        uploads: Background,
+        run_in_background: Callable[[Callable[[], None]], None],
+        emit: Callable[..., None],
+        on_written: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._uploads = uploads
+        self._run_in_background = run_in_background
+        self._emit = emit
+        self._on_written = on_written
+        self._lock = threading.Lock()
+        self._now: _Writing | None = None
+        self.owes = False  # the last one was given up
+
+    @property
+    def is_busy(self) -> bool:
+        return self._now is not None
+
+    def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
+        """Write θ_t in the background.  It becomes visible when commit t confirms it."""
+        self._now = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True)
+        self.owes = False
+        writing = self._now
+        self._uploads.submit(lambda: self._upload_blob(writing))
+
+    def write(
+        self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
+    ) -> None:
+        """Write θ_t at once, and make it visible.   Raises Diverged if its bytes do not give `base`."""
+        writing = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
+        self._put_blob(writing)
+        self._publish_manifest(writing)
+
+    def confirm_base(self, t: int, base: str) -> None:
+        """Confirm the snapshot of step t if commit t started from its state; abandon it if not."""
+        writing = self._now
+        if writing is None or writing.mine.t != t:
+            return
+        if writing.mine.base != base:
+            self.abandon()
+            return
+        with self._lock:
+            writing.confirmed = True
+            due = writing.written
+        if due:
+            self._run_in_background(lambda: self._publish_manifest(writing))
+
+    def release_fragment(self, fragment: int) -> None:
+        """Copy the unread rest of a fragment that is about to be stepped."""
+        writing = self._now
+        if writing is not None and not writing.written and (size := writing.file.release_fragment(fragment)):
+            self._emit("snapshot_copied", step=writing.mine.t, bytes=size)
+
+    def abandon(self) -> None:
+        """Abandon the snapshot that is on its way, if there is one."""
+        writing = self._now
+        self._now = None
+        if writing is not None:
+            writing.file.stop()
+
+    # ------------------------------------------------------------------ in the background
+
+    def _begin_writing(
+        self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
+    ) -> _Writing:
+        turns = [(t + i) % fragments for i in range(fragments)]
+        n = new_nonce()
+        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self._store))
+        return _Writing(
+            Snapshot(
+                t=t,
+                base=base,
+                prev=prev,
+                blob=layout.snapshot_blob(t, n),
+                size=file.size,
+                digest="",
+                nonce=n,
+                confirmed=confirmed,
+            ),
+            file,
+        )
+
+    def _upload_blob(self, writing: _Writing) -> None:
+        try:
+            if self._store.get(layout.snapshot_key(writing.mine.t)) is not None:
+                raise Abandoned(f"snapshot {writing.mine.t} is there already")
+            self._put_blob(writing)
+        except RendezvousError as error:
+            self._give_up(writing, error)
+            return
+        except BaseException:
+            self._now = None  # the background reports the error; the next snapshot is not held up
+            raise
+        with self._lock:
+            writing.written = True
+            due = writing.confirmed
+        if due:
+            self._publish_manifest(writing)
+
+    def _put_blob(self, writing: _Writing) -> None:
+        self._store.put(writing.mine.blob, writing.file)
+        if writing.file.base != writing.mine.base:
+            raise Diverged(
+                f"θ_{writing.mine.t} changed while snapshot {writing.mine.t} was written (digest {writing.file.base}, "
+                f"was {writing.mine.base}): bad memory, or code that writes to the fragments. It is not published"
+            )
+
+    def _publish_manifest(self, writing: _Writing) -> None:
+        try:
+            snapshots.publish_manifest(self._store, self._clock, replace(writing.mine, digest=writing.file.digest))
+        except RendezvousError as error:
+            self._give_up(writing, error)
+            return
+        if self._now is writing:
+            self._now = None
+        self._on_written(writing.mine.t)
+        self._emit("snapshot", step=writing.mine.t)
+
+    def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
+        if self._now is writing:  # else it was abandoned
+            self._now = None
+            self.owes = True
+        self._emit("not_written", trouble=str(error))

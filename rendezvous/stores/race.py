@@ -1,0 +1,138 @@
+"""May a store hold registers?  Many writers create one key at once; one of them must win, and stay.
+
+    16 writers ──create(key)──▶ store      winners: 1, and its body stands        a register
+                                           winners: 2 or more, or another body    silently overwrites: no run there
+
+Not promised: that a store which passes never fails; a race is a sample.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rendezvous.clock import Clock
+from rendezvous.errors import KeyExists, StoreError, StoreRefused, StoreUnclear
+from rendezvous.store import Store
+
+T = TypeVar("T")
+
+RACERS = 16
+ROUNDS = 5
+OVERWRITES = "silently overwrites: a second create of the same key went through"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Winners of one key, round by round, and whether the winner's body stands."""
+
+    racers: int
+    winners: tuple[int, ...]
+    stands: bool
+
+    def why_unfit(self) -> str | None:
+        """The reason why no register can be kept there; None if one can."""
+        if max(self.winners) > 1:
+            return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
+        if not self.stands:
+            return "a writer was told that its object stands, and another one does"
+        if not any(self.winners):
+            return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers"
+        return None
+
+
+def why_unfit(store: Store, clock: Clock) -> str | None:
+    """The reason why no register can be kept there, or None: a short form, for callers that found a run."""
+    at = f"probe/{os.urandom(6).hex()}/"
+    rounds = 3
+    try:
+        raced = race_writers(store, clock, f"{at}race/", rounds, racers=4)
+        return raced.why_unfit() or (None if keeps_first(store, f"{at}twice", clock) else OVERWRITES)
+    finally:
+        delete_quietly(store, [f"{at}twice", *(f"{at}race/{n}" for n in range(rounds))])
+
+
+def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
+    """Let many writers create the same key at once.  Deletes the keys if `at` is ""."""
+    place = at or f"probe/{os.urandom(6).hex()}/race/"
+    winners: list[int] = []
+    stands = True
+    try:
+        for n in range(rounds):
+            won = _one_race(store, f"{place}{n}", racers)
+            winners.append(len(won))
+            stands &= len(won) != 1 or retry_unclear(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
+    finally:
+        if not at:
+            store.delete([f"{place}{n}" for n in range(rounds)])
+    return Race(racers, tuple(winners), stands)
+
+
+def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
+    """Run one round; -> the bodies whose writers heard "done"."""
+    gate = threading.Barrier(racers)
+    won = list[bytes]()
+    refused = list[StoreRefused]()
+
+    def run(n: int) -> None:
+        body = b"%03d %s" % (n, os.urandom(8).hex().encode())
+        gate.wait()
+        try:
+            store.create(key, body)
+            won.append(body)
+        except (KeyExists, StoreUnclear):
+            return
+        except StoreRefused as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(refused) == racers:
+        raise refused[0]
+    return won
+
+
+def keeps_first(store: Store, key: str, clock: Clock) -> bool:
+    """Whether the first body stays.
+
+    A store may answer "exists" (409) with no object there: the first create is repeated until its object stands, and
+    only then comes the second.
+    """
+    for n in range(5):
+        ignore_conflict(lambda: store.create(key, b"first"))
+        if retry_unclear(clock, lambda: store.get(key)) is not None:
+            break
+        clock.sleep(0.1 * 2**n)
+    ignore_conflict(lambda: store.create(key, b"second"))
+    return retry_unclear(clock, lambda: store.get(key)) in (b"first", None)  # None: all unclear; the race decides
+
+
+# -------------------------------------------------------------------- patience
+
+
+def retry_unclear(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
+    """Ask again after an unclear answer, a few times."""
+    for n in range(times - 1):
+        try:
+            return request()
+        except StoreUnclear:
+            clock.sleep(0.1 * 2**n)
+    return request()
+
+
+def ignore_conflict(request: Callable[[], object]) -> None:
+    try:
+        request()
+    except (KeyExists, StoreUnclear):
+        return
+
+
+def delete_quietly(store: Store, keys: list[str]) -> None:
+    try:
+        store.delete(keys)
+    except StoreError:
+        return  # the probe's answer matters more than a few small objects

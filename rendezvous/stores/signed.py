@@ -1,0 +1,216 @@
+"""Records that only holders of the run key can write.   DILOCO_RUN_KEY, in the environment, and nowhere else.
+
+    replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
+    replica ◀── record ── SealedStore ◀── record + tag ── bucket
+                 └─ a tag that is wrong:
+                     claim, offer, leave, control, beat, log, weights ─▶ VOID: passed over, reported once
+                     run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
+    replica ◀── blob ──── its SHA-256 stands in a sealed record
+
+    {"base":"…", …}   ─▶  {"base":"…", … ,"seal":"<tag>"}       tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
+    {…}\n{…}\n (log)  ─▶  {…}\n{…}\n{"seal":"<tag>"}\n
+
+`run` is the nonce in seal.json, the first object that a run under a key writes; `key` is the record's own key.  So a
+true record is worth nothing under another key, in another slot, step or run.  The rest of the engine sees the record
+without its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
+
+Not promised: secrecy (records are plain text); a run that cannot be stopped: a writer that may overwrite or delete
+objects can halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as a beat.
+"""
+
+import hmac
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Forged, WrongRun
+from rendezvous.records.digests import SHA256
+from rendezvous.records.records import Record, UnixTime, Word, new_nonce
+from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
+from rendezvous.stores.open import open_store
+
+KEY = "DILOCO_RUN_KEY"
+LEAST = 16  # characters; a reader of the bucket can try guesses without limit
+_FIELD = 64 + len(',"seal":""}')
+_LINE = 64 + len('{"seal":""}\n')
+_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
+
+
+@dataclass(frozen=True)
+class Seal(Record):
+    """The record in seal.json: the records of this run are sealed.   nonce: the run's identity."""
+
+    kind = "seal"
+    nonce: Word
+    at: UnixTime
+
+
+def warn_on_stderr(event: str, **fields: Any) -> None:
+    """Print the event on the terminal; a replica has a journal instead."""
+    print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(event: str, **fields: Any) -> None:
+    pass
+
+
+class VerifiedStore:
+    """The records of a sealed run, each verified when it is read.   emit: hears of those that were passed over."""
+
+    digests = SHA256  # of blobs: a writer that overwrites one must not be able to make another with the same digest
+
+    def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+        self.url = store.url
+        self.emit = emit
+        self._store = store
+        self._key = key
+        self._run = run
+        self._reported: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)  # attributes that only some stores have: root, near
+
+    def reading_through(self, store: Readable) -> "VerifiedStore":
+        """Return a store of the same run, read through `store`."""
+        return VerifiedStore(store, self._key, self._run, self.emit)
+
+    def without_warnings(self) -> "VerifiedStore":
+        """Return a store of the same run that passes over forged records without a word, before there is a journal."""
+        return VerifiedStore(self._store, self._key, self._run, _say_nothing)
+
+    def get(self, key: str) -> bytes | None:
+        body = self._store.get(key)
+        if body is None or (kind := layout.record_kind(key)) is None:
+            return body
+        record = verify_record(body, self._key, self._run, key)
+        if record is not None:
+            return record
+        if kind in _PASSED_OVER and key != layout.control_key(
+            0
+        ):  # without the first wishes one replica would be a quorum
+            self._pass_over(kind, key)
+            return VOID
+        raise Forged(
+            f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
+            "Another program can write to this bucket: take that right away, restore the object from a backup (or "
+            "delete it, if it never was one of the run's), and run the same command again"
+        )
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return self._store.get_into(key, out, start)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._store.list(prefix)
+
+    def _pass_over(self, kind: str, key: str) -> None:
+        if key not in self._reported:
+            self._reported.add(key)
+            self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
+
+
+class SignedStore(VerifiedStore):
+    """A store that seals the records it writes and verifies those it reads."""
+
+    def __init__(self, store: Store, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+        super().__init__(store, key, run, emit)
+        self._bucket = store
+
+    def put(self, key: str, body: Body) -> None:
+        self._bucket.put(
+            key, self._sign_if_record(key, body) if isinstance(body, Buffer) else body
+        )  # a Stream is a blob
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._bucket.create(key, self._sign_if_record(key, body))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._bucket.delete(keys)
+
+    def _sign_if_record(self, key: str, body: Buffer) -> Buffer:
+        return body if layout.record_kind(key) is None else sign_record(bytes(body), self._key, self._run, key)
+
+
+def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+    """Return a record's bytes with its tag as the last field; a log's with one more line."""
+    if record.endswith(b"\n"):
+        return record + b'{"seal":"' + _record_tag(record, secret, run, key) + b'"}\n'
+    return record[:-1] + b',"seal":"' + _record_tag(record, secret, run, key) + b'"}'
+
+
+def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
+    """Return the record without its tag; None if the tag is missing, or not this record's under this key."""
+    record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
+    return record if hmac.compare_digest(body, sign_record(record, secret, run, key)) else None
+
+
+def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+    return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
+
+
+# -------------------------------------------------------------------- the run key
+
+
+def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
+    """The key in the environment; None without one."""
+    text = (os.environ if environ is None else environ).get(KEY, "").strip()
+    if not text:
+        return None
+    if len(text) < LEAST:
+        raise WrongRun(
+            f"the run key in {KEY} has {len(text)} characters; it needs {LEAST}, because it can be guessed offline. "
+            "Make one: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return text.encode()
+
+
+def open_signed(url: str) -> Store:
+    """The store for `url` as the run key in the environment shows it."""
+    return under_key(open_store(url, make=False), SystemClock(), run_key())
+
+
+def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
+    """Return `store`, sealed if a run under this key stands there.  Where no run does, a key founds one.
+
+    Raises WrongRun where the run there has another key, or the key is missing.
+    ask: the same store for the requests made here, a patient one perhaps.
+    """
+    if isinstance(store, SignedStore):
+        return store
+    ask = ask or store
+    stands = ask.get(layout.SEAL)
+    if stands is None and secret is not None and not _holds_a_run(ask):
+        mine = sign_record(Seal(new_nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
+        _, stands = put_once(ask, clock, layout.SEAL, mine)
+    return signed_store(store, secret, stands)
+
+
+def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
+    """Return the store of a run under this key.   stands: its seal.json, None where it has none.   Raises WrongRun."""
+    if stands is None and secret is None:
+        return store
+    if secret is None:
+        raise WrongRun(
+            f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
+            "founded with; without it you cannot join, read or stop the run"
+        )
+    if stands is None:
+        raise WrongRun(
+            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
+            "Unset it to go on with that run, or use another URL for a run under this key"
+        )
+    record = verify_record(stands, secret, "", layout.SEAL)
+    if record is None:
+        raise WrongRun(
+            f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
+            f"{KEY} to the key that the run was founded with, or use another URL for a new run"
+        )
+    return SignedStore(store, secret, Seal.decode(record).nonce)
+
+
+def _holds_a_run(store: Store) -> bool:
+    first = (layout.RUN, layout.control_key(0), layout.commit_key(0), layout.claim_key(layout.slot_name(0), 1))
+    return any(store.get(key) is not None for key in first)
