@@ -13,12 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
-    from diloco.history import export
-    from diloco.launch import Run, open_run, read_run
-    from diloco.make import make_diloco
-    from diloco.manager import MockManager, StoreManager
-    from diloco.optimizer import Nesterov
+    from diloco.model.export import export
+    from diloco.outer.make import make_diloco
+    from diloco.outer.managers.manager import MockManager, StoreManager
+    from diloco.outer.optimizer import Nesterov
+    from diloco.run.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
+    from diloco.run.founding import open_run
+    from diloco.run.record import Run, read_run
 
 __all__ = [
     "ConfigError",
@@ -38,20 +39,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "ConfigError": "diloco.config",
-    "FleetConfig": "diloco.config",
-    "MockManager": "diloco.manager",
-    "Nesterov": "diloco.optimizer",
-    "OuterConfig": "diloco.config",
-    "OuterError": "diloco.config",
-    "Run": "diloco.launch",
-    "RunConfig": "diloco.config",
-    "StoreManager": "diloco.manager",
-    "export": "diloco.history",
-    "load_config": "diloco.config",
-    "make_diloco": "diloco.make",
-    "open_run": "diloco.launch",
-    "read_run": "diloco.launch",
+    "ConfigError": "diloco.run.config",
+    "FleetConfig": "diloco.run.config",
+    "MockManager": "diloco.outer.managers.manager",
+    "Nesterov": "diloco.outer.optimizer",
+    "OuterConfig": "diloco.run.config",
+    "OuterError": "diloco.run.config",
+    "Run": "diloco.run.record",
+    "RunConfig": "diloco.run.config",
+    "StoreManager": "diloco.outer.managers.manager",
+    "export": "diloco.model.export",
+    "load_config": "diloco.run.config",
+    "make_diloco": "diloco.outer.make",
+    "open_run": "diloco.run.founding",
+    "read_run": "diloco.run.record",
 }
 
 

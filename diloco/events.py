@@ -11,7 +11,7 @@
 
 `Journal.emit` refuses a kind that is not here.  A reader passes over a kind of a newer release.
 
-Not promised: that an event is true (diloco/journal.py).
+Not promised: that an event is true (diloco/process/journal.py).
 """
 
 from collections.abc import Mapping
@@ -210,6 +210,16 @@ def advice_on(event: Mapping[str, Any]) -> str:
     """The next thing to do, "" for nothing or a kind of a newer release."""
     known = KINDS.get(event["event"])
     return known.advice if known is not None else ""
+
+
+# fields of a "step" event that are ours: a loop's numbers have other names
+TAKEN = frozenset(
+    {
+        "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
+        "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "cross_term", "mean_norm", "outer_lr",
+        "inner_s", "offer_s", "wait_s", "mean_s", "device",
+    }
+)  # fmt: skip
 
 
 # -------------------------------------------------------------------- one event in words

@@ -13,7 +13,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from inner.settings.tables import Bounds, Table, default_of, field_types, table_class
 from inner.settings.trl import HANDED_THROUGH, OWNED
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION

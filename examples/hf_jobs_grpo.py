@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
-from diloco.config import load_config
-from diloco.launch import open_run
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
 from executors.cli.foreground import supervise_here
 from executors.platforms.base import ExecutorError
 from executors.platforms.multi import Place

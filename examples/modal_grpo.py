@@ -15,8 +15,8 @@ from pathlib import Path
 
 import modal
 
-from diloco.config import load_config
-from diloco.launch import open_run
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
 from executors.cli.detached import hand_over
 from executors.cli.foreground import look_on, say
 from executors.cli.status import view_for

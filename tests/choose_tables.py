@@ -1,6 +1,6 @@
 """The numbers of docs/choose.md, from the project's own estimators; `python -m tests.choose_tables` writes them anew.
 
-    shapes of known models ──▶ diloco/sizing.py, diloco/footprint.py ──▶ VRAM, RAM, bucket, seconds of a sync
+    shapes of known models ──▶ diloco/run/sizing.py, diloco/run/footprint.py ──▶ VRAM, RAM, bucket, seconds of a sync
                                executors/platforms/on_modal/kinds.py ──▶ dollars per hour
 
 Between <!-- computed NAME --> and <!-- end --> of the page.   GPU: the cheapest of Modal's list that is at least
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from diloco.config import OuterConfig, RunConfig, keep_bytes
-from diloco.footprint import LINK, Footprint, delta_bytes, footprint, lines
-from diloco.sizing import adapter_parameters
+from diloco.run.config import OuterConfig, RunConfig, keep_bytes
+from diloco.run.footprint import LINK, Footprint, delta_bytes, footprint, lines
+from diloco.run.sizing import adapter_parameters
 from diloco.units import byte_size, duration
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, USD_PER_HOUR, Kind, memory_limit_mib
 from inner.settings.inner import InnerConfig

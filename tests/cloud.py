@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import (
     ExecutorError,
     FleetExecutor,

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from diloco.config import RunConfig
-from diloco.launch import Run, open_run, publish_model
+from diloco.model.publish import publish_model
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
@@ -34,8 +36,9 @@ ENDLESS = 100_000  # outer steps: such a run ends when a test says so, however l
 WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
 PRELOAD = [
-    "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.train.build",
-    "inner.train.supervised", "inner.usercode.check", "inner.train.grpo", "tests.victim",
+    "torch", "transformers", "diloco.replica.replica", "diloco.outer.managers.manager", "diloco.outer.loop",
+    "diloco.model.export", "inner.train.build", "inner.train.supervised", "inner.usercode.check", "inner.train.grpo",
+    "tests.victim",
 ]  # fmt: skip
 
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco.launch import ModelRecord, RunRecord
-from diloco.optimizer import Nesterov, OuterState
-from diloco.superseded import Superseded
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.run.record import ModelRecord, RunRecord
+from diloco.run.superseded import Superseded
 from rendezvous.clock import SystemClock
 from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records

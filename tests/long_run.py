@@ -10,7 +10,7 @@ Not promised: blobs of any size: views read none.
 
 import json
 
-from diloco.launch import RunRecord
+from diloco.run.record import RunRecord
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat, Claim, Listed

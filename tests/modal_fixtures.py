@@ -14,8 +14,9 @@ from typing import Any
 import modal
 import pytest
 
-from diloco.config import RunConfig
-from diloco.launch import Run, open_run
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor

@@ -9,7 +9,7 @@ import json
 import math
 import random
 
-from diloco.launch import Parent, RunRecord
+from diloco.run.record import Parent, RunRecord
 from rendezvous import layout
 from rendezvous.records.records import Listed
 from tests.long_run import NUMBERS, LongRun

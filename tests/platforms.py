@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
-from diloco import processes
+from diloco.process import processes
 from examples.toy_platform.toy import ToyExecutor
 from executors.platforms.base import FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.on_host.executor import LocalProcessExecutor

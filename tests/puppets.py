@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco.history import empty_state, start_arrays
-from diloco.launch import Run, read_run
-from diloco.optimizer import OuterState
+from diloco.model.export import empty_state, start_arrays
+from diloco.outer.optimizer import OuterState
+from diloco.run.record import Run, read_run
 from rendezvous.agreement.rules import Timing
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.records.records import Commit

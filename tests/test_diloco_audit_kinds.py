@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from diloco import config
 from diloco.audit.explain import explain
 from diloco.audit.step_facts import read_step
 from diloco.audit.verify import verify
-from diloco.gc import collect, plan_gc
-from diloco.launch import read_run
+from diloco.model.give_back import collect, plan_gc
+from diloco.run import config
+from diloco.run.record import read_run
 from executors.cli.main import main
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco import launch, sizing
-from diloco.config import load_config
-from diloco.launch import agree_on_run, open_run, read_run
+from diloco.run import founding, sizing
+from diloco.run.config import load_config
+from diloco.run.founding import agree_on_run, open_run
+from diloco.run.record import read_run
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -100,7 +101,7 @@ def test_a_model_that_cannot_be_counted_asks_for_a_name(tmp_path: Path) -> None:
     config(tmp_path, "auto")
     text = (tmp_path / "run.toml").read_text().replace('"tiny"', f'"{empty}"')
     (tmp_path / "run.toml").write_text(text)
-    with pytest.raises(launch.ConfigError, match="or name a codec instead of auto"):
+    with pytest.raises(founding.ConfigError, match="or name a codec instead of auto"):
         open_run(load_config(tmp_path / "run.toml"), str(tmp_path / "run"), SystemClock())
 
 
@@ -119,8 +120,8 @@ def test_a_run_of_make_diloco_with_auto(link: list[Any], tmp_path: Path) -> None
     """The manager asks, and its encoder is the one that was chosen."""
     import torch
 
-    from diloco.make import make_diloco
-    from diloco.manager import StoreManager
+    from diloco.outer.make import make_diloco
+    from diloco.outer.managers.manager import StoreManager
 
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

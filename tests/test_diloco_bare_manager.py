@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from diloco.manager import MockManager, StoreManager
+from diloco.outer.managers.manager import MockManager, StoreManager
 from rendezvous.agreement.rules import Timing
 
 RANKS, ROUNDS = 3, 5

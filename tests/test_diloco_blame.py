@@ -15,10 +15,10 @@ from diloco.audit.bisect import Judgement, bisect, most_judgements
 from diloco.audit.blame import REPLICA, STEP, Blame, blame, blame_lines
 from diloco.audit.metrics import LOWER, Measurement
 from diloco.audit.omissions import Omission, states_without
-from diloco.config import ConfigError
-from diloco.history import model_record, put_into, start_folder, state_at
-from diloco.launch import read_run
-from diloco.optimizer import OuterState
+from diloco.model.export import model_record, put_into, start_folder, state_at
+from diloco.outer.optimizer import OuterState
+from diloco.run.config import ConfigError
+from diloco.run.record import read_run
 from executors.cli.looking_back import split_command
 from executors.cli.main import main
 from inner.train.build import load_start

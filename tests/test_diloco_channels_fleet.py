@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.runlog.report import read_report, summary
+from diloco.runlog.reader import read_report, summary
 from inner import Teacher, ToolWorld, TraceState, extract_dpo_pairs, replay_trace, save_pairs
 from rendezvous.stores.open import open_store
 from tests.audit import check_run

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from diloco.config import ConfigError, RunConfig, load_config
-from diloco.launch import open_run, read_run, solo_warning
+from diloco.run.config import ConfigError, RunConfig, load_config
+from diloco.run.founding import open_run, solo_warning
+from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import SystemClock

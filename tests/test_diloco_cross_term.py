@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diloco.cross_term import FactorPair, cross_term, first_pair, trains_only_b
+from diloco.outer.cross_term import FactorPair, cross_term, first_pair, trains_only_b
 
 RNG = np.random.default_rng(7)
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.launch import RunRecord
-from diloco.runlog import feed as feeding
-from diloco.runlog.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point, is_over, read_logged_steps
-from diloco.runlog.feed import RETRY_S, Feed, hold_alone
-from diloco.runlog.report import Reader, read_report
-from diloco.runlog.samples import MOST_CHARACTERS, SampleReader
-from diloco.runlog.trackers.logins import missing_login
-from diloco.runlog.trackers.make import check_tracker, make_tracker
-from diloco.runlog.trackers.tracker import TrackedRun, TrackerBusy, TrackerError
+from diloco.run.record import RunRecord
+from diloco.runlog.reader import Reader, read_report
+from diloco.views.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point, is_over, read_logged_steps
+from diloco.views.samples import MOST_CHARACTERS, SampleReader
+from diloco.views.trackers import feed as feeding
+from diloco.views.trackers.feed import RETRY_S, Feed, hold_alone
+from diloco.views.trackers.logins import missing_login
+from diloco.views.trackers.make import check_tracker, make_tracker
+from diloco.views.trackers.tracker import TrackedRun, TrackerBusy, TrackerError
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
@@ -390,7 +390,7 @@ def test_a_long_completion_is_cut_and_a_tool_call_is_shown() -> None:
 
 
 def test_a_tracker_without_its_package_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: None)
+    monkeypatch.setattr("diloco.views.trackers.make.find_spec", lambda name: None)
     with pytest.raises(TrackerError, match=r"pip install 'serverless-diloco\[trackio\]'"):
         check_tracker("trackio", {})
     with pytest.raises(TrackerError, match="Use one of: wandb, trackio, tensorboard"):
@@ -434,7 +434,7 @@ def test_a_login_in_a_netrc_or_in_wandbs_settings_is_one(tmp_path) -> None:
 
 
 def test_the_command_says_it_before_it_opens_the_run(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: name)
+    monkeypatch.setattr("diloco.views.trackers.make.find_spec", lambda name: name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

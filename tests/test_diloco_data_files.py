@@ -17,8 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diloco.config import ConfigError, RunConfig, load_config
-from diloco.data_files import gather_data, gather_rows
+from diloco.run.config import ConfigError, RunConfig, load_config
+from diloco.run.data_files import gather_data, gather_rows
 from inner.data.hub_data import HubDataset
 from inner.errors import InnerError
 from inner.settings.task import DataSettings
@@ -106,9 +106,9 @@ def carried(run: Path, setting: str) -> list[dict[str, Any]]:
 
 FOUND = """
 import sys
-from diloco.config import load_config
-from diloco.data_files import gather_data, gather_rows
-from diloco.launch import open_run
+from diloco.run.config import load_config
+from diloco.run.data_files import gather_data, gather_rows
+from diloco.run.founding import open_run
 from rendezvous.clock import SystemClock
 open_run(gather_data(load_config(sys.argv[1])), sys.argv[2], SystemClock())
 print("torch" in sys.modules)

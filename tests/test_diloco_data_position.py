@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.config import OuterConfig
-from diloco.data_position import counted_inner_steps, farthest, read_offers
-from diloco.make import make_diloco
-from diloco.manager import MockManager
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import MockManager
+from diloco.process.data_position import counted_inner_steps, farthest, read_offers
+from diloco.run.config import OuterConfig
 from rendezvous import layout
 from rendezvous.background import in_turn
 from rendezvous.records.records import Listed
@@ -51,7 +51,7 @@ def test_sessions_one_after_the_other_go_on_at_the_last_offer_that_counts(
 ) -> None:
     """The steps behind a session's last offer are lost with it, and so its rows are read again."""
     time, outer = Seconds(), OuterConfig(**settings)
-    monkeypatch.setattr("diloco.outer.time", time)
+    monkeypatch.setattr("diloco.outer.loop.time", time)
     named = {"outer_lr": 0.7, **settings}
     for session in (1, 2):
         torch.manual_seed(0)  # the frozen weights of a run are its own

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from diloco.runlog.evaluation import evaluation_words
-from diloco.runlog.report import read_report, summary
+from diloco.runlog.reader import read_report, summary
 from executors.cli.main import main
 from rendezvous.stores.open import open_store
 from tests.audit import check_run

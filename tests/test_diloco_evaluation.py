@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco.eval_config import EvalConfig, EvalError, refuse_overlap
-from diloco.evaluator import Evaluator
+from diloco.replica.evaluation import Evaluator
+from diloco.run.eval_config import EvalConfig, EvalError, refuse_overlap
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
 
 ROWS = [{"prompt": f"question {i}", "value": i % 7 / 7} for i in range(25)]

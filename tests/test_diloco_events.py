@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SESSION_FAULTS, SHOWN, WARNINGS
-from diloco.journal import Journal
-from diloco.runlog.page.data import page_data
-from diloco.runlog.report import BAD_ENDS, read_report
+from diloco.process.journal import Journal
+from diloco.runlog.reader import BAD_ENDS, read_report
+from diloco.views.page.data import page_data
 from executors.cli.status import Lines, status_dict, status_table
 from executors.cli.watch_words import event_lines
 from executors.supervision import costs, launches, reward_waits, unserved

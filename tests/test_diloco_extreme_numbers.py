@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.journal import event_of, rollout_head, rollout_line
+from diloco.process.journal import event_of, rollout_head, rollout_line
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.make import make_diloco
-from diloco.manager import StoreManager
-from diloco.outer import OuterLoop
+from diloco.outer.loop import OuterLoop
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import StoreManager
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
 from rendezvous.errors import Fenced, GaveUp

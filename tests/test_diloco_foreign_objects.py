@@ -18,10 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.config import RunConfig
-from diloco.launch import ModelRecord, RunRecord, agree_on_run, open_run
-from diloco.runlog.report import read_report
-from diloco.session import Session, ensure_slot
+from diloco.process.session import Session, ensure_slot
+from diloco.run.config import RunConfig
+from diloco.run.founding import agree_on_run, open_run
+from diloco.run.record import ModelRecord, RunRecord
+from diloco.runlog.reader import read_report
 from rendezvous import layout
 from rendezvous.agreement.membership import CONTROL_BEATS, read_control, write_control
 from rendezvous.agreement.rules import Timing

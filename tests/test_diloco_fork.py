@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.config import ConfigError
-from diloco.fork import begin, read_fork
-from diloco.history import model_record, state_at
-from diloco.launch import Run, RunRecord, open_run, publish_model, read_run
-from diloco.runlog.comparison import Comparison, list_changes
-from diloco.runlog.report import read_report, summary
-from diloco.superseded import Superseded, url_below
+from diloco.model.export import model_record, state_at
+from diloco.model.fork import begin, read_fork
+from diloco.model.publish import publish_model
+from diloco.run.config import ConfigError
+from diloco.run.founding import open_run
+from diloco.run.record import Run, RunRecord, read_run
+from diloco.run.superseded import Superseded, url_below
+from diloco.runlog.reader import read_report, summary
+from diloco.views.comparison import Comparison, list_changes
 from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.clock import SystemClock

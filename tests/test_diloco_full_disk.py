@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
-from diloco.disk_space import retry_when_full
-from diloco.launch import open_run, publish
-from diloco.output import asking_signals
-from diloco.runlog.report import read_report
-from diloco.scratch import remove_left_behind
+from diloco.model.publish import publish
+from diloco.process import exitcodes
+from diloco.process.disk_space import retry_when_full
+from diloco.process.output import asking_signals
+from diloco.process.scratch import remove_left_behind
+from diloco.run.founding import open_run
+from diloco.runlog.reader import read_report
 from executors.cli.main import VERBS, main
 from executors.cli.status import status_table
 from executors.platforms.base import ReplicaSpec, Unavailable
@@ -234,7 +235,7 @@ def test_a_launch_without_space_is_asked_for_again(no_folder: None, monkeypatch:
 
 PRINTS = """
 import sys
-from diloco.output import survive_lost_output
+from diloco.process.output import survive_lost_output
 survive_lost_output()
 for i in range(2000):
     print("word" * 40, i, flush=True)

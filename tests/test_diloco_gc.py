@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from diloco.audit.verify import verify
-from diloco.config import ConfigError
-from diloco.gc import collect, plan_gc
-from diloco.history import model_record, state_at, what_is_kept
-from diloco.launch import Run, read_run
+from diloco.model.export import model_record, state_at, what_is_kept
+from diloco.model.give_back import collect, plan_gc
+from diloco.run.config import ConfigError
+from diloco.run.record import Run, read_run
 from diloco.runlog.kept import kept_words
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
 from executors.cli.main import main
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock

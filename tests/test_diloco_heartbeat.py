@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import exitcodes, session
-from diloco.make import make_diloco
-from diloco.manager import StoreManager
-from diloco.optimizer import Nesterov, OuterState
-from diloco.replica import _end_session
-from diloco.session import Session
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import StoreManager
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.process import exitcodes, session
+from diloco.process.session import Session
+from diloco.replica.replica import _end_session
 from rendezvous import layout
 from rendezvous.agreement.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
 from rendezvous.agreement.rules import Rules, Timing

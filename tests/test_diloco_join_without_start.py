@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.launch import fetch_model, fetch_model_without_weights
-from diloco.replica import ZEROS, Inputs, _build_loop, _fetch_inputs
-from diloco.start_model import has_more_than_trained
+from diloco.model.fetch import fetch_model, fetch_model_without_weights
+from diloco.model.start_model import has_more_than_trained
+from diloco.replica.replica import ZEROS, Inputs, _build_loop, _fetch_inputs
 from inner import InnerConfig, Seeds
 from inner.train.build import load_start
 from rendezvous import layout

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError, FleetConfig, RunConfig, keep_bytes
-from diloco.footprint import Footprint, footprint, lines
-from diloco.launch import open_run, read_run
+from diloco.run.config import ConfigError, FleetConfig, RunConfig, keep_bytes
+from diloco.run.footprint import Footprint, footprint, lines
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
 from rendezvous.clock import SystemClock
 from tests.fleet import config
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from diloco import StoreManager, make_diloco
-from diloco.config import OuterError
-from diloco.runlog.charts import draw_figure
+from diloco.run.config import OuterError
 from diloco.runlog.learning import (
     headline_curve,
     learning_numbers,
@@ -21,8 +20,9 @@ from diloco.runlog.learning import (
     over_replicas,
     step_line,
 )
-from diloco.runlog.page.data import page_data
-from diloco.runlog.report import curve_of, read_report, summary
+from diloco.runlog.reader import curve_of, read_report, summary
+from diloco.views.page.charts import draw_figure
+from diloco.views.page.data import page_data
 from executors.cli.status import Lines, status_dict, status_table
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
@@ -156,7 +156,7 @@ def test_what_a_loop_logs_may_not_hide_what_the_outer_loop_says(tmp_path: Path) 
 
 
 def test_every_name_that_the_outer_loop_logs_is_refused(tmp_path: Path) -> None:
-    from diloco.runlog.learning import TAKEN
+    from diloco.events import TAKEN
 
     url = train_alone(tmp_path, lambda run, loss: None)
     step = json.loads(

@@ -18,15 +18,15 @@ from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
-from diloco import exitcodes
-from diloco.config import ConfigError, RunConfig
-from diloco.history import state_at
-from diloco.journal import read_journal
-from diloco.lighthouse import own_address
-from diloco.make import make_diloco
-from diloco.optimizer import nesterov
-from diloco.outer import OuterLoop
-from diloco.runlog.report import read_report
+from diloco.model.export import state_at
+from diloco.outer.loop import OuterLoop
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.lighthouse import own_address
+from diloco.outer.optimizer import nesterov
+from diloco.process import exitcodes
+from diloco.process.journal import read_journal
+from diloco.run.config import ConfigError, RunConfig
+from diloco.runlog.reader import read_report
 from rendezvous.errors import GaveUp
 from tests.fleet import Fleet
 

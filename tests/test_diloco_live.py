@@ -2,18 +2,18 @@
 
 import pytest
 
-from diloco.launch import Run, RunRecord
-from diloco.runlog.cache import Cache
-from diloco.runlog.live import KEPT_STEPS, LiveReader
+from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View
-from diloco.runlog.overview import overview
-from diloco.runlog.pace import BURST_S, LOOK_S, RATE, AskedSoFar, next_focus
-from diloco.runlog.report import Reader, read_report
+from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import EVERYTHING, STATUS, Focus, watch_scope
+from diloco.views.live import KEPT_STEPS, LiveReader
+from diloco.views.overview import overview
+from diloco.views.pace import BURST_S, LOOK_S, RATE, AskedSoFar, next_focus
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.errors import StoreUnclear
 from rendezvous.records.records import Beat
+from rendezvous.stores.cache import Cache
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import LongRun, long_run
 from tests.test_diloco_report import T0, FixedClock, killed_and_replaced

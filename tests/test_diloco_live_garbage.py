@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import checks, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import checks, read_report
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim, read_control, write_control

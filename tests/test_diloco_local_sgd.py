@@ -5,7 +5,6 @@
 `min_replicas = replicas` is the strict profile: no step is decided with fewer, nothing is late, all weigh the same.
 """
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -16,11 +15,12 @@ import torch
 from torch import nn
 from torchft.local_sgd import LocalSGD
 
-from diloco.manager import StoreManager
+from diloco.outer.managers.manager import StoreManager
 from rendezvous.agreement.rules import Timing
 from rendezvous.layout import slot_name
 from rendezvous.records.records import Commit
 from rendezvous.stores.files import FileStore
+from tests.fleet import context as forkserver
 
 H, RANKS, ROUNDS = 3, 3, 4
 Found = dict[tuple[int, int], list[np.ndarray]]  # (rank, round) -> parameters after it
@@ -94,7 +94,7 @@ def dies(store: FileStore, after: str) -> None:
 
 def run(folder: Path, die_after: str = "") -> Found:
     """die_after: where rank 1 dies; its successor starts at once."""
-    fork = multiprocessing.get_context("fork")
+    fork = forkserver()
     results = fork.SimpleQueue()
     fleet = [
         fork.Process(target=work, args=(str(folder), rank, results, die_after if rank == 1 else ""))

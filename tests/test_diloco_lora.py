@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco import StoreManager, make_diloco
-from diloco.config import ConfigError, RunConfig
-from diloco.footprint import footprint, step_bytes
-from diloco.history import export, put_into, state_at
-from diloco.launch import open_run, publish_model, read_run
-from diloco.model_checks import frozen_digest
-from diloco.sizing import parameters_of, trained_parameters_of
-from diloco.start_model import refuse_changed_base, refuse_other_base
+from diloco.model.export import export, put_into, state_at
+from diloco.model.publish import publish_model
+from diloco.model.start_model import refuse_changed_base, refuse_other_base
+from diloco.outer.model_checks import frozen_digest
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.footprint import footprint, step_bytes
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
+from diloco.run.sizing import parameters_of, trained_parameters_of
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
 from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter
@@ -132,7 +134,7 @@ def check_adapter_export(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def tiny_from(fleet: Fleet, folder: Path) -> Any:
-    from diloco.launch import fetch_model
+    from diloco.model.fetch import fetch_model
 
     return AutoModelForCausalLM.from_pretrained(fetch_model(fleet.run.store, fleet.model, folder))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 

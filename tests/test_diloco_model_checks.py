@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from diloco import StoreManager, make_diloco
-from diloco.config import ConfigError, OuterError
-from diloco.launch import refuse_nested
-from diloco.model_checks import ModelGuard, check_model, frozen_digest
+from diloco.outer.model_checks import ModelGuard, check_model, frozen_digest
+from diloco.run.config import ConfigError, OuterError
+from diloco.run.founding import refuse_nested
 from rendezvous.errors import WrongRun
 from rendezvous.stores.open import open_store, urls_above
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from diloco import StoreManager, make_diloco
-from diloco.exitcodes import LEFT
-from diloco.moments import MOST_BYTES, read_moments, write_moments
+from diloco.outer.moments import MOST_BYTES, read_moments, write_moments
+from diloco.process.exitcodes import LEFT
 from rendezvous import layout
 from rendezvous.records.digests import digest
 from rendezvous.records.records import Leave
@@ -61,7 +61,7 @@ def test_there_is_nothing_to_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_moments(*trained(kind=torch.optim.SGD, momentum=0.9)) == {}
     assert read_moments(*trained(amsgrad=True)) == {}
     assert MOST_BYTES > 8 * 5_000_000, "those of an adapter of SmolLM2"
-    monkeypatch.setattr("diloco.moments.MOST_BYTES", 100)
+    monkeypatch.setattr("diloco.outer.moments.MOST_BYTES", 100)
     assert read_moments(*trained()) == {}
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config import ConfigError, OuterConfig, OuterError
-from diloco.flat import FlatFragment, layout_of
-from diloco.fragments import cut_fragments
-from diloco.launch import read_run
-from diloco.make import make_diloco
-from diloco.manager import MockManager, StoreManager
-from diloco.optimizer import Nesterov, OuterState, nesterov
-from diloco.outer import OuterLoop
-from diloco.rounds import Work
-from diloco.step_report import likely_cause
-from diloco.watchdog import Watchdog
+from diloco.outer.flat import FlatFragment, layout_of
+from diloco.outer.fragments import cut_fragments
+from diloco.outer.loop import OuterLoop
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import MockManager, StoreManager
+from diloco.outer.optimizer import Nesterov, OuterState, nesterov
+from diloco.outer.rounds import Work
+from diloco.outer.step_report import likely_cause
+from diloco.process.watchdog import Watchdog
+from diloco.run.config import ConfigError, OuterConfig, OuterError
+from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing
@@ -446,7 +446,7 @@ def test_a_sync_is_due_after_H_steps_or_some_seconds(
 ) -> None:
     """The earlier limit ends a round, at the nearest boundary of a generation, after one inner step at least."""
     time = Seconds()
-    monkeypatch.setattr("diloco.outer.time", time)
+    monkeypatch.setattr("diloco.outer.loop.time", time)
     model, manager = Net(), MockManager(fresh, replicas=1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     optimizer.register_step_post_hook(lambda *_: setattr(time, "now", time.now + 1.0))
@@ -461,7 +461,7 @@ def test_a_sync_is_due_after_H_steps_or_some_seconds(
 
 def test_seconds_aside_are_no_seconds_of_inner_steps(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     time = Seconds()
-    monkeypatch.setattr("diloco.outer.time", time)
+    monkeypatch.setattr("diloco.outer.loop.time", time)
     model, manager = Net(), MockManager(fresh, replicas=1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with make_diloco(model, optimizer, manager, sync_every=12) as loop:

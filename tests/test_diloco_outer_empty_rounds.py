@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco import OuterConfig, make_diloco
-from diloco.config import CODECS
-from diloco.history import state_at
-from diloco.manager import MockManager
-from diloco.optimizer import Nesterov, OuterState
-from diloco.runlog.report import read_report, summary
-from diloco.safety import is_zero
+from diloco.model.export import state_at
+from diloco.outer.managers.manager import MockManager
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.outer.safety import is_zero
+from diloco.run.config import CODECS
+from diloco.runlog.reader import read_report, summary
 from executors.cli.status import status_table
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

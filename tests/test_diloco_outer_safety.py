@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.history import state_at
-from diloco.make import make_diloco
-from diloco.manager import MockManager
-from diloco.runlog.report import read_report, summary
+from diloco.model.export import state_at
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import MockManager
+from diloco.runlog.reader import read_report, summary
 from executors.cli.status import status_dict, status_table
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.runlog.kept import kept_words
-from diloco.runlog.overview import LABELS, SessionRow, end_words, overview, samples_per_second, seconds_per_step
-from diloco.runlog.report import Step, read_report
+from diloco.runlog.reader import Step, read_report
+from diloco.views.overview import LABELS, SessionRow, end_words, overview, samples_per_second, seconds_per_step
 from executors.supervision.health import describe_supervision
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import own_files
+from diloco.process import own_files
 from executors.platforms.base import ReplicaSpec, State
 from executors.platforms.on_host.executor import LocalProcessExecutor, make_process_folder, process_folder
 

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from diloco.events import event_text
-from diloco.runlog.page.contributions import contribution_rows
-from diloco.runlog.page.data import CHUNK, Beside, brief, chunks_of, json_bytes, page_data
-from diloco.runlog.page.freeze import SCRIPTS, STYLES, asset_text, content_policy, frozen_page, live_page, write_frozen
-from diloco.runlog.page.rollouts import RolloutEnds, read_rollouts
-from diloco.runlog.report import Report, read_report
+from diloco.runlog.reader import Report, read_report
+from diloco.views.page.contributions import contribution_rows
+from diloco.views.page.data import CHUNK, Beside, brief, chunks_of, json_bytes, page_data
+from diloco.views.page.freeze import SCRIPTS, STYLES, asset_text, content_policy, frozen_page, live_page, write_frozen
+from diloco.views.page.rollouts import RolloutEnds, read_rollouts
 from rendezvous import layout
 from tests.fakes import FaultyStore
 from tests.page_runs import EVIL, BusyRun, busy_run
@@ -218,7 +218,7 @@ def test_our_own_scripts_make_no_element_of_a_text() -> None:
 def test_every_asset_is_in_the_page_and_small_enough_to_read() -> None:
     from importlib.resources import files
 
-    folder = files("diloco.runlog.page").joinpath("assets")
+    folder = files("diloco.views.page").joinpath("assets")
     own = {entry.name for entry in folder.iterdir() if entry.is_file()}
     assert own == {name for name in (*SCRIPTS, *STYLES) if "/" not in name} | {"page.html"}
     assert all(len(asset_text(name).splitlines()) < 300 for name in own)

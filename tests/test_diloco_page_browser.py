@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runlog.page.freeze import write_frozen
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
+from diloco.views.page.freeze import write_frozen
 from executors.cli import web
 from executors.cli.report import whole_page
 from executors.cli.web_looks import PageLooks

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from diloco import exitcodes
-from diloco.config import ConfigError
-from diloco.footprint import footprint, lines
-from diloco.history import state_at
+from diloco.model.export import state_at
+from diloco.process import exitcodes
+from diloco.run.config import ConfigError
+from diloco.run.footprint import footprint, lines
 from diloco.runlog.kept import kept_words
-from diloco.runlog.report import read_report, summary
+from diloco.runlog.reader import read_report, summary
 from diloco.units import byte_size
 from executors.cli.main import _best_step
 from executors.cli.status import status_dict, status_table

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.launch import RunRecord
-from diloco.runlog import charts
-from diloco.runlog.charts import draw_figure, write_picture
-from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, summary
+from diloco.run.record import RunRecord
+from diloco.runlog.reader import Reader, checks, first_and_last, read_report, solo_words, summary
+from diloco.views.page import charts
+from diloco.views.page.charts import draw_figure, write_picture
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.digests import SHA256, digest

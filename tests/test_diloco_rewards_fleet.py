@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import read_report
 from executors.cli.status import status_table
 from rendezvous.stores.open import open_store
 from tests.audit import check_run

@@ -13,17 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.launch import Run, RunRecord, read_run
-from diloco.runlog import ahead, commits
-from diloco.runlog import cache as caching
-from diloco.runlog.ahead import AT_ONCE, Ahead
-from diloco.runlog.cache import Cache, cache_of
-from diloco.runlog.charts import draw_figure
+from diloco.run.record import Run, RunRecord, read_run
+from diloco.run.superseded import Superseded
+from diloco.runlog import commits
 from diloco.runlog.extent import Rounds
 from diloco.runlog.look import CONTROLS
-from diloco.runlog.report import Reader, Report, read_report
+from diloco.runlog.reader import Reader, Report, read_report
 from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
-from diloco.superseded import Superseded
+from diloco.views.page.charts import draw_figure
 from executors.cli import main as cli
 from executors.cli import status
 from executors.supervision.costs import costs
@@ -33,6 +30,10 @@ from rendezvous.agreement.rules import round_to_fp32
 from rendezvous.errors import Forged, StoreUnclear
 from rendezvous.records.records import Beat, Commit
 from rendezvous.store import Store
+from rendezvous.stores import ahead
+from rendezvous.stores import cache as caching
+from rendezvous.stores.ahead import AT_ONCE, Ahead
+from rendezvous.stores.cache import Cache, cache_of
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import KEY, under_key
@@ -305,14 +306,18 @@ def test_a_run_that_was_founded_again_has_a_cache_of_its_own(tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     old, new = founded(long_run(30, 2), "s3://b/x", "first"), founded(long_run(7, 3), "s3://b/x", "second")
     for run, head, replicas in ((old, 30, 2), (new, 7, 3), (old, 30, 2)):
-        report = read_report(run.store, STATUS, cache_of(run))
+        report = read_report(run.store, STATUS, cache_of(run.store, run.record.nonce))
         assert (report.head, report.wanted.replicas, len(report.sessions)) == (head, replicas, replicas + 1)
 
 
 def test_a_copy_of_a_run_elsewhere_has_a_cache_of_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here, there = founded(long_run(30, 2), "s3://b/x", "same"), founded(long_run(12, 2), "s3://b/copy", "same")
-    assert [read_report(r.store, STATUS, cache_of(r)).head for r in (here, there, here)] == [30, 12, 30]
+    assert [read_report(r.store, STATUS, cache_of(r.store, r.record.nonce)).head for r in (here, there, here)] == [
+        30,
+        12,
+        30,
+    ]
 
 
 def test_a_bucket_that_was_set_back_to_an_older_state_is_read_anew(cache) -> None:

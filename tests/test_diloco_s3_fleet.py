@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import launch
-from diloco.config import FleetConfig
-from diloco.launch import open_run, timing_for
+from diloco.run import founding
+from diloco.run.config import FleetConfig
+from diloco.run.founding import open_run
+from diloco.run.record import timing_for
 from executors.cli import main as cli
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
@@ -136,7 +137,7 @@ def test_a_run_that_stands_is_not_probed_again(tmp_path: Path, s3: S3Server) -> 
 
 def test_missing_credentials_are_told_at_once(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "WRONG")
-    monkeypatch.setattr(launch, "LAUNCH_PATIENCE_S", 0.2)
+    monkeypatch.setattr(founding, "LAUNCH_PATIENCE_S", 0.2)
     with pytest.raises(Exception, match=r"InvalidAccessKeyId.*Set AWS_ACCESS_KEY_ID"):
         open_run(config(tmp_path), URL, SystemClock())
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.optimizer import Nesterov, OuterState, nesterov
-from diloco.safety import (
+from diloco.outer.optimizer import Nesterov, OuterState, nesterov
+from diloco.outer.safety import (
     AutoLR,
     Finding,
     Memory,

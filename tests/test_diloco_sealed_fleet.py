@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from diloco import exitcodes
-from diloco.runlog.report import read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import read_report
 from executors.cli import main as cli
 from executors.supervision.remarks import all_troubles
 from rendezvous import layout

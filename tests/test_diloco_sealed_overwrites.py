@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from diloco import exitcodes
-from diloco.journal import Journal, read_journal
-from diloco.launch import ModelRecord, Run, RunRecord, fetch_files, fetch_model, read_run
-from diloco.runlog.report import read_report
-from diloco.traces import run_states
+from diloco.model.fetch import fetch_files, fetch_model
+from diloco.model.traces import run_states
+from diloco.process import exitcodes
+from diloco.process.journal import Journal, read_journal
+from diloco.run.record import ModelRecord, Run, RunRecord, read_run
+from diloco.runlog.reader import read_report
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco import OuterConfig, OuterError, StoreManager, make_diloco
-from diloco.config import CODECS, ConfigError, OuterConfigError, RunConfig
-from diloco.lighthouse import LighthouseManager
-from diloco.outer import OuterLoop
+from diloco.outer.loop import OuterLoop
+from diloco.outer.managers.lighthouse import LighthouseManager
+from diloco.run.config import CODECS, ConfigError, OuterConfigError, RunConfig
 from rendezvous.agreement.rules import WEIGHTINGS, Rules
 from rendezvous.stores.memory import MemoryStore
 

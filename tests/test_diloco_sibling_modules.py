@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError, load_config
-from diloco.data_files import gather_data
-from diloco.launch import fetch_files, open_run
-from diloco.sibling_modules import find_siblings, join_siblings, zip_modules
+from diloco.model.fetch import fetch_files
+from diloco.run.config import ConfigError, load_config
+from diloco.run.data_files import gather_data
+from diloco.run.founding import open_run
+from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
 from rendezvous.clock import SystemClock
 
 REWARD = """

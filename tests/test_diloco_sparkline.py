@@ -2,7 +2,7 @@
 
 import random
 
-from diloco.runlog.report import read_report, summary
+from diloco.runlog.reader import read_report, summary
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sparkline import sparkline
 from executors.cli.status import status_table

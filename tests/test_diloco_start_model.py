@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from diloco import exitcodes
-from diloco.config import ConfigError
-from diloco.footprint import footprint
-from diloco.history import export, state_at
-from diloco.launch import ModelRecord, fetch_model_without_weights, open_run, publish_model, read_run
-from diloco.start_model import first_arrays, refuse_other_bits, theta_digest
+from diloco.model.export import export, state_at
+from diloco.model.fetch import fetch_model_without_weights
+from diloco.model.publish import publish_model
+from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
+from diloco.process import exitcodes
+from diloco.run.config import ConfigError
+from diloco.run.footprint import footprint
+from diloco.run.founding import open_run
+from diloco.run.record import ModelRecord, read_run
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model

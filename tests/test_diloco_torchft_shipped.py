@@ -25,7 +25,7 @@ from torchft import diloco_regression_test, local_sgd_integ_test, local_sgd_test
 from torchft._test import diloco_trainer
 from torchft.manager import Manager
 
-from diloco.manager import StoreManager
+from diloco.outer.managers.manager import StoreManager
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
 

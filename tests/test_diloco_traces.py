@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.config import ConfigError, FleetConfig, RunConfig, load_config
-from diloco.journal import Journal, read_journal
-from diloco.launch import open_run
-from diloco.traces import freeze, run_states
+from diloco.model.traces import freeze, run_states
+from diloco.process.journal import Journal, read_journal
+from diloco.run.config import ConfigError, FleetConfig, RunConfig, load_config
+from diloco.run.founding import open_run
 from examples.local_teachers import serving, tool_name, wrong_name
 from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runlog.curves import curve_point, read_logged_steps
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
+from diloco.views.curves import curve_point, read_logged_steps
 from rendezvous.stores.files import FileStore
 from tests.long_run import LongRun
 from tests.test_diloco_curves import rollouts
@@ -243,9 +243,9 @@ def test_trackio_ignores_a_row_that_it_has(fleet: Fleet, monkeypatch) -> None:
     """The answer to a write may be lost, and two machines may write at once."""
     pytest.importorskip("trackio")
     code = (
-        "from diloco.runlog.trackers.tracker import TrackedRun\n"
-        "from diloco.runlog.trackers.on_trackio import TrackioTracker\n"
-        "from diloco.runlog.curves import CurvePoint\n"
+        "from diloco.views.trackers.tracker import TrackedRun\n"
+        "from diloco.views.trackers.on_trackio import TrackioTracker\n"
+        "from diloco.views.curves import CurvePoint\n"
         "one, two = TrackioTracker(), TrackioTracker()\n"
         f"run = TrackedRun('long', {NONCE!r})\n"
         "assert one.open(run) == two.open(run) == -1\n"
@@ -266,7 +266,7 @@ def wandb_rows(fleet: Fleet) -> Rows:
     """The rows of all its offline files of this run, in the order in which `wandb sync` would take them."""
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
-    from diloco.runlog.trackers.on_wandb import read_records
+    from diloco.views.trackers.on_wandb import read_records
 
     found: Rows = []
     for path in sorted(fleet.folder.glob("wandb/offline-run-*/*.wandb")):
@@ -287,7 +287,7 @@ def test_wandb_has_each_row_once_through_kills(fleet: Fleet) -> None:
 
 def test_a_wandb_file_is_read_over_blocks_and_up_to_a_torn_record(fleet: Fleet) -> None:
     pytest.importorskip("wandb")
-    from diloco.runlog.trackers.on_wandb import BLOCK, history_steps, newest_step_of, run_id
+    from diloco.views.trackers.on_wandb import BLOCK, history_steps, newest_step_of, run_id
 
     fleet.track("wandb")
     (path,) = fleet.folder.glob("wandb/offline-run-*/*.wandb")
@@ -306,7 +306,7 @@ def test_wandb_has_samples_as_a_table_the_config_and_the_commits_time(fleet: Fle
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
-    from diloco.runlog.trackers.on_wandb import read_records
+    from diloco.views.trackers.on_wandb import read_records
 
     fleet.track("wandb")
     (path,) = fleet.folder.glob("wandb/offline-run-*/*.wandb")
@@ -332,7 +332,7 @@ def test_wandb_has_samples_as_a_table_the_config_and_the_commits_time(fleet: Fle
 
 def test_a_supervisor_writes_every_step_of_its_run(tmp_path, monkeypatch) -> None:
     pytest.importorskip("tensorboard")
-    from diloco.runlog.trackers.on_tensorboard import newest_step
+    from diloco.views.trackers.on_tensorboard import newest_step
     from executors.platforms.on_host.executor import LocalProcessExecutor
     from tests import test_executors_supervisor as toys
 

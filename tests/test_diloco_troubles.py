@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from diloco.launch import RunRecord
-from diloco.runlog.report import Report, read_report
+from diloco.run.record import RunRecord
+from diloco.runlog.reader import Report, read_report
 from diloco.runlog.scope import STATUS
-from diloco.runlog.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
+from diloco.views.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
 from executors.supervision import remarks
 from rendezvous import layout
 from rendezvous.agreement.membership import decode_or_none, write_control

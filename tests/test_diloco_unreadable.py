@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError, load_config
+from diloco.run.config import ConfigError, load_config
 
 GOOD = """
 [inner]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from diloco.audit.verify import Verdict, verify
-from diloco.config import ConfigError
-from diloco.launch import read_run
+from diloco.run.config import ConfigError
+from diloco.run.record import read_run
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.stores.files import FileStore

@@ -12,10 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from diloco.config import RunConfig
-from diloco.history import state_at
-from diloco.launch import Run, fetch_model, open_run, publish_model, read_run
-from diloco.runlog.report import read_report
+from diloco.model.export import state_at
+from diloco.model.fetch import fetch_model
+from diloco.model.publish import publish_model
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run, read_run
+from diloco.runlog.reader import read_report
 from inner import Seeds, build_inner
 from inner.settings.vllm import has_vllm
 from rendezvous import layout
@@ -135,7 +138,7 @@ def check_ratios(run: Run, folder: Path) -> None:
 
 def build_theta(run: Run, record: Any, folder: Path, step: int) -> Any:
     """SmolLM2 with the committed adapter of that step in its weights, from the bucket alone."""
-    from diloco.history import put_into
+    from diloco.model.export import put_into
     from inner.train.build import load_start
 
     adapted, _ = load_start(folder, "float32", run.config.inner.lora)

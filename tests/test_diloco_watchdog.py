@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.config import ConfigError, FleetConfig
-from diloco.runlog.report import Reader
-from diloco.watchdog import Watchdog, where_it_stands
+from diloco.process import exitcodes
+from diloco.process.watchdog import Watchdog, where_it_stands
+from diloco.run.config import ConfigError, FleetConfig
+from diloco.runlog.reader import Reader
 from executors.supervision.grace import FINISH_S, goodbye_s
 from rendezvous.records.records import Beat
 from tests.audit import check_run

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.config import ConfigError
-from diloco.history import model_record, state_at
-from diloco.launch import read_run
+from diloco.model.export import model_record, state_at
+from diloco.run.config import ConfigError
+from diloco.run.record import read_run
 from rendezvous import follow_weights, layout
 from rendezvous.stores.signed import KEY, open_signed
 from rendezvous.weights.follower import WeightsFollower

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import superseded
-from diloco.config import load_config
-from diloco.launch import open_run, read_run
+from diloco.run import superseded
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
 from executors.cli import again
 from executors.cli import main as cli
 from executors.preflight.run_url import UsageError

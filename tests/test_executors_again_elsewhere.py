@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco import superseded
-from diloco.config import load_config
-from diloco.launch import open_run, read_run
-from diloco.superseded import Superseded
+from diloco.run import superseded
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
+from diloco.run.superseded import Superseded
 from executors.cli import again
 from executors.preflight.run_url import UsageError
 from rendezvous import layout

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.journal import Journal
-from diloco.runlog.report import Report, read_report
+from diloco.process.journal import Journal
+from diloco.runlog.reader import Report, read_report
 from executors.platforms.multi import Place
 from executors.preflight.alert_url import take_alert
 from executors.preflight.run_url import UsageError

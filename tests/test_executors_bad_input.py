@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco import exitcodes
-from diloco.config import RunConfig
-from diloco.history import export, state_at
-from diloco.launch import open_run, publish, refuse_layout
-from diloco.runlog.report import read_report
+from diloco.model.export import export, state_at
+from diloco.model.publish import publish
+from diloco.process import exitcodes
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run, refuse_layout
+from diloco.runlog.reader import read_report
 from executors.supervision.remarks import all_troubles
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
@@ -283,7 +284,7 @@ def test_export_of_any_step_loads_generates_and_repeats(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_not_taken_cannot_be_exported(tmp_path: Path) -> None:
-    from diloco.config import ConfigError
+    from diloco.run.config import ConfigError
 
     fleet = Fleet(tmp_path)
     fleet.start_all()

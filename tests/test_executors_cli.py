@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import load_config
-from diloco.launch import Run, open_run
-from diloco.runlog.overview import overview
-from diloco.runlog.report import read_report
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from diloco.runlog.reader import read_report
+from diloco.views.overview import overview
 from executors.cli import demo
 from executors.cli import main as cli
 from executors.supervision.lease import Lease
@@ -229,7 +230,7 @@ def test_debugging_shows_the_traceback(monkeypatch, tmp_path):
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch, run):
-    monkeypatch.setattr("diloco.runlog.report.Reader.refresh", lambda reader: 1 / 0)
+    monkeypatch.setattr("diloco.runlog.reader.Reader.refresh", lambda reader: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["status", run.url])
 

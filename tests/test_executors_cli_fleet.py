@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diloco.journal import Journal
+from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import parser
 from executors.platforms.base import LaunchPlan

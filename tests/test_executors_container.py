@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes, processes
+from diloco.process import exitcodes, processes
 from executors.platforms.base import REPLICA, ReplicaSpec
 from executors.platforms.container import (
     CRASHED,

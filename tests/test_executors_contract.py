@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import processes
+from diloco.process import processes
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec, Result, State, Status
 from executors.platforms.container import ENDED
 from tests.entrypoints import marks

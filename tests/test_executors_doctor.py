@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import sizing
-from diloco.config import ConfigError, RunConfig
+from diloco.run import sizing
+from diloco.run.config import ConfigError, RunConfig
 from executors.cli import doctor
 from executors.cli import main as cli
 from inner import InnerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.runlog.ends import LONGEST, joined_words, most_telling_line, observed_words, own_words
-from diloco.runlog.report import checks, headline, read_report, summary
+from diloco.runlog.reader import checks, headline, read_report, summary
 from diloco.runlog.scope import COSTS, STATUS
 from executors.cli import status
 from executors.cli.completion import slots_of
@@ -125,7 +125,7 @@ def test_programs_are_told_the_reason_too() -> None:
 @pytest.mark.slow
 def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # noqa: F811
     """Before: "there is no slot 'r01-1' in this run"."""
-    from diloco.journal import Journal
+    from diloco.process.journal import Journal
     from executors.platforms.on_host.executor import make_process_folder
     from rendezvous.clock import SystemClock
     from rendezvous.machine import machine_name

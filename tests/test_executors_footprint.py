@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco import footprint as sizes
-from diloco.config import RunConfig
-from diloco.sizing import BUILT_IN
+from diloco.run import footprint as sizes
+from diloco.run.config import RunConfig
+from diloco.run.sizing import BUILT_IN
 from rendezvous.codecs import get_codec
 from rendezvous.keeping.garbage import parse_blob_key
 from tests.fleet import Fleet
@@ -42,7 +42,7 @@ def test_the_bytes_of_a_real_run(tmp_path: Path, name: str) -> None:
 
 
 def fleet_parameters(folder: Path) -> int:
-    from diloco.launch import ModelRecord
+    from diloco.run.record import ModelRecord
     from rendezvous import layout
     from rendezvous.stores.open import open_store
 

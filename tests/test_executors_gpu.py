@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.gpu import Driver, TorchBuild, asked_for, device_name, driver_here, missing_gpu, torch_build
 from executors.platforms.portable import portable_requirement
 from tests.modal_venv import stub_driver

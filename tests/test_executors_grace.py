@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import Report, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import Report, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision import shutdown, supervisor

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import Report, checks, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import Report, checks, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import PRELOAD, Supervisor

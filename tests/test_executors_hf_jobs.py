@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import REPLICA, ExecutorError, Handle, ReplicaSpec, State
 from executors.platforms.container import end_lines
 from executors.platforms.on_hf_jobs.client import HubJob, run_label

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
-from diloco.config import load_config
-from diloco.launch import Run, open_run, read_run
-from diloco.runlog.report import Report, checks, read_report
+from diloco.process import exitcodes
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.run.record import Run, read_run
+from diloco.runlog.reader import Report, checks, read_report
 from executors.cli import main as cli
 from executors.platforms.base import ReplicaSpec, State
 from executors.platforms.multi import Place, build_executor

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import SUPERVISOR, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, State
 from executors.platforms.container import end_lines, read_end

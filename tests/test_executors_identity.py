@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from diloco import processes, run_marks
-from diloco.host import host_words
-from diloco.journal import Journal
+from diloco.process import processes, run_marks
+from diloco.process.host import host_words
+from diloco.process.journal import Journal
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.entrypoint import create_process_file
 from executors.platforms.on_host.executor import LocalProcessExecutor, make_process_folder

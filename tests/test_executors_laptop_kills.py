@@ -22,12 +22,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco import exitcodes, processes
-from diloco.config import RunConfig
-from diloco.launch import Run, open_run, read_run
-from diloco.replica import _parent_check
-from diloco.runlog.report import checks, read_report
-from diloco.session import Session
+from diloco.process import exitcodes, processes
+from diloco.process.session import Session
+from diloco.replica.replica import _parent_check
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run, read_run
+from diloco.runlog.reader import checks, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor

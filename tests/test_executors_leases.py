@@ -34,7 +34,7 @@ GPUS = [Place("modal", gpu=("H100",)).to_dict()]
 def supervisors_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each claims as a process of its own, which is dead when the next one looks."""
     starts = count(1)
-    monkeypatch.setattr("diloco.processes.start_ticks", lambda pid: next(starts))
+    monkeypatch.setattr("diloco.process.processes.start_ticks", lambda pid: next(starts))
 
 
 class Killed(BaseException):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes, processes
+from diloco.process import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
 from rendezvous.agreement.membership import claim, write_control

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.launch import read_run, refuse_lost_run
+from diloco.process import exitcodes
+from diloco.run.founding import refuse_lost_run
+from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.errors import RecordsLost
 from tests.world import World

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
 from executors.platforms.multi import Mixed, Place, build_executor, place_of, places_of
 from executors.platforms.on_host.executor import LocalProcessExecutor

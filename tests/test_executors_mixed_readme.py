@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import checks, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import checks, read_report
 from rendezvous.stores.open import open_store
 from tests.hf_server import HFServer
 from tests.modal_fixtures import KEYS

@@ -23,9 +23,9 @@ from typing import Any
 import modal
 import pytest
 
-from diloco import exitcodes
-from diloco.launch import Run
-from diloco.runlog.report import SUPERVISOR, read_report
+from diloco.process import exitcodes
+from diloco.run.record import Run
+from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
 from executors.platforms.multi import build_executor
 from executors.platforms.on_modal.app import CRASHES, app_name

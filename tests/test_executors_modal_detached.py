@@ -18,7 +18,7 @@ from typing import Any
 import modal
 import pytest
 
-from diloco.runlog.report import SUPERVISOR, Report, read_report
+from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from executors.platforms.multi import Place
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor

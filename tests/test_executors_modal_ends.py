@@ -15,9 +15,9 @@ from typing import Any
 import modal
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from diloco.runlog.ends import restarted_by
-from diloco.runlog.report import read_report, summary
+from diloco.runlog.reader import read_report, summary
 from executors.cli import main as cli
 from executors.cli import status as watch
 from executors.platforms.base import ReplicaSpec, State, Unavailable

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from diloco.runlog.report import SUPERVISOR
-from diloco.session import ORPHAN_GRACE_S
+from diloco.process.session import ORPHAN_GRACE_S
+from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.supervision.costs import LEASE_S

@@ -19,10 +19,12 @@ from typing import Any
 import modal
 import pytest
 
-from diloco import exitcodes, replica
-from diloco.config import RunConfig
-from diloco.launch import open_run, read_run
-from diloco.replica import too_late
+from diloco.process import exitcodes
+from diloco.replica import replica
+from diloco.replica.replica import too_late
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
 from executors.cli import main as cli
 from executors.cli.parser import make_parser
 from executors.platforms.base import ReplicaSpec, State
@@ -242,7 +244,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
         "all 2 outer steps are committed; nothing to do",
     )
     look = (
-        "import sys; from diloco.replica import main; code = main(sys.argv[1:]);"
+        "import sys; from diloco.replica.replica import main; code = main(sys.argv[1:]);"
         "print(code, [m for m in ('torch', 'transformers', 'trl', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", look, made.url, "--slot", "r01"], capture_output=True, text=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.runlog.report import Report, SessionSummary
-from diloco.session import Session as ReplicaLife
+from diloco.process.session import Session as ReplicaLife
+from diloco.runlog.reader import Report, SessionSummary
 from diloco.units import dollars
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
 from rendezvous.agreement.membership import Wanted, write_control

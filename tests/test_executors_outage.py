@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import SUPERVISOR, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, Refused, State, Status, Unavailable, unanswered
 from executors.platforms.multi import Mixed, Place

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError, load_config
-from diloco.launch import open_run, read_run
+from diloco.run.config import ConfigError, load_config
+from diloco.run.founding import open_run
+from diloco.run.record import read_run
 from executors.cli.main import main
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import State
 from executors.supervision.plan import (
     Cancel,

@@ -18,9 +18,9 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from diloco.config import RunConfig
-from diloco.data_files import gather_data
-from diloco.eval_config import EvalConfig
+from diloco.run.config import RunConfig
+from diloco.run.data_files import gather_data
+from diloco.run.eval_config import EvalConfig
 from executors.platforms.multi import Place
 from executors.preflight import checks
 from executors.preflight.run_url import UsageError

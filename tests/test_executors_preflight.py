@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from executors.platforms.multi import Place
 from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError

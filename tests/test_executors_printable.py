@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from diloco.output import PlainOutput, print_plainly, survive_lost_output
+from diloco.process.output import PlainOutput, print_plainly, survive_lost_output
 from diloco.runlog.opening import open_view
-from diloco.runlog.report import shown
+from diloco.runlog.reader import shown
 from diloco.runlog.scope import COSTS
 from executors.cli import logs, status
 from executors.cli.main import VERBS, main

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import read_report
 from executors.cli.status import status_table
 from executors.platforms.base import State
 from executors.platforms.multi import Place

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.config import load_config
-from diloco.launch import open_run
-from diloco.runlog.report import Report, read_report
+from diloco.process import exitcodes
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.runlog.reader import Report, read_report
 from executors.cli.status import status_table
 from executors.platforms.multi import PRELOAD
 from executors.platforms.on_host.executor import LocalProcessExecutor
@@ -44,7 +44,7 @@ import sys
 
 
 def score(completions, **columns):
-    if "diloco.manager" in sys.modules:  # a replica that trains: the judge is out of its reach
+    if "diloco.outer.managers.manager" in sys.modules:  # a replica that trains: the judge is out of its reach
         raise ConnectionError("429: the judge wants money")
     return [float(i) for i, _ in enumerate(completions)]
 """
@@ -83,7 +83,7 @@ batches = 0
 
 def score(completions, **columns):
     global batches
-    batches += "diloco.manager" in sys.modules
+    batches += "diloco.outer.managers.manager" in sys.modules
     {body}
     return [float(i) for i, _ in enumerate(completions)]
 """

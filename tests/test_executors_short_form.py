@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import processes
+from diloco.process import processes
 from examples.toy_platform.toy import ToyExecutor
 from executors import LocalProcessExecutor
 from executors.cli import main as cli

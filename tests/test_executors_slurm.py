@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes, processes
+from diloco.process import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, short_name
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.on_slurm.job import CANCELLED, CARD, END, ended_as

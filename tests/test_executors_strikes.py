@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import State
 from executors.supervision.plan import Desired, GiveUp, Limits, Observation, Replace, Wait, plan
 from executors.supervision.slot_state import past

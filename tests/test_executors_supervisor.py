@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco import exitcodes, processes
-from diloco.config import RunConfig
-from diloco.journal import Journal
-from diloco.launch import ModelRecord, Run, open_run, read_run
-from diloco.runlog.report import SUPERVISOR, Report, checks, read_report
+from diloco.process import exitcodes, processes
+from diloco.process.journal import Journal
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import ModelRecord, Run, read_run
+from diloco.runlog.reader import SUPERVISOR, Report, checks, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.lease import Lease, Supervised, supervisor_of

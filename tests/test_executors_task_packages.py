@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from executors.platforms.multi import Place
 from executors.preflight import task_packages
 from executors.preflight.place_faults import place_faults

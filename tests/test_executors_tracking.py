@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.config import ConfigError, RunConfig
-from diloco.processes import is_alive, start_ticks
-from diloco.runlog.report import read_report
+from diloco.process import exitcodes
+from diloco.process.processes import is_alive, start_ticks
+from diloco.run.config import ConfigError, RunConfig
+from diloco.runlog.reader import read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.preflight.checks import preflight
 from executors.preflight.run_url import UsageError
@@ -101,7 +101,7 @@ def test_log_to_is_checked_where_the_config_is_read_and_by_plan(tmp_path, monkey
         config(tmp_path, to=["mlflow"])
     with pytest.raises(ConfigError, match=r"log.samples"):
         config(tmp_path, samples=65)
-    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: None)
+    monkeypatch.setattr("diloco.views.trackers.make.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"run.toml: log.to has wandb: .*pip install 'serverless-diloco\[wandb\]'"):
         preflight(config(tmp_path, to=["wandb"]), "run.toml", "", [])
 

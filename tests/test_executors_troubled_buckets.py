@@ -113,7 +113,7 @@ def test_one_that_fails_in_the_middle_says_so_too(
     good: PuppetRun, s3: S3Server, tmp_path: Path, monkeypatch, capsys, at: str
 ) -> None:
     monkeypatch.setattr(opening, "PATIENCE_S", 0.1)
-    monkeypatch.setattr("diloco.history.STATE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("diloco.model.export.STATE_PATIENCE_S", 0.1)
     s3.fault("503", key=at, times=FOREVER)
     for command in ("verify", "export"):
         code = called(command, good, tmp_path)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diloco.runlog.report import Report, read_report
-from diloco.runlog.troubles import find_troubles
+from diloco.runlog.reader import Report, read_report
+from diloco.views.troubles import find_troubles
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.remarks import remark_lines
 from executors.supervision.supervisor import Supervisor

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from diloco.journal import Journal
-from diloco.runlog.report import SUPERVISOR, Report, read_report
+from diloco.process import exitcodes
+from diloco.process.journal import Journal
+from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, State
 from executors.platforms.on_hf_jobs.client import HubJob

@@ -6,8 +6,8 @@ tests/modal_server.py.
 
 import pytest
 
-from diloco import exitcodes
-from diloco.runlog.report import Report, read_report
+from diloco.process import exitcodes
+from diloco.runlog.reader import Report, read_report
 from executors.cli import main as cli
 from executors.platforms.base import State
 from executors.platforms.on_modal.app import Register, app_name

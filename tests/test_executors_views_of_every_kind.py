@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.gc import collect, plan_gc
-from diloco.launch import read_run
+from diloco.model.give_back import collect, plan_gc
+from diloco.run.record import read_run
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from diloco.config import RunConfig
-from diloco.runlog.report import SUPERVISOR
+from diloco.run.config import RunConfig
+from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import ReplicaSpec
 from executors.platforms.multi import Place
 from executors.platforms.on_hf_jobs.job_spec import CONTAINER, MOUNT

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from diloco.runlog.report import Reader, read_report
+from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import STATUS
 from executors.cli import status
 from executors.cli.demo import extra_checks, is_kill_due, next_commands

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from diloco.config import ConfigError
-from diloco.launch import Run, RunRecord
+from diloco.run.config import ConfigError
+from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View, open_view
-from diloco.runlog.overview import MetricCurve, SessionRow, overview
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
 from diloco.runlog.scope import COSTS
-from diloco.runlog.troubles import find_troubles
+from diloco.views.overview import MetricCurve, SessionRow, overview
+from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
 from executors.cli import watch_actions
 from executors.cli import watch_words as words

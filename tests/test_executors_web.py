@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from diloco.launch import Run, RunRecord
+from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View
-from diloco.runlog.page.publish import Publisher
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
+from diloco.views.page.publish import Publisher
 from executors.cli import main as cli
 from executors.cli import web
 from executors.cli.parser import make_parser
@@ -342,7 +342,7 @@ def test_only_views_and_the_layout_know_the_published_keys() -> None:
         for path in (root / room).rglob("*.py")
         if any(word in path.read_text() for word in ("page_data_key", "PAGE_INDEX", "layout.PAGE"))
     }
-    assert knows == {"rendezvous/layout.py", "diloco/runlog/page/publish.py"}
+    assert knows == {"rendezvous/layout.py", "diloco/views/page/publish.py"}
 
 
 class ReadOnly(FaultyStore):

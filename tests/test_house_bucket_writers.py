@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.launch import Run, RunRecord, fetch_files
+from diloco.model.fetch import fetch_files
+from diloco.run.record import Run, RunRecord
 from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from diloco import reference
-from diloco.config import ConfigError, RunConfig
+from diloco.run.config import ConfigError, RunConfig
 from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES
 from inner.settings.inner import MOVED, InnerConfig, InnerError
 from inner.settings.tables import Table, list_settings

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from diloco.config import load_config
+from diloco.run.config import load_config
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -50,7 +50,7 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
          "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco"),
         ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
         ("httpx", "from inner import replay_trace; replay_trace([], [], 1.0)", "replay"),
-        ("matplotlib", "from diloco.runlog.charts import write_picture; write_picture(None, None)", "report"),
+        ("matplotlib", "from diloco.views.page.charts import write_picture; write_picture(None, None)", "report"),
     ],
 )  # fmt: skip
 def test_a_missing_package_fails_when_used_and_names_its_extra(missing: str, use: str, extra: str) -> None:

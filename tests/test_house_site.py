@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco import StoreManager, make_diloco
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from executors.cli.parser import make_parser
 from inner.settings.tables import list_settings
 from rendezvous import layout

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.history import model_record, start_folder, state_at
-from diloco.launch import fetch_files, read_run
-from diloco.replica import REJOIN_WARMUP, share_of
-from diloco.seeds import derive_seed
+from diloco.model.export import model_record, start_folder, state_at
+from diloco.model.fetch import fetch_files
+from diloco.replica.replica import REJOIN_WARMUP, share_of
+from diloco.run.record import read_run
+from diloco.run.seeds import derive_seed
 from inner import InnerLoop, Seeds, build_inner
 from tests.fleet import Fleet
 from tests.study_trials import count_to_seed

@@ -63,7 +63,7 @@ def test_a_report_out_of_the_wheel_is_the_page_of_this_tree(unpacked: Path, tmp_
     here.mkdir()
     assert "3 of 100 outer steps" in run_from(unpacked, here, "report", run.url, "--to", str(here))
     page = (here / "report.html").read_text()
-    for asset in (ROOT / "diloco/runlog/page/assets").glob("*.js"):
+    for asset in (ROOT / "diloco/views/page/assets").glob("*.js"):
         assert asset.read_text().strip()[:200] in page, asset.name
     assert len(page) > 50_000
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from inner import InnerConfig, InnerError, Seeds, build_inner, publish_model
 from inner.rollouts.engine import ENOUGH, MaskedShare, engine_parameters, masked_share
 from inner.train.grpo import trainer_arguments

@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diloco.config import RunConfig
-from diloco.sizing import parameters_of
+from diloco.run.config import RunConfig
+from diloco.run.sizing import parameters_of
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model

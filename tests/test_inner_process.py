@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diloco.config import ConfigError, RunConfig
+from diloco.run.config import ConfigError, RunConfig
 from inner.channels.consensus import ConsensusScore, recorded_answers, turn_score
 from inner.channels.lessons import Rollout
 from inner.channels.process_head import HeadScore, ProcessHead, head_examples, train_process_head

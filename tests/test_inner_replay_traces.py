@@ -160,7 +160,7 @@ def test_the_example_trains_one_step_with_a_local_model(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from dataclasses import replace
 
-    from diloco.config import load_config
+    from diloco.run.config import load_config
     from inner import Seeds, build_inner
     from inner.worlds.tiny import tiny_model, tiny_tokenizer
 

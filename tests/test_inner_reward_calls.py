@@ -669,7 +669,7 @@ def test_a_hint_that_raises_costs_the_hint_and_is_told() -> None:
 
 
 def test_what_a_broken_completion_counts_is_a_part_of_what_a_run_learns() -> None:
-    from diloco.config import RunConfig
+    from diloco.run.config import RunConfig
 
     one, other = (RunConfig(inner=InnerConfig(rewards={"broken": b})) for b in ("worst", -1))
     assert one.mathematics() != other.mathematics()
@@ -678,7 +678,7 @@ def test_what_a_broken_completion_counts_is_a_part_of_what_a_run_learns() -> Non
 
 
 def test_the_settings_are_no_part_of_what_a_run_learns(tmp_path: Any) -> None:
-    from diloco.config import RunConfig
+    from diloco.run.config import RunConfig
 
     one, other = (RunConfig(inner=InnerConfig(rewards={"retries": n, "timeout_s": n})) for n in (1, 7))
     assert one.mathematics() == other.mathematics() and "reward_retries" not in one.mathematics()["inner"]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.config import ConfigError, RunConfig
-from diloco.launch import fetch_files, open_run
+from diloco.model.fetch import fetch_files
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.founding import open_run
 from inner.errors import RewardFailed
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.grpo import GrpoLoop

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from diloco.config import ConfigError, RunConfig
-from diloco.data_files import gather_data
-from diloco.launch import fetch_files, open_run
+from diloco.model.fetch import fetch_files
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.data_files import gather_data
+from diloco.run.founding import open_run
 from diloco.units import byte_size
 from executors.preflight.outlook import size_lines
 from inner import InnerConfig, InnerError

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from diloco.runlog.report import read_report
+from diloco.runlog.reader import read_report
 from inner import InnerError
 from inner.tasks.make import make_rows
 from inner.tasks.score import score_replies

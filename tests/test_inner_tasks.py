@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco.config import ConfigError, RunConfig
-from diloco.data_files import gather_data
-from diloco.eval_config import EvalConfig
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.data_files import gather_data
+from diloco.run.eval_config import EvalConfig
 from inner import InnerConfig, InnerError
 from inner.tasks import make, score, spec
 from inner.tasks.gym import as_literal

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from diloco.config import ConfigError, RunConfig
+from diloco.run.config import ConfigError, RunConfig
 from inner import InnerConfig, InnerError
 from inner.settings.tables import list_settings
 from inner.settings.trl import ALIASES, HANDED_THROUGH, OWNED

@@ -1,6 +1,5 @@
 """ObjectStoreAllReduce: real processes on a folder, one of them killed and started again."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,8 +16,7 @@ from rendezvous import FileStore, MemoryStore, ObjectStoreAllReduce, layout
 from rendezvous.errors import BadDelta, Fenced
 from rendezvous.records.records import Commit
 from tests.fakes import FaultyStore, ManualClock
-
-FORK = multiprocessing.get_context("fork")
+from tests.fleet import context as forkserver
 
 
 def value(rank: int, step: int, size: int = 1000) -> np.ndarray:
@@ -50,13 +48,13 @@ def work(url: str, rank: int, ranks: int, steps: int, results: Any, die_after: s
 
 
 def start(url: Path, rank: int, ranks: int, steps: int, results: Any, die_after: str = "") -> Any:
-    process = FORK.Process(target=work, args=(str(url), rank, ranks, steps, results, die_after))
+    process = forkserver().Process(target=work, args=(str(url), rank, ranks, steps, results, die_after))
     process.start()
     return process
 
 
 def test_four_processes_get_the_same_mean(tmp_path: Path) -> None:
-    results = FORK.SimpleQueue()
+    results = forkserver().SimpleQueue()
     ranks = [start(tmp_path, rank, 4, 5, results) for rank in range(4)]
     found = {(rank, step): mean for rank, step, mean in (results.get() for _ in range(20))}
     for process in ranks:
@@ -68,7 +66,7 @@ def test_four_processes_get_the_same_mean(tmp_path: Path) -> None:
 
 def test_a_rank_is_killed_and_started_again(tmp_path: Path) -> None:
     """It dies right after its offer for step 2: that value counts, and its successor goes on with step 3."""
-    results = FORK.SimpleQueue()
+    results = forkserver().SimpleQueue()
     others = [start(tmp_path, rank, 3, 5, results) for rank in (0, 1)]
     victim = start(tmp_path, 2, 3, 5, results, die_after="steps/0000000002/offer/r02")
     victim.join(30)

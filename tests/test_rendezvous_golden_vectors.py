@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.optimizer import Nesterov, OuterState
+from diloco.outer.optimizer import Nesterov, OuterState
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules
 from rendezvous.engine.rendezvous import Rendezvous

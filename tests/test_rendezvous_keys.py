@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import ModelRecord, RunRecord, fetch_model
+from diloco.model.fetch import fetch_model
+from diloco.run.record import ModelRecord, RunRecord
 from rendezvous import layout
 from rendezvous.engine import residuals
 from rendezvous.errors import BadKey, RendezvousError, StoreRefused

@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from diloco.optimizer import Nesterov, OuterState
+from diloco.outer.optimizer import Nesterov, OuterState
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing

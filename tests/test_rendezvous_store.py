@@ -4,7 +4,6 @@ A new backend joins the contract with one line in STORES.
 """
 
 import errno
-import multiprocessing
 import os
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from rendezvous.stores.open import open_store
 from rendezvous.stores.race import race_writers
 from rendezvous.stores.signed import SignedStore
 from tests.fakes import Fault, FaultyStore, ManualClock
+from tests.fleet import context as forkserver
 
 STORES: dict[str, Callable[[Path], Store]] = {
     "file": lambda tmp: FileStore(tmp / "bucket"),
@@ -161,7 +161,7 @@ def _race(root: str, i: int, gate: Any, wins: Any) -> None:
 
 
 def test_one_of_sixteen_processes_wins_and_what_it_wrote_is_whole(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = forkserver()
     gate, wins = context.Barrier(16), context.SimpleQueue()
     racers = [context.Process(target=_race, args=(str(tmp_path), i, gate, wins)) for i in range(16)]
     for r in racers:

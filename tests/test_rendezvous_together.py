@@ -11,8 +11,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from diloco import history, session
-from diloco.config import ConfigError
+from diloco.model import export as history
+from diloco.process import session
+from diloco.run.config import ConfigError
 from rendezvous.agreement.rules import Timing
 from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.background import at_once, in_turn, together_on

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from diloco.runlog import feed
+from diloco.views.trackers import feed
 from executors.cli import main as cli
 
 

@@ -6,7 +6,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent / "inner" / "trl_fields.py"
+PAGE = Path(__file__).parent.parent / "inner" / "settings" / "trl_fields.py"
 HEAD = '''"""The settings of TRL's GRPOConfig and their types; made and compared by tests/trl_table.py.
 
 No torch here.

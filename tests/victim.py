@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco import config
-from diloco.config import FleetConfig
-from diloco.watchdog import Watchdog
+from diloco.process.watchdog import Watchdog
+from diloco.run import config
+from diloco.run.config import FleetConfig
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores.files import FileStore
@@ -145,7 +145,7 @@ def _note_lessons(folder: str) -> None:
 
 
 def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str] | None = None) -> None:
-    """Entry point of a child process: diloco.replica with its output in a file."""
+    """Entry point of a child process: diloco.replica.replica with its output in a file."""
     os.environ.update(environ or {})
     tempfile.tempdir = None  # the fork server has asked before TMPDIR was set
     if os.environ.get("TEST_ONE_DISK"):  # elsewhere there is no room either
@@ -176,7 +176,7 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
 
         script = scripted()  # kept until this process ends
         script.__enter__()
-    from diloco import replica
+    from diloco.replica import replica
 
     if os.environ.get("TEST_ONE_SEED"):
         replica.derive_seed = lambda *parts: 1

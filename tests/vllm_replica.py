@@ -77,7 +77,7 @@ class Spy:
         self.compared = -1
 
     def note(self, engine: Any, prompts: Any, generate: Callable[[], Any]) -> Any:
-        from diloco.model_checks import frozen_digest
+        from diloco.outer.model_checks import frozen_digest
 
         step = self.step()
         row: dict[str, Any] = {"step": step}
@@ -120,8 +120,8 @@ def watch(stem: str, scale: float) -> None:
 def main(url: str, slot: str, folder: str) -> int:
     os.environ.update(ENVIRON)
     on_cpu()
-    from diloco import replica
-    from diloco.launch import read_run
+    from diloco.replica import replica
+    from diloco.run.record import read_run
 
     lora = read_run(url).config.inner.lora
     assert lora is not None

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
-from diloco import processes
+from diloco.process import processes
 from rendezvous.machine import machine_name
 
 WORKS = (
-    "import sys; from diloco.run_marks import mark; [mark(u) for u in sys.argv[1:]]; print('.', flush=True); input()"
+    "import sys; from diloco.process.run_marks import mark; [mark(u) for u in sys.argv[1:]]; "
+    "print('.', flush=True); input()"
 )
 
 

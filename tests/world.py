@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from diloco.config import RunConfig
-from diloco.launch import Run, open_run
-from diloco.runlog.report import Report, read_report
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Report, read_report
 from executors.platforms.multi import Place
 from executors.supervision.costs import Costs, costs
 from executors.supervision.plan import Limits

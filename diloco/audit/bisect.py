@@ -16,7 +16,7 @@ from enum import StrEnum
 from math import ceil, log2
 from typing import Any
 
-from diloco.config import ConfigError
+from diloco.run.config import ConfigError
 
 
 class Judgement(StrEnum):

@@ -18,10 +18,10 @@ from typing import Any
 from diloco.audit.explain import OPPOSED
 from diloco.audit.metrics import LOWER, UNKNOWN, Measurement, Metric
 from diloco.audit.omissions import Counterfactual, Omission, distance, listed_slots, states_without
-from diloco.config import ConfigError
-from diloco.history import model_record, state_at
-from diloco.launch import Run
-from diloco.optimizer import OuterState
+from diloco.model.export import model_record, state_at
+from diloco.outer.optimizer import OuterState
+from diloco.run.config import ConfigError
+from diloco.run.record import Run
 
 REPLICA, STEP = "replica", "step"
 NOISE = 0.1  # of the number's whole change from θ_a to θ_b, or of an average step's

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.audit.bisect import Judgement
-from diloco.config import ConfigError
-from diloco.history import state_at, write_model
-from diloco.launch import ModelRecord, Run
-from diloco.optimizer import OuterState
+from diloco.model.export import state_at, write_model
+from diloco.outer.optimizer import OuterState
+from diloco.run.config import ConfigError
+from diloco.run.record import ModelRecord, Run
 
 STDERR = 2  # file descriptor of this process, also where sys.stderr is another stream
 UNCLEAR, COULD_NOT_RUN = 125, 126  # the latter and all above: no such command, a signal

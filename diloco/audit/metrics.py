@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from diloco.audit.judge import Judge
-from diloco.config import ConfigError
-from diloco.history import put_into, start_folder
-from diloco.launch import ModelRecord, Run, fetch_files
-from diloco.offline_eval import OfflineScorer
-from diloco.optimizer import OuterState
-from diloco.start_model import refuse_other_base
+from diloco.audit.offline_eval import OfflineScorer
+from diloco.model.export import put_into, start_folder
+from diloco.model.fetch import fetch_files
+from diloco.model.start_model import refuse_other_base
+from diloco.outer.optimizer import OuterState
+from diloco.run.config import ConfigError
+from diloco.run.record import ModelRecord, Run
 from inner.data.prompts import local_file
 from inner.train.build import load_start
 from inner.train.supervised import load_tokens

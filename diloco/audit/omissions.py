@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from diloco.contributions import Contribution, read_contributions, read_mean
-from diloco.history import empty_state, state_at
-from diloco.launch import ModelRecord, Run
-from diloco.optimizer import OuterState
-from diloco.safety import cosine, dot, norm
+from diloco.model.contributions import Contribution, read_contributions, read_mean
+from diloco.model.export import empty_state, state_at
+from diloco.outer.optimizer import OuterState
+from diloco.outer.safety import cosine, dot, norm
+from diloco.run.record import ModelRecord, Run
 from rendezvous.agreement.chain import Chain
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from diloco.config import ConfigError
-from diloco.contributions import read_contributions, read_mean
 from diloco.events import LAUNCH_ENDS, SESSION_ENDS, SESSION_FAULTS, WARNINGS
-from diloco.history import model_record, state_at
-from diloco.journal import read_log
-from diloco.launch import Run, timing_for
-from diloco.optimizer import OuterState
-from diloco.safety import cosine, dot, norm
+from diloco.model.contributions import read_contributions, read_mean
+from diloco.model.export import model_record, state_at
+from diloco.outer.optimizer import OuterState
+from diloco.outer.safety import cosine, dot, norm
+from diloco.process.journal import read_log
+from diloco.run.config import ConfigError
+from diloco.run.record import Run, timing_for
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.agreement.membership import Wanted, claims_above, controls_above, read_leave
@@ -238,7 +238,7 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
 
 def fragment_sizes(run: Run) -> list[int]:
     """Elements of each fragment of the run's θ."""
-    from diloco.history import empty_state
+    from diloco.model.export import empty_state
 
     return [theta.numel() for theta in empty_state(model_record(run), run.config.outer).thetas]
 

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from diloco.config import ConfigError, keep_bytes
-from diloco.history import empty_state, keep_of, model_record, refuse_gone, start_arrays
-from diloco.launch import Run
-from diloco.optimizer import OuterState
-from diloco.runlog.ahead import Ahead
+from diloco.model.export import empty_state, keep_of, model_record, refuse_gone, start_arrays
+from diloco.outer.optimizer import OuterState
+from diloco.run.config import ConfigError, keep_bytes
+from diloco.run.record import Run
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.background import no_emit, together_on
@@ -40,6 +39,7 @@ from rendezvous.records.tensors import TensorFile
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore, Readable
+from rendezvous.stores.ahead import Ahead
 
 UNSEEN = "that a pseudogradient is what its replica's inner steps gave (nothing of those is in the bucket)"
 STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # whose records are asked for together

@@ -6,7 +6,7 @@
 The standard error is that of a mean over prompts: samples of one prompt are alike, so they count as one number.
 Pure; no torch here.
 
-Not promised: that a log is true; logs are not signed (diloco/journal.py).
+Not promised: that a log is true; logs are not signed (diloco/process/journal.py).
 """
 
 import math

@@ -14,7 +14,7 @@ the first record on meets the gap.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco.runlog.ahead import Ahead
+from rendezvous.stores.ahead import Ahead
 
 FAN = 16  # keys asked for at once between two bounds
 CLOSE = 4  # keys in a row: a series that grew by fewer since the last look is known after one round

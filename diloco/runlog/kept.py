@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.runlog.report import Report
+    from diloco.runlog.reader import Report
 
 _WIDTH = 24  # characters of a list of steps
 

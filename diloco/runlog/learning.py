@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from diloco.journal import is_reckonable
+from diloco.process.journal import is_reckonable
 
 NAMES = {
     "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",
@@ -24,13 +24,6 @@ WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  
 COUNTS = ("reward_missing",)  # summed over replicas; of all others the mean is shown
 LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
 SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
-TAKEN = frozenset(
-    {
-        "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
-        "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "cross_term", "mean_norm", "outer_lr",
-        "inner_s", "offer_s", "wait_s", "mean_s", "device",
-    }
-)  # fmt: skip
 
 
 class Measured(Protocol):

@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from diloco.runlog.ahead import Ahead
-from diloco.runlog.cache import Cache
 from diloco.runlog.extent import Rounds
 from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.stores.ahead import Ahead
+from rendezvous.stores.cache import Cache
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are

@@ -11,14 +11,14 @@ Not promised: that nothing moved between these answers and the look that reads t
 
 from dataclasses import dataclass, field
 
-from diloco.launch import OPENING, Run, decode_run, open_under_seal
-from diloco.runlog.ahead import Ahead, Answer, ask_store
-from diloco.runlog.cache import Cache, cache_of, latest_cache
+from diloco.run.record import OPENING, Run, decode_run, open_under_seal
+from diloco.run.superseded import leads_on, url_below
 from diloco.runlog.look import likely_keys
 from diloco.runlog.scope import Scope
-from diloco.superseded import leads_on, url_below
 from rendezvous import layout
 from rendezvous.store import Store
+from rendezvous.stores.ahead import Ahead, Answer, ask_store
+from rendezvous.stores.cache import Cache, cache_of, latest_cache
 from rendezvous.stores.open import open_store
 from rendezvous.stores.signed import SignedStore
 
@@ -43,7 +43,7 @@ def open_view(url: str, scope: Scope) -> View:
         return open_view(url_below(url), scope)
     records, store = open_under_seal(url, bare, asked)
     run = Run(url, store, decode_run(url, records.get(layout.RUN) or b""))
-    cache = cache_of(run)
+    cache = cache_of(run.store, run.record.nonce)
     if guess is not None and cache is not None and guess.folder == cache.folder:
         cache = guess  # its files have been read
     return View(run, cache, _verified_answers(store, bare, answers))

@@ -11,7 +11,7 @@
     a small run's watch is as its report, without a LIST
 
 Bounds hold for the records that a reader finds at its first look; it reads all later records, unless a Focus says which
-part of the run the next look is about (diloco/runlog/pace.py).
+part of the run the next look is about (diloco/views/pace.py).
 
 Not promised: that two views count the same garbage in logs; each counts what it reads.
 """
@@ -75,7 +75,7 @@ EVERYTHING = Scope()
 STATUS = Scope(newest=24, spread=24, each=1)
 COSTS = Scope(commits=False, newest=0)
 WHOLE = Focus()
-AT_FIRST = 10  # outer steps that the newest are compared with (diloco/runlog/learning_troubles.py)
+AT_FIRST = 10  # outer steps that the newest are compared with (diloco/views/learning_troubles.py)
 SAMPLED = 4  # offers of a step that stand for all of them in a curve
 SMALL_RUN = 1500  # offers: a live view reads all of them, as a report does
 

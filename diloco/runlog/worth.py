@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.runlog.learning import headline_curve
 
 if TYPE_CHECKING:
-    from diloco.runlog.report import Report, SessionSummary, Step
+    from diloco.runlog.reader import Report, SessionSummary, Step
 
 RECENT = 10  # outer steps that agreement is averaged over
 LEAST_COSINE = 0.01  # below it replicas have nothing in common, as far as a few steps can tell

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from local_teachers import serving
 
 from diloco import StoreManager, make_diloco
-from diloco.config import RunConfig, load_config
-from diloco.replica import share_of
-from diloco.seeds import derive_seed
+from diloco.replica.replica import share_of
+from diloco.run.config import RunConfig, load_config
+from diloco.run.seeds import derive_seed
 from inner import Seeds, Teacher, ToolWorld, publish_model
 from inner.extras.monarch import Replica, ReplicaPlan, read_weights, write_weights
 from inner.train.build import load_start

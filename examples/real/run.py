@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from diloco.runlog.report import checks, read_report
+from diloco.runlog.reader import checks, read_report
 from rendezvous.stores.open import open_store
 
 HERE = Path(__file__).parent

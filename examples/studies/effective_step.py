@@ -3,7 +3,7 @@
     python examples/studies/effective_step.py --to studies               about 25 minutes of one core
 
     fixed      η = .7
-    matched    η_eff = η·(1 + μ/(1 − μρ)) = 1                 outer.lr = "auto": ρ is learned   (diloco/safety.py)
+    matched    η_eff = η·(1 + μ/(1 − μρ)) = 1                 outer.lr = "auto": ρ is learned   (diloco/outer/safety.py)
     root       η_eff = (‖Δ‖/‖ḡ‖)^½                            further where replicas disagree; ‖Δ‖ their mean length
 
 Not promised: that it holds elsewhere (docs/studies/replicas.md).
@@ -22,7 +22,7 @@ from torch import Tensor
 from trials import Curve, Row, Trial, area, paired, run_missing
 from worlds import WORLDS
 
-from diloco.safety import AutoLR
+from diloco.outer.safety import AutoLR
 
 WORLD, MACHINES, STEPS = WORLDS["text"], 4, 100  # inner steps of each machine
 RULES, MOMENTA, EVERY = ("fixed", "matched", "root"), (0.0, 0.5, 0.9), (5, 20, 50)

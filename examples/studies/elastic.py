@@ -37,7 +37,7 @@ from rendezvous.agreement.rules import Rules
 
 MACHINES, EVERY, ROUNDS = 4, 5, 16
 SEEDS = range(16, 24)
-WARMUP = 3  # inner steps of a session that begins in the middle of a run (diloco/replica.py)
+WARMUP = 3  # inner steps of a session that begins in the middle of a run (diloco/replica/replica.py)
 SHORT = 2  # inner steps of a slow machine's round, and of one that was told to leave
 
 

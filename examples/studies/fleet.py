@@ -4,7 +4,7 @@
                                ├─▶ replica 1: h inner steps ─▶ Δ₁ ─┼─▶ ḡ = (Σ wΔ)/(Σ w) ─▶ m ← μ·m + ḡ
                                └─▶ …  lost, or counted later                              θ ← θ − lr·(ḡ + μ·m)
 
-    w by h and age: rendezvous/agreement/rules.py      the step: diloco/optimizer.py
+    w by h and age: rendezvous/agreement/rules.py      the step: diloco/outer/optimizer.py
 
 Replicas take turns, each in a thread of its own, because `InnerLoop.train` returns once; only one runs at a time.  With
 the seeds of a real fleet it takes that fleet's steps, bit for bit, late work and replaced sessions included
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.flat import trainable_parameters
-from diloco.optimizer import nesterov
+from diloco.outer.flat import trainable_parameters
+from diloco.outer.optimizer import nesterov
 from inner import InnerLoop
 from rendezvous.agreement.rules import Rules, with_weights
 from rendezvous.layout import slot_name

@@ -34,8 +34,8 @@ from torch import Tensor
 from trials import Curve, Row, Trial, area, paired, run_missing
 from worlds import WORLDS, World
 
-from diloco.optimizer import nesterov
-from diloco.safety import pairwise_cosine
+from diloco.outer.optimizer import nesterov
+from diloco.outer.safety import pairwise_cosine
 from inner import InnerConfig, InnerLoop
 from inner.settings.task import ScheduleSettings
 from rendezvous.agreement.rules import Rules

@@ -31,8 +31,8 @@ from torch import Tensor
 from trials import Curve, Row, Trial, area, at_step, first_step, paired, run_missing
 from worlds import WORLDS, World
 
-from diloco.config import OuterConfig
-from diloco.safety import AutoLR
+from diloco.outer.safety import AutoLR
+from diloco.run.config import OuterConfig
 from inner import InnerLoop
 
 STEPS = WORLDS["text"].steps  # inner steps of `alone`: 320 · B sequences in every arm

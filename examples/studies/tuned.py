@@ -31,7 +31,7 @@ from torch import Tensor
 from trials import Curve, Paired, Row, Trial, area, paired, read_rows, run_missing
 from worlds import WORLDS, World
 
-from diloco.safety import pairwise_cosine
+from diloco.outer.safety import pairwise_cosine
 
 EVERY = (1, 5, 20)
 TUNED_ON, JUDGED_ON = (104, 105), range(8, 16)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco import processes
+from diloco.process import processes
 from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
 from executors.platforms.container import ENDED, STARTED, read_end

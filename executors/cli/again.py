@@ -13,10 +13,10 @@ Not promised: that what the first founding cost is in the costs or the budget of
 import shlex
 from collections.abc import Callable
 
-from diloco.config import RunConfig
-from diloco.host import host_words
-from diloco.launch import differing_settings
-from diloco.superseded import Superseded, is_superseded, url_below
+from diloco.process.host import host_words
+from diloco.run.config import RunConfig
+from diloco.run.founding import differing_settings
+from diloco.run.superseded import Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
 from executors.supervision.grace import GRACE_S
 from executors.supervision.lease import supervisor_of

@@ -52,9 +52,9 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
 
     sessions: those of each slot as well, and the supervisor.
     """
-    from diloco.runlog.ahead import Ahead
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
     from diloco.runlog.scope import COSTS
+    from rendezvous.stores.ahead import Ahead
     from rendezvous.stores.signed import open_signed
 
     try:

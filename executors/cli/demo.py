@@ -14,11 +14,12 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
-from diloco.config import load_config
-from diloco.launch import Run, open_run
-from diloco.runlog.charts import write_picture
-from diloco.runlog.overview import inner_steps_per_round
-from diloco.runlog.report import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
+from diloco.run.config import load_config
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
+from diloco.views.overview import inner_steps_per_round
+from diloco.views.page.charts import write_picture
 from executors.cli.foreground import say, supervise_here
 from executors.cli.report import write_page
 from executors.supervision.supervisor import Supervisor

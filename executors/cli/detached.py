@@ -18,12 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from diloco import exitcodes
-from diloco.host import host_words
-from diloco.journal import Journal
-from diloco.launch import Run
-from diloco.own_files import appended
-from diloco.runlog.report import SUPERVISOR
+from diloco.process import exitcodes
+from diloco.process.host import host_words
+from diloco.process.journal import Journal
+from diloco.process.own_files import appended
+from diloco.run.record import Run
+from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.logfile import LogFile
 from executors.platforms.multi import build_executor

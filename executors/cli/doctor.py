@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diloco.config import AUTO, OuterConfig, load_config
-from diloco.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
+from diloco.run.config import AUTO, OuterConfig, load_config
+from diloco.run.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
 from rendezvous.clock import SystemClock
 from rendezvous.probe import doctor_table, probe_store
 from rendezvous.store import Store

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco import exitcodes, processes
-from diloco.launch import Run, refuse_lost_run
-from diloco.output import asking_signals
-from diloco.runlog.overview import end_words
-from diloco.runlog.report import Reader, Report
+from diloco.process import exitcodes, processes
+from diloco.process.output import asking_signals
+from diloco.run.founding import refuse_lost_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.units import duration
+from diloco.views.overview import end_words
 from executors.cli.status import StatusView, view_for
 from executors.platforms.multi import build_executor
 from executors.supervision.alerts import VARIABLE as ALERT

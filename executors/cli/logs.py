@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.journal import read_log
-from diloco.launch import read_run
-from diloco.runlog.ahead import Ahead
-from diloco.runlog.cache import cache_of
-from diloco.runlog.report import SUPERVISOR, Report, SessionSummary, read_report, shown
+from diloco.process.journal import read_log
+from diloco.run.record import read_run
+from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, read_report, shown
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle
 from executors.platforms.logfile import LogFile
@@ -34,6 +32,8 @@ from rendezvous import layout
 from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.store import Store
+from rendezvous.stores.ahead import Ahead
+from rendezvous.stores.cache import cache_of
 from rendezvous.stores.open import open_store
 
 PAUSE_S = 0.2
@@ -121,7 +121,7 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
 
 def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog | BucketLog:
     run = read_run(url)
-    report = read_report(run.store, COSTS, cache_of(run))
+    report = read_report(run.store, COSTS, cache_of(run.store, run.record.nonce))
     session = next((x for x in report.sessions if x.name == name), None)
     if session is None:
         sessions = ", ".join(x.name for x in report.sessions) or "none yet"

@@ -20,7 +20,7 @@ from executors.preflight.run_url import UsageError
 if TYPE_CHECKING:
     from diloco.audit.bisect import Judgement
     from diloco.audit.judge import Judge
-    from diloco.launch import Run
+    from diloco.run.record import Run
 
 Answer = tuple[dict[str, Any], list[str]]  # for programs, for people
 WITH_COMMAND = ("bisect", "blame")
@@ -54,7 +54,7 @@ def blame_answer(run: "Run", args: Namespace) -> Answer:
     """Find whose pseudogradients moved a metric most.   Raises UsageError, ConfigError."""
     from diloco.audit.blame import blame, blame_dict, blame_lines, refuse_unseparated
     from diloco.audit.metrics import CommandNumber, open_metric
-    from diloco.history import model_record
+    from diloco.model.export import model_record
 
     _refuse_two_metrics(args)
     first, last = args.first or 0, _head(run) if args.last is None else args.last
@@ -71,9 +71,9 @@ def blame_answer(run: "Run", args: Namespace) -> Answer:
 
 def gc_answer(run: "Run", args: Namespace, agreed: Callable[[list[str]], bool]) -> Answer:
     """Delete objects beyond a size, once agreed.   agreed: asks the person, after these lines.   Raises ConfigError."""
-    from diloco.gc import collect, plan_gc, plan_lines
+    from diloco.model.give_back import collect, plan_gc, plan_lines
     from diloco.runlog.evaluation import best_evaluation
-    from diloco.runlog.report import read_report
+    from diloco.runlog.reader import read_report
     from rendezvous.clock import SystemClock
 
     plan = plan_gc(run, args.keep, SystemClock())
@@ -89,7 +89,7 @@ def gc_answer(run: "Run", args: Namespace, agreed: Callable[[list[str]], bool]) 
 
 def _judge(run: "Run", args: Namespace) -> "Judge":
     from diloco.audit.judge import Judge
-    from diloco.history import model_record, refuse_merge
+    from diloco.model.export import model_record, refuse_merge
 
     refuse_merge(run, args.merge)
     return Judge(run, model_record(run), args.judge, args.merge)
@@ -107,7 +107,7 @@ def _told(judge: "Judge", say: Callable[[str], None]) -> "Callable[[int], Judgem
 
 def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     """The steps whose θ can be computed, between two that are named, or of the whole run."""
-    from diloco.history import refuse_gone, what_is_kept
+    from diloco.model.export import refuse_gone, what_is_kept
 
     head = _head(run)
     for step in (first, last):

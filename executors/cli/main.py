@@ -19,16 +19,16 @@ from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.output import print_plainly
+from diloco.process.output import print_plainly
 from executors.cli.looking_back import split_command
 from executors.cli.parser import make_parser
 from executors.cli.wrapping import fit_lines
 from executors.preflight import run_url
 
 if TYPE_CHECKING:
-    from diloco.config import RunConfig
-    from diloco.fork import Fork
-    from diloco.launch import Run
+    from diloco.model.fork import Fork
+    from diloco.run.config import RunConfig
+    from diloco.run.record import Run
     from executors.preflight.checks import Checked
     from executors.preflight.quote import Quote
     from executors.supervision.costs import Costs
@@ -77,9 +77,9 @@ def _act(args: Namespace) -> int:
 def _explain_error(error: Exception) -> tuple[str, int]:
     """Return (text, exit code).  No answer of a platform, or a full disk, is no mistake in the command: the same one
     may work later."""
-    from diloco import exitcodes
-    from diloco.disk_space import full_disk_words, is_full
-    from diloco.runlog.trackers.tracker import TrackerBusy
+    from diloco.process import exitcodes
+    from diloco.process.disk_space import full_disk_words, is_full
+    from diloco.views.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
     from rendezvous.errors import GaveUp, StoreUnclear
 
@@ -121,7 +121,7 @@ def _resolve_run(args: Namespace) -> None:
     elsewhere = ("demo", "plan", "setup", "completion", "status", "watch", "costs", "report", "track")
     if getattr(args, "run", None) is None or args.command in elsewhere:
         return
-    from diloco.superseded import current_url
+    from diloco.run.superseded import current_url
     from executors.cli.opening import ask_again
 
     url = run_url.checked_url(args.run)
@@ -130,8 +130,8 @@ def _resolve_run(args: Namespace) -> None:
 
 def _is_expected(error: Exception) -> bool:
     """Whether the error says what to do next; any other is a defect, and keeps its traceback."""
-    from diloco.config import ConfigError
-    from diloco.runlog.charts import ReportError
+    from diloco.run.config import ConfigError
+    from diloco.views.page.charts import ReportError
     from executors.platforms.base import ExecutorError
     from inner import InnerError
     from rendezvous.errors import RendezvousError
@@ -156,14 +156,14 @@ def _print_sentences(args: Namespace, data: dict[str, Any], lines: list[str]) ->
 
 def _read_config(args: Namespace) -> "RunConfig":
     """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
-    from diloco.config import load_config
-    from diloco.data_files import gather_data
+    from diloco.run.config import load_config
+    from diloco.run.data_files import gather_data
 
     return gather_data(load_config(args.config, args.set), _say)
 
 
 def _train(args: Namespace) -> int:
-    from diloco.launch import open_run
+    from diloco.run.founding import open_run
     from executors.cli.foreground import say
     from executors.cli.scale import finished_words
     from executors.preflight import quote
@@ -201,13 +201,13 @@ def _train(args: Namespace) -> int:
 
 
 def _read_fork(args: Namespace, config: "RunConfig") -> "Fork":
-    from diloco.fork import read_fork
+    from diloco.model.fork import read_fork
 
     return read_fork(run_url.checked_url(args.origin), config, args.momentum)
 
 
 def _begin_fork(run: "Run", fork: "Fork", args: Namespace) -> None:
-    from diloco.fork import begin
+    from diloco.model.fork import begin
     from rendezvous.clock import SystemClock
 
     begin(run, fork, SystemClock())
@@ -215,7 +215,7 @@ def _begin_fork(run: "Run", fork: "Fork", args: Namespace) -> None:
 
 
 def _resume(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from diloco.run.record import read_run
     from executors.cli.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
@@ -238,7 +238,7 @@ def _resume(args: Namespace) -> int:
 
 
 def _plan(args: Namespace) -> int:
-    from diloco import exitcodes
+    from diloco.process import exitcodes
     from executors.preflight import outlook, quote
     from executors.supervision.costs import Costs
 
@@ -312,18 +312,18 @@ def _replicas_from(args: Namespace) -> int | None:
 
 
 def _spent_so_far(url: str) -> "Costs":
-    from diloco.launch import read_run
-    from diloco.runlog.cache import cache_of
-    from diloco.runlog.report import read_report
+    from diloco.run.record import read_run
+    from diloco.runlog.reader import read_report
     from diloco.runlog.scope import COSTS
     from executors.supervision.costs import Costs, costs
     from rendezvous import layout
+    from rendezvous.stores.cache import cache_of
     from rendezvous.stores.open import open_store
 
     if open_store(url).get(layout.RUN) is None:
         return Costs()
     run = read_run(url)
-    return costs(read_report(run.store, COSTS, cache_of(run)), time.time())
+    return costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), time.time())
 
 
 def _is_agreed(args: Namespace, offer: "Quote") -> bool:
@@ -336,8 +336,8 @@ def _is_agreed(args: Namespace, offer: "Quote") -> bool:
 
 
 def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
-    from diloco.launch import solo_warning
-    from diloco.output import survive_lost_output
+    from diloco.process.output import survive_lost_output
+    from diloco.run.founding import solo_warning
     from executors.cli import foreground
     from executors.cli.status import view_for
 
@@ -381,7 +381,7 @@ def _supervise_detached(run: "Run", args: Namespace) -> int:
 
 def _status(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
-    from diloco.runlog.report import Reader
+    from diloco.runlog.reader import Reader
     from diloco.runlog.scope import STATUS
     from executors.cli import status
     from executors.supervision.costs import costs
@@ -432,7 +432,7 @@ def _logs(args: Namespace) -> int:
 
 def _costs(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
-    from diloco.runlog.report import Reader
+    from diloco.runlog.reader import Reader
     from diloco.runlog.scope import COSTS
     from executors.cli import status
     from executors.supervision.costs import costs
@@ -538,7 +538,7 @@ def _export(args: Namespace) -> int:
 
     run = reach_run(args.run)  # before the heavy import: a wrong path is told at once
     refuse_export(Path(args.to))
-    from diloco.history import export
+    from diloco.model.export import export
 
     step = export(run.url, _best_step(run, args.step) if args.best else args.step, Path(args.to), args.merge)
     mark_export(Path(args.to), run.url, step)
@@ -613,10 +613,10 @@ def _best_step(run: "Run", step: int | None) -> int:
     """The step whose θ did best on the held-out prompts, of those that are kept.
 
     Raises ConfigError where none was evaluated, or where `step` is given as well."""
-    from diloco.config import ConfigError
-    from diloco.history import keep_of, what_is_kept
+    from diloco.model.export import keep_of, what_is_kept
+    from diloco.run.config import ConfigError
     from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
-    from diloco.runlog.report import read_report
+    from diloco.runlog.reader import read_report
 
     if step is not None:
         raise ConfigError("--best and --step both name a step. Leave one of them out")
@@ -639,7 +639,7 @@ def _eval(args: Namespace) -> int:
 
     run = reach_run(args.run)
     prompts = _held_out_file(args.prompts, run.config) if args.prompts else None
-    from diloco.offline_eval import evaluate_step
+    from diloco.audit.offline_eval import evaluate_step
     from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 
     found = evaluate_step(run, args.step, prompts=prompts, samples=args.samples, report_progress=_say)
@@ -649,7 +649,7 @@ def _eval(args: Namespace) -> int:
 
 def _held_out_file(spelling: str, config: "RunConfig") -> Path:
     """The file that is named, or one with the rows of a dataset of the Hub."""
-    from diloco.data_files import gather_rows
+    from diloco.run.data_files import gather_rows
     from inner.settings.flat_names import EVAL
     from inner.settings.task import is_one_file
 
@@ -666,7 +666,7 @@ def _say(text: str) -> None:
 
 def _report(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
-    from diloco.runlog.report import Reader, summary
+    from diloco.runlog.reader import Reader, summary
     from diloco.runlog.scope import EVERYTHING
     from executors.cli import status
     from executors.cli.opening import patient_store
@@ -680,7 +680,7 @@ def _report(args: Namespace) -> int:
     data = {**status.status_dict(report, now), "page": str(page)}
     wrote = f"\nwrote {page}"
     if args.png:
-        from diloco.runlog.charts import write_picture
+        from diloco.views.page.charts import write_picture
 
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
@@ -692,10 +692,10 @@ def _report(args: Namespace) -> int:
 
 
 def _diff(args: Namespace) -> int:
-    from diloco.runlog.comparison import compare_runs
     from diloco.runlog.opening import open_view
-    from diloco.runlog.report import Reader
+    from diloco.runlog.reader import Reader
     from diloco.runlog.scope import EVERYTHING
+    from diloco.views.comparison import compare_runs
 
     views = [open_view(run_url.checked_url(url), EVERYTHING) for url in (args.old, args.new)]
     old, new = (Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh() for view in views)
@@ -708,7 +708,7 @@ def _traces(args: Namespace) -> int:
     from executors.cli.opening import reach_run
 
     run = reach_run(args.run)
-    from diloco.traces import freeze
+    from diloco.model.traces import freeze
 
     made = freeze(run.store, Path(args.to))
     text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
@@ -789,7 +789,7 @@ def _check(args: Namespace) -> int:
 def _objectives(args: Namespace) -> int:
     from dataclasses import asdict
 
-    from diloco.config import load_config
+    from diloco.run.config import load_config
     from inner.settings.objectives import PO_OBJECTIVES, format_menu
 
     settings = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from diloco.launch import Run, read_run, store_of
+from diloco.run.record import Run, read_run, store_of
 from executors.preflight import run_url
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import StoreUnclear

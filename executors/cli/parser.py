@@ -16,7 +16,7 @@ import re
 import sys
 from typing import Any
 
-from diloco.log_config import FOLDER, SAMPLES, TRACKERS
+from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
 from executors.cli.completion import SLOTS
 from executors.cli.init import MODEL, TASKS
 from executors.platforms import EXECUTORS

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from diloco.runlog.page.data import Beside, encode_chunks, json_bytes, page_data
-from diloco.runlog.page.freeze import write_frozen
-from diloco.runlog.page.publish import Publisher
-from diloco.runlog.page.rollouts import RolloutEnds
-from diloco.runlog.report import Report
-from diloco.runlog.troubles import Spending, find_troubles
+from diloco.runlog.reader import Report
+from diloco.views.page.data import Beside, encode_chunks, json_bytes, page_data
+from diloco.views.page.freeze import write_frozen
+from diloco.views.page.publish import Publisher
+from diloco.views.page.rollouts import RolloutEnds
+from diloco.views.troubles import Spending, find_troubles
 from executors.cli.status import cost_status
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import costs

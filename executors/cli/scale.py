@@ -9,7 +9,8 @@ Not promised: that anything happens at once; the supervisor reads the control re
 import shlex
 from contextlib import suppress
 
-from diloco.launch import Run, is_finished
+from diloco.run.founding import is_finished
+from diloco.run.record import Run
 from executors.platforms.multi import places_of
 from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError

@@ -19,13 +19,12 @@ from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from diloco.events import SHOWN
-from diloco.output import raw_output
+from diloco.process.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import is_shown, learning_words, newest_numbers, over_replicas
-from diloco.runlog.overview import inner_steps_per_round, phase_of
-from diloco.runlog.report import (
+from diloco.runlog.reader import (
     SUPERVISOR,
     Report,
     SessionSummary,
@@ -39,6 +38,7 @@ from diloco.runlog.report import (
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
+from diloco.views.overview import inner_steps_per_round, phase_of
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable

@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from diloco.log_config import PROJECT
-from diloco.processes import is_alive
-from diloco.runlog.feed import Feed, hold_alone
+from diloco.process.processes import is_alive
+from diloco.run.log_config import PROJECT
 from diloco.runlog.opening import open_view
-from diloco.runlog.report import Reader, Report
-from diloco.runlog.samples import SampleReader
+from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import EVERYTHING
-from diloco.runlog.trackers.make import check_tracker, make_tracker
-from diloco.runlog.trackers.tracker import TrackedRun
+from diloco.views.samples import SampleReader
+from diloco.views.trackers.feed import Feed, hold_alone
+from diloco.views.trackers.make import check_tracker, make_tracker
+from diloco.views.trackers.tracker import TrackedRun
 from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from diloco.config import ConfigError
+from diloco.run.config import ConfigError
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.opening import ask_again

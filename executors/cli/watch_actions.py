@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.launch import Run
-from diloco.runlog.cache import cache_of
-from diloco.runlog.report import read_report
-from diloco.runlog.samples import Sample, session_samples
+from diloco.run.record import Run
+from diloco.runlog.reader import read_report
 from diloco.runlog.scope import COSTS
+from diloco.views.samples import Sample, session_samples
 from executors.cli import logs, scale
 from executors.cli.watch_looks import error_words
 from executors.cli.watch_windows import AskWindow, NumberWindow, in_thread
 from executors.supervision.costs import costs
 from rendezvous.agreement.membership import Wanted
 from rendezvous.errors import StoreRefused
+from rendezvous.stores.cache import cache_of
 
 if TYPE_CHECKING:
     from executors.cli.watch_app import WatchApp
@@ -126,7 +126,7 @@ class ScaleAction:
 
     def _price(self, number: int) -> list[str]:
         run = self.app.looks.run
-        spent = costs(read_report(run.store, COSTS, cache_of(run)), self.app.looks.clock.wall())
+        spent = costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), self.app.looks.clock.wall())
         quote = scale.growth_quote(run, number, None, spent)
         return [] if quote is None or quote.free else quote.lines()
 

@@ -27,8 +27,8 @@ from textual.events import Resize
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
-from diloco.runlog.overview import SessionRow, aged
-from diloco.runlog.troubles import flagged_steps
+from diloco.views.overview import SessionRow, aged
+from diloco.views.troubles import flagged_steps
 from executors.cli import watch_words as words
 from executors.cli.watch_actions import DrainAction, EventsAction, LogAction, RolloutAction, ScaleAction
 from executors.cli.watch_looks import Picture, RunLooks, error_words

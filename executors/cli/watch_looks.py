@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from diloco.runlog.live import LiveReader
 from diloco.runlog.opening import View
-from diloco.runlog.overview import Overview, overview
-from diloco.runlog.report import Report
-from diloco.runlog.trouble import Spending, Trouble
-from diloco.runlog.troubles import find_troubles
+from diloco.runlog.reader import Report
+from diloco.views.live import LiveReader
+from diloco.views.overview import Overview, overview
+from diloco.views.trouble import Spending, Trouble
+from diloco.views.troubles import find_troubles
 from executors.cli.watch_words import event_lines
 from executors.supervision.costs import Costs, costs
 from executors.supervision.health import describe_supervisor

@@ -14,8 +14,8 @@ from argparse import Namespace
 from typing import TextIO
 
 from diloco.runlog.opening import View, open_view
-from diloco.runlog.page.publish import Publisher
 from diloco.runlog.scope import COSTS
+from diloco.views.page.publish import Publisher
 from executors.cli import web
 from executors.cli.opening import ask_again
 from executors.cli.report import publish_refused

@@ -20,11 +20,11 @@ from typing import Any
 
 from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
 from diloco.runlog.ends import observed_words, own_words
-from diloco.runlog.overview import MetricCurve, Overview, SessionRow
-from diloco.runlog.report import Report
+from diloco.runlog.reader import Report
 from diloco.runlog.sparkline import sparkline, squeezed
-from diloco.runlog.trouble import PAGE, Trouble
 from diloco.units import dollars, duration
+from diloco.views.overview import MetricCurve, Overview, SessionRow
+from diloco.views.trouble import PAGE, Trouble
 from executors.cli.status import cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs

@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.config import ConfigError
-from diloco.runlog.page.data import FORMAT, json_bytes, version_of
-from diloco.runlog.page.freeze import content_policy, live_page
+from diloco.run.config import ConfigError
+from diloco.views.page.data import FORMAT, json_bytes, version_of
+from diloco.views.page.freeze import content_policy, live_page
 from executors.preflight.run_url import UsageError
 
 PORT = 8642

@@ -11,11 +11,11 @@ Not promised: chunks of earlier steps at every look: they are made anew with a n
 import time
 from typing import Any
 
-from diloco.runlog.live import LiveReader
 from diloco.runlog.opening import View
-from diloco.runlog.page.data import Beside, EncodedChunks, chunks_of, encode_chunks, head_of, json_bytes
-from diloco.runlog.page.rollouts import RolloutEnds
-from diloco.runlog.report import Report
+from diloco.runlog.reader import Report
+from diloco.views.live import LiveReader
+from diloco.views.page.data import Beside, EncodedChunks, chunks_of, encode_chunks, head_of, json_bytes
+from diloco.views.page.rollouts import RolloutEnds
 from executors.cli.report import cost_data, trouble_data
 from executors.cli.watch_looks import LONGEST_PAUSE_S, error_words
 from rendezvous.clock import Clock

@@ -123,7 +123,7 @@ def _is_id(native: str) -> bool:
 class Handle(Plain):
     """One launched process, as any launcher on the same platform can find it again.
 
-    host, pid and started (clock ticks since boot) together name a process of a machine for ever (diloco/host.py).
+    host, pid and started (clock ticks since boot) together name a process of a machine for ever (process/host.py).
     files: where its files are, for people; "" if it was found by its claim alone.   native: its id on a platform (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None where
     it is unknown.

@@ -31,10 +31,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diloco import exitcodes, run_marks
-from diloco.disk_space import full_disk_words, is_full
-from diloco.host import PLACE_ENV
-from diloco.processes import describe_exit
+from diloco.process import exitcodes, run_marks
+from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.host import PLACE_ENV
+from diloco.process.processes import describe_exit
 from executors.platforms import entrypoint as entry
 from executors.platforms import oom
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name

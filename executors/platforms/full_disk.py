@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco.disk_space import full_disk_words, is_full
-from diloco.output import FULL
-from diloco.runlog.report import Report
+from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.output import FULL
+from diloco.runlog.reader import Report
 from executors.platforms.base import Unavailable
 
 LEAST = 64 << 10  # bytes; fewer, and not even heartbeats and logs are written reliably

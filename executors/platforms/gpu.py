@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 
 CPU = "cpu"
 NAME_BYTES = 100

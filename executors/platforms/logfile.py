@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from diloco.own_files import ForeignFile, open_own
+from diloco.process.own_files import ForeignFile, open_own
 from rendezvous.clock import Clock
 
 

@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 # Modules that a replica imports: the fork server has them ready.  A missing name is the replica's to report.
 PRELOAD = (
-    "diloco.replica",
-    "diloco.manager",
-    "diloco.outer",
+    "diloco.replica.replica",
+    "diloco.outer.managers.manager",
+    "diloco.outer.loop",
     "inner.train.build",
     "inner.train.trainer",
     "inner.worlds.toolworld",

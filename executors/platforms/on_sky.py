@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diloco import processes
+from diloco.process import processes
 from executors.platforms import oom
 from executors.platforms.base import (
     REPLICA,

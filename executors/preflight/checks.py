@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config import RunConfig
-from diloco.eval_config import check_held_out
-from diloco.runlog.trackers.make import check_tracker
-from diloco.runlog.trackers.tracker import TrackerError
+from diloco.run.config import RunConfig
+from diloco.run.eval_config import check_held_out
+from diloco.views.trackers.make import check_tracker
+from diloco.views.trackers.tracker import TrackerError
 from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults

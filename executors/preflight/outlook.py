@@ -12,9 +12,9 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.config import ConfigError, RunConfig, keep_bytes
-from diloco.footprint import footprint, lines
-from diloco.superseded import current_url
+from diloco.run.config import ConfigError, RunConfig, keep_bytes
+from diloco.run.footprint import footprint, lines
+from diloco.run.superseded import current_url
 from diloco.units import byte_size
 from executors.platforms.multi import Place
 from inner.models.known import ASK_S
@@ -72,7 +72,7 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
         return [
             f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
         ]
-    from diloco.sizing import trained_parameters_of
+    from diloco.run.sizing import trained_parameters_of
 
     found = footprint(config, parameters, replicas, steps, trained_parameters_of(config, model))
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
@@ -80,7 +80,7 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
 
 def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
     """Device memory that comes on top, model by model."""
-    from diloco.sizing import stored_bytes
+    from diloco.run.sizing import stored_bytes
 
     found: list[str] = []
     for spelling in config.inner.rewards.models.values():
@@ -93,7 +93,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
     """The model's parameters, from the headers of its files, here or on the Hub; None without an answer in time."""
-    from diloco.sizing import parameters_in, parameters_of
+    from diloco.run.sizing import parameters_in, parameters_of
 
     if model is not None:
         return parameters_in(model) or None

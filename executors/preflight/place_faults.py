@@ -24,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.platforms.vllm_pins import pinned_version, vllm_requirements

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
-from diloco.config import ConfigError, RunConfig
-from diloco.launch import Run, refuse_fewer_steps
-from diloco.sizing import parameters_of, trained_parameters_of
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.founding import refuse_fewer_steps
+from diloco.run.record import Run
+from diloco.run.sizing import parameters_of, trained_parameters_of
 from diloco.units import dollars
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec

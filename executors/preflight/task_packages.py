@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 
-from diloco.config import RunConfig
+from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.platforms.vllm_pins import pinned_version

@@ -26,8 +26,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from diloco.runlog.report import SUPERVISOR, Report
-from diloco.runlog.troubles import Trouble
+from diloco.runlog.reader import SUPERVISOR, Report
+from diloco.views.troubles import Trouble
 from executors.supervision.remarks import all_troubles
 from rendezvous.clock import Clock
 

@@ -14,7 +14,7 @@ Not promised: a price that changes on the platform while this supervisor lives.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.runlog.report import Report
+from diloco.runlog.reader import Report
 from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
 from executors.platforms.multi import Place, place_of
 from executors.supervision.costs import Budget, Costs, billed_events, costs, launch_refusal, lease, over

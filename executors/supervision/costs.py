@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
+from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary
 from diloco.units import dollars
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of

@@ -8,8 +8,8 @@ Not promised: that a replica which beats and hangs ends before FINISH_S; a secon
 
 from contextlib import suppress
 
-from diloco.config import ConfigError
-from diloco.launch import Run
+from diloco.run.config import ConfigError
+from diloco.run.record import Run
 from rendezvous.records.records import Beat
 
 GRACE_S = 20.0

@@ -11,11 +11,11 @@ Not promised: that a silent supervisor is dead; a second one takes over only onc
 import shlex
 from typing import Any
 
-from diloco import exitcodes
-from diloco.host import host_words
-from diloco.runlog.overview import silent_s
-from diloco.runlog.report import SUPERVISOR, Report
+from diloco.process import exitcodes
+from diloco.process.host import host_words
+from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import duration
+from diloco.views.overview import silent_s
 from executors.supervision import lease
 from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import Clock

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from diloco import exitcodes
-from diloco.runlog.report import SUPERVISOR
+from diloco.process import exitcodes
+from diloco.runlog.reader import SUPERVISOR
 from executors.platforms import container
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.multi import Place, make_executor, places_of

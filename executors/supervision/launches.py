@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from diloco.runlog.report import SUPERVISOR, Report, read_report
+from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import (
     ExecutorError,

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diloco import processes, run_marks
-from diloco.host import host_name, host_words
-from diloco.runlog.report import SUPERVISOR
+from diloco.process import processes, run_marks
+from diloco.process.host import host_name, host_words
+from diloco.runlog.reader import SUPERVISOR
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, claims_above, newest_claim, read_beat
 from rendezvous.clock import Clock

@@ -13,7 +13,7 @@ Not promised: that a report is of this moment; its parts are as old as the table
 
 from collections.abc import Callable
 
-from diloco.runlog.report import Report
+from diloco.runlog.reader import Report
 from diloco.runlog.scope import WHOLE, Focus
 from rendezvous.clock import Clock
 

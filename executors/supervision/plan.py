@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco import exitcodes
-from diloco.processes import describe_exit
+from diloco.process import exitcodes
+from diloco.process.processes import describe_exit
 from executors.platforms.base import State
 from executors.supervision.strikes import ENOUGH
 

@@ -11,8 +11,9 @@ Not promised: that a record which was changed is noticed; the run key is for tha
 
 import sys
 
-from diloco.launch import Run, refuse_lost_run
-from diloco.runlog.report import Report
+from diloco.run.founding import refuse_lost_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Report
 from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
 

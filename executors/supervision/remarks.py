@@ -1,6 +1,6 @@
 """The one home of a run's messages to a person: its troubles, and lines about its waits.
 
-    find_troubles (diloco/runlog/troubles.py) ─┐
+    find_troubles (diloco/views/troubles.py) ─┐
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (executors/supervision/alerts.py)
     newest loud events, notes of replicas ──────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.events import WARNINGS, event_text
-from diloco.runlog.overview import silent_s
-from diloco.runlog.report import Report, solo_words
-from diloco.runlog.trouble import trouble
-from diloco.runlog.troubles import Spending, Trouble, find_troubles
+from diloco.runlog.reader import Report, solo_words
+from diloco.views.overview import silent_s
+from diloco.views.trouble import trouble
+from diloco.views.troubles import Spending, Trouble, find_troubles
 from executors.platforms.full_disk import found_room, full_words
 from executors.supervision.costs import costs
 from executors.supervision.outage import open_outages

@@ -8,7 +8,7 @@ Not promised: the moment of the start; a supervisor that is away starts no repli
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.runlog.report import SUPERVISOR, Report
+from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import dollars, duration
 from executors.supervision.costs import costs
 

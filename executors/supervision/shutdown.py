@@ -16,12 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from diloco import exitcodes, processes
-from diloco.config import ConfigError
-from diloco.host import host_name, host_words
-from diloco.journal import Journal
-from diloco.launch import is_finished, read_run
-from diloco.runlog.report import SUPERVISOR
+from diloco.process import exitcodes, processes
+from diloco.process.host import host_name, host_words
+from diloco.process.journal import Journal
+from diloco.run.config import ConfigError
+from diloco.run.founding import is_finished
+from diloco.run.record import read_run
+from diloco.runlog.reader import SUPERVISOR
 from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process

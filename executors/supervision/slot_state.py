@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco import exitcodes
-from diloco.runlog.report import SUPERVISOR, SessionSummary
+from diloco.process import exitcodes
+from diloco.runlog.reader import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end

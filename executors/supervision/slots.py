@@ -15,9 +15,9 @@ Not promised: what became of a launch while its platform did not answer; the las
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from diloco import exitcodes
-from diloco.launch import Run
-from diloco.runlog.report import SUPERVISOR, Report
+from diloco.process import exitcodes
+from diloco.run.record import Run
+from diloco.runlog.reader import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.outage import Outages, launch_name

@@ -9,7 +9,7 @@ Not promised: that a launch which a platform refuses is given up; it is asked ag
 
 from collections.abc import Sequence
 
-from diloco.runlog.report import Report
+from diloco.runlog.reader import Report
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, Refused, ReplicaSpec, Unavailable
 from executors.platforms.gpu import asked_for

@@ -23,14 +23,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from diloco import exitcodes
-from diloco.journal import Journal
-from diloco.last_sweep import sweep_after_end
-from diloco.launch import Run, read_run, solo_warning
-from diloco.output import print_plainly
-from diloco.runlog.overview import end_words
-from diloco.runlog.report import SUPERVISOR, Reader, Report
+from diloco.model.last_sweep import sweep_after_end
+from diloco.process import exitcodes
+from diloco.process.journal import Journal
+from diloco.process.output import print_plainly
+from diloco.run.founding import solo_warning
+from diloco.run.record import Run, read_run
+from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
+from diloco.views.overview import end_words
 from executors.platforms.base import (
     REPLICA,
     ExecutorError,
@@ -68,7 +69,7 @@ PROOF_S = 600.0  # for seeing the end of all replicas
 
 def publish_model(argv: list[str]) -> int:
     """Entry point of the child that publishes θ₀."""
-    from diloco.launch import publish
+    from diloco.model.publish import publish
 
     return publish(*argv)
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from diloco import exitcodes, processes
-from diloco.config import LogConfig
-from diloco.launch import Run
-from diloco.own_files import appended, open_own
-from diloco.runlog.feed import RETRY_MOST_S, RETRY_S
+from diloco.process import exitcodes, processes
+from diloco.process.own_files import appended, open_own
+from diloco.run.config import LogConfig
+from diloco.run.record import Run
+from diloco.views.trackers.feed import RETRY_MOST_S, RETRY_S
 from executors.platforms.on_host.executor import make_folder, process_folder
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE

@@ -7,9 +7,9 @@ A launch whose replica has said goodbye since is no launch.  The reason is the n
 Not promised: anything about a run without a supervisor; `status` says that in a line of its own.
 """
 
-from diloco.runlog.overview import silent_s
-from diloco.runlog.report import SUPERVISOR, Report
+from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import duration
+from diloco.views.overview import silent_s
 from executors.supervision.slot_state import History, past
 from rendezvous.records.records import Beat
 

@@ -3,7 +3,7 @@
     .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
 
 A prompt is a text or a list of messages; a system prompt makes messages of a text.  Held-out prompts ([eval]) go
-through the same.  Several files and datasets of the Hub are made one file before (diloco/data_files.py).  No torch.
+through the same.  Several files and datasets of the Hub are made one file before (diloco/run/data_files.py).  No torch.
 
 Not promised: types for a .csv; its columns are texts.
 """

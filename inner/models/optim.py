@@ -11,7 +11,7 @@
     adamw8bit   bitsandbytes'
 
 Not promised: that moments survive a session; those of an adapter do where its replica leaves with notice
-(diloco/moments.py).
+(diloco/outer/moments.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence

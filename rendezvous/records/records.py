@@ -113,7 +113,7 @@ def check_blob(key: str, pattern: str) -> None:
 class Claim(Record):
     """The claim of a process to generation `generation` of a slot.
 
-    host, pid, started: its machine since that booted, and its start there (diloco/host.py); together they name it once.
+    host, pid, started: its machine since that booted, and its start (diloco.process.host); together they name it once.
     """
 
     kind = "claim"

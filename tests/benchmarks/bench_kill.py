@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.journal import read_journal
+from diloco.process.journal import read_journal
 from rendezvous.records.records import Offer
 from tests.fleet import Fleet, context
 
@@ -136,7 +136,8 @@ def torchft_replica(url: str, slot: str, folder: str, lighthouse: str, group_s: 
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
-    from diloco.launch import ModelRecord, fetch_files, fetch_model, read_run
+    from diloco.model.fetch import fetch_files, fetch_model
+    from diloco.run.record import ModelRecord, read_run
     from inner import Seeds, build_inner
     from rendezvous import layout
 

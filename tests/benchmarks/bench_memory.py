@@ -22,8 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.config import RunConfig
-from diloco.launch import fetch_model, open_run, publish_model
+from diloco.model.fetch import fetch_model
+from diloco.model.publish import publish_model
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
 from inner import InnerConfig, Seeds
 from rendezvous.clock import SystemClock
 
@@ -58,7 +60,7 @@ def train_plain(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from diloco.launch import read_run
+    from diloco.run.record import read_run
     from inner.train.grpo import trainer_arguments
 
     torch.set_num_threads(1)

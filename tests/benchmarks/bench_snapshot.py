@@ -22,7 +22,7 @@ import time
 import numpy as np
 import torch
 
-from diloco.optimizer import Nesterov, OuterState
+from diloco.outer.optimizer import Nesterov, OuterState
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing

@@ -31,10 +31,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.config import RunConfig
-from diloco.launch import Run, open_run
-from diloco.processes import process_name
-from diloco.runlog.report import Report, read_report
+from diloco.process.processes import process_name
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Report, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -50,7 +51,7 @@ Span = tuple[float, float]
 
 def replica(argv: list[str]) -> int:
     """A replica whose inner steps take INNER_S each and leave a trace that survives kill -9."""
-    from diloco.replica import main
+    from diloco.replica.replica import main
     from inner.train.supervised import SupervisedLoop
 
     trace = os.open(f"{argv[0]}/ticks.{argv[2]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -31,10 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from diloco import history
-from diloco.config import RunConfig
-from diloco.launch import Run, fetch_model, open_run, publish_model
-from diloco.sizing import BUILT_IN
+from diloco.model import export as history
+from diloco.model.fetch import fetch_model
+from diloco.model.publish import publish_model
+from diloco.run.config import RunConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from diloco.run.sizing import BUILT_IN
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from tests.fleet import context
@@ -55,7 +58,7 @@ TEXT, HELD_OUT = lines(_ALL[:9000]), lines(_ALL[9000:])
 
 def replica(url: str, slot: str, feedback: bool) -> None:
     """A child process: a replica that counts the bytes of its blobs."""
-    from diloco.replica import main
+    from diloco.replica.replica import main
     from rendezvous.engine import rendezvous
     from rendezvous.records.wire import Encoder
     from rendezvous.stores.files import FileStore

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco import processes
-from diloco.runlog.report import SUPERVISOR
+from diloco.process import processes
+from diloco.runlog.reader import SUPERVISOR
 from diloco.units import dollars
 from executors.platforms import oom
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable

@@ -8,10 +8,10 @@
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
 Any writer may have made those, or copied them with the run.  So nothing is signalled but our own children, and
-processes that say themselves that they work for this run (diloco/run_marks.py).
+processes that say themselves that they work for this run (diloco/process/run_marks.py).
 A process writes its name card before anything else, and there is one card per (slot, attempt): whenever a launcher
 dies, and however many there are, one process runs it.
-Replicas neither die nor hang with their launcher; by `diloco.replica --parent` they notice its end.
+Replicas neither die nor hang with their launcher; by `diloco.replica.replica --parent` they notice its end.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
 """
@@ -28,8 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco import processes, run_marks
-from diloco.own_files import APPENDED, appended, make_plain, make_state_folder, open_own, read_json, state_folder
+from diloco.process import processes, run_marks
+from diloco.process.own_files import (
+    APPENDED,
+    appended,
+    make_plain,
+    make_state_folder,
+    open_own,
+    read_json,
+    state_folder,
+)
 from executors.platforms import entrypoint as child
 from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_name, unanswered

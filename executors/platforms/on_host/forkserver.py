@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NoReturn
 
-from diloco.processes import describe_exit, start_ticks
+from diloco.process.processes import describe_exit, start_ticks
 from executors.platforms import entrypoint, oom
 from executors.platforms.full_disk import launches_wait
 

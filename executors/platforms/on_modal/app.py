@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from diloco import exitcodes
+from diloco.process import exitcodes
 from executors.platforms.base import Handle, Plain, ReplicaSpec, load_name, short_name
 from executors.platforms.container import run_replica
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from diloco.runlog.report import SUPERVISOR
+from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, unanswered
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app

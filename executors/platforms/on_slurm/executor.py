@@ -32,8 +32,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco import processes
-from diloco.own_files import make_private, write_json
+from diloco.process import processes
+from diloco.process.own_files import make_private, write_json
 from diloco.units import dollars
 from executors.platforms.base import (
     ExecutorError,

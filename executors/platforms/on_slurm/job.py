@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diloco import exitcodes, processes
-from diloco.own_files import read_json, write_json
+from diloco.process import exitcodes, processes
+from diloco.process.own_files import read_json, write_json
 from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times

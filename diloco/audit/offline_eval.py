@@ -1,0 +1,115 @@
+"""`diloco eval`: θ of any committed step on held-out prompts, on this machine, after the fact.
+
+    θ_t (model/export.py) ──▶ the run's own inner loop: its tokenizer, reward, tools ──▶ every prompt ──▶ Evaluation
+
+It runs the reward that the run was launched with.  Not promised: the very samples of the run; greedy ones are the same
+where the arithmetic is.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from diloco.model.export import model_record, put_into, start_folder, state_at
+from diloco.model.fetch import fetch_files
+from diloco.model.start_model import refuse_other_base
+from diloco.outer.optimizer import OuterState
+from diloco.replica.evaluation import Scorer, score_prompts
+from diloco.run.config import ConfigError
+from diloco.run.eval_config import EvalConfig, EvalError
+from diloco.run.record import ModelRecord, Run
+from diloco.run.seeds import derive_seed
+from diloco.runlog.evaluation import Evaluation, read_evaluations
+from inner import InnerLoop, Seeds, build_inner
+from inner.data.prompts import Row, load_prompts
+from inner.errors import RewardFailed
+from inner.settings.flat_names import EVAL
+
+
+def evaluate_step(
+    run: Run,
+    step: int | None,
+    *,
+    prompts: Path | None = None,
+    samples: int | None = None,
+    report_progress: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Score θ_step (default: the newest) on `prompts` (default: those of the run's [eval]).   Raises ConfigError."""
+    record = model_record(run)
+    with tempfile.TemporaryDirectory() as scratch:
+        scorer = OfflineScorer.open(run, record, Path(scratch), prompts=prompts, samples=samples)
+        at, state = state_at(run, record, step)
+        return scorer.score(at, state, report_progress)
+
+
+@dataclass(frozen=True)
+class OfflineScorer:
+    """The run's inner loop on this machine, and held-out prompts: any θ of the run can be put into it."""
+
+    run: Run
+    config: EvalConfig
+    rows: list[Row]
+    loop: InnerLoop
+
+    @classmethod
+    def open(
+        cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
+    ) -> "OfflineScorer":
+        """Build a scorer of the run's θ.   folder: empty, for the run's code and start model; kept while it scores."""
+        config = _settings(run, prompts, samples)
+        inner = run.config.inner
+        files = fetch_files(run, folder / "code")
+        files |= {EVAL: prompts} if prompts is not None else {}
+        rows = load_prompts(str(prompts or config.source), files, inner.data, kind=EVAL)
+        start = start_folder(run, record, folder / "model")
+        loop = build_inner(inner, start, files, Seeds(0, 0), scratch=_made(folder / "inner"))
+        refuse_other_base(record.base, loop.model)
+        return cls(run, config, rows, loop)
+
+    def score(
+        self, at: int, state: OuterState, report_progress: Callable[[str], None] = lambda text: None
+    ) -> Evaluation:
+        """θ on all prompts.   at: its outer step.   Raises ConfigError."""
+        rows = self.rows
+        put_into(self.loop.model, state)
+        try:
+            scored, found = score_prompts(
+                cast(Scorer, self.loop), rows, self.config, batch=self.run.config.inner.generation_size,
+                seed=derive_seed(self.run.config.seed, "eval", at),
+                may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
+            )  # fmt: skip
+        except RewardFailed as error:  # its own words are for a fleet, which starts the session again
+            columns = ", ".join(sorted(rows[0]))
+            raise ConfigError(
+                f"the reward gave no number for any of these prompts: {error.__cause__ or error}. They have columns "
+                f"{columns}; give them those that the reward asks for, or wait until it answers"
+            ) from error
+        shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
+        return _only(read_evaluations([{"event": "evaluated", "step": at, **shares, **found}]))
+
+
+def _settings(run: Run, prompts: Path | None, samples: int | None) -> EvalConfig:
+    if run.config.inner.loop == "supervised":
+        raise ConfigError('this run learns from text (loop = "supervised"): it has no rewards to evaluate')
+    config = run.config.eval
+    if config is None and prompts is None:
+        raise ConfigError("this run has no [eval]. Name held-out prompts with --prompts FILE")
+    try:
+        config = config or EvalConfig(prompts=str(prompts))
+        config = config if samples is None else replace(config, samples=samples)
+    except EvalError as error:
+        raise ConfigError(str(error)) from error
+    return config
+
+
+def _only(found: list[Evaluation]) -> Evaluation:
+    if not found:
+        raise ConfigError("the reward gave no number for any of these prompts. Look at what it returns for one of them")
+    return found[0]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

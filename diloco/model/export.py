@@ -1,0 +1,193 @@
+"""θ of any committed step, from the bucket alone: export, audit, fork.
+
+    θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
+
+The replay is the one by which a replica joins (snapshots/replay.py).  Here no replica joins, and nothing is written: a
+damaged object is avoided where that is possible, and stays as it is (decision 046).
+Not promised: speed for a step far from a snapshot.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.model.contributions import read_mean
+from diloco.model.fetch import fetch_model, is_weights_file, save_below
+from diloco.model.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
+from diloco.outer.flat import trainable_parameters
+from diloco.outer.fragments import cut_fragments
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.run.config import ConfigError, OuterConfig, keep_bytes
+from diloco.run.record import ModelRecord, Run, read_run
+from inner.models.hub_model import HubError
+from inner.models.lora import ADAPTER, save_adapter
+from inner.train.build import load_start
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain
+from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.background import no_emit, together_on
+from rendezvous.clock import SystemClock
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.records import Commit
+from rendezvous.snapshots.replay import StateReplay
+from rendezvous.store import PatientStore
+
+BASE = "base.json"  # beside an exported adapter: the model that it belongs to
+MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has its own
+STATE_PATIENCE_S = 10.0
+
+
+def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
+    """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written.
+
+    With [inner.lora] it is the folder of the adapter, as PEFT loads it.   merge: the whole model, adapter included.
+    """
+    run = read_run(url)
+    record = model_record(run)
+    refuse_merge(run, merge)
+    at, state = state_at(run, record, step)
+    write_model(run, record, state, at=at, to=to, merge=merge)
+    return at
+
+
+def refuse_merge(run: Run, merge: bool) -> None:
+    """ConfigError if there is no adapter to be merged."""
+    if merge and run.config.inner.lora is None:
+        raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
+
+
+def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to: Path, merge: bool = False) -> None:
+    """Write θ as `export` does.   at: its outer step."""
+    inner = run.config.inner
+    with tempfile.TemporaryDirectory() as scratch:
+        start = start_folder(run, record, Path(scratch) / "model")
+        model, _ = load_start(start, inner.dtype, inner.lora)
+        refuse_other_base(record.base, model)
+        put_into(model, state)
+        if inner.lora is not None and not merge:
+            _copy_others(start, to, left_out=MODEL_CONFIGS)
+            save_adapter(model, to)
+            save_below(to, BASE, _describe_base(record, inner.model, at))
+        else:
+            _copy_others(start, to)
+            (model.merge_and_unload() if merge else model).save_pretrained(to)
+
+
+def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:
+    """The base model that an exported adapter belongs to, as a file beside it."""
+    files = {name: stored["digest"] for name, stored in record.files.items() if not name.startswith(f"{ADAPTER}/")}
+    base = {"model": model, **record.hub, "files": files, "weights": record.base, "outer_step": step}
+    return json.dumps(base, indent=2).encode()
+
+
+def state_at(
+    run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_emit
+) -> tuple[int, OuterState]:
+    """θ and outer momentum before commit `step` (default: after the last one), replayed."""
+    clock = SystemClock()
+    store = PatientStore(run.store, clock, STATE_PATIENCE_S)
+    if step is not None:
+        refuse_gone(run, step)
+    rules = run.config.outer.rules
+    reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
+
+    def mean(commit: Commit, out: np.ndarray) -> None:
+        read_mean(reducer, commit, out)
+
+    state = empty_state(record, run.config.outer)
+    replay = StateReplay(
+        store, Chain(store, 2), state, rules.fragments, mean,
+        emit=tell, theta_0=lambda: start_arrays(run, record), mends=False,
+    )  # fmt: skip
+    if not replay.load_snapshot(upto=step):
+        raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
+    for _ in replay.commits(step):
+        pass
+    if step is not None and replay.step < step:
+        raise ConfigError(
+            f"step {step} has not been taken yet: the run stands at {replay.step}. Use --step {replay.step} or less"
+        )
+    return replay.step, state
+
+
+def keep_of(run: Run) -> int | str:
+    """Return the budget of the run's blobs: fleet.keep, or the one that `diloco gc` has set since."""
+    return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
+
+
+def what_is_kept(run: Run) -> Reach | None:
+    """Which θ the bucket still gives; None: all of them."""
+    return None if keep_bytes(keep_of(run)) is None else read_reach(run.store)
+
+
+def refuse_gone(run: Run, step: int) -> None:
+    """Raise ConfigError if the blobs left in the bucket do not give θ_step any more."""
+    left = what_is_kept(run)
+    if left is None or left.covers_step(step):
+        return
+    raise ConfigError(
+        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep_of(run)}) {left.in_words()}. Use "
+        "one of those with --step, or none for the newest"
+    )
+
+
+def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
+    """Zeros in the shape of the run's θ, momentum, and memory of "auto" if it has one."""
+    sizes = [math.prod(shape) for _, shape, _ in record.layout]
+    thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut_fragments(sizes, outer.fragments)]
+    optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
+    return OuterState([theta.data for theta in thetas], optimizers)
+
+
+@torch.no_grad()
+def put_into(model: nn.Module, state: OuterState) -> None:
+    """Write the model's trainable parameters ← θ, rounded to their dtype."""
+    flat = torch.cat(state.thetas)
+    at = 0
+    for _, p in trainable_parameters(model):
+        part: Tensor = flat[at : at + p.numel()]
+        p.copy_(part.view(p.shape))
+        at += p.numel()
+
+
+def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
+    """θ₀ of a run whose snapshot 0 has no blob."""
+    config = run.config
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = start_folder(run, record, Path(scratch))
+        model, _ = load_start(folder, config.inner.dtype, config.inner.lora)
+        refuse_other_bits(record.theta, model)
+        return first_arrays(folder, config.inner.dtype, config.outer, config.inner.lora)
+
+
+def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
+    """The start model's folder.   Raises ConfigError where the Hub does not give it."""
+    try:
+        return fetch_model(run.store, record, folder)
+    except HubError as error:
+        assert record.hub_model is not None
+        raise ConfigError(f"{error}. {next_steps_text(record.hub_model)}") from error
+
+
+def model_record(run: Run) -> ModelRecord:
+    body = run.store.get(layout.MODEL_MANIFEST)
+    if body is None:
+        name = run.config.name  # raises for a run that has no model of its own
+        raise ConfigError(f"{run.url} ({name}) has no model yet: it is published when the first replicas start")
+    return ModelRecord.decode(body)
+
+
+def _copy_others(start: Path, to: Path, left_out: Container[str] = ()) -> None:
+    """Tokenizer, chat template, generation config: everything but the weights and the adapter."""
+    to.mkdir(parents=True, exist_ok=True)
+    for path in sorted(p for p in start.rglob("*") if p.is_file() and not is_weights_file(p.name)):
+        name = path.relative_to(start).as_posix()
+        if name not in left_out and not name.startswith(f"{ADAPTER}/"):
+            save_below(to, name, path.read_bytes())

@@ -1,0 +1,85 @@
+"""What founding a run has put into the bucket, fetched for a replica: the start model's folder and the user's files.
+
+    fetch_model(store, record, folder)   θ₀'s folder, from the bucket or from the Hub, every file by its digest
+    fetch_files(run, folder)             reward.py, prompts.jsonl …
+
+Not promised: space on this machine's disk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.run.record import ModelRecord, Run
+from rendezvous.errors import BadKey, Corrupt
+from rendezvous.records.digests import SHA256, digest, has_digest, hex_of
+from rendezvous.store import Store, plain_key
+
+if TYPE_CHECKING:
+    pass
+
+
+def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
+    """θ₀'s folder, from the bucket or from the Hub; -> `folder`, a normal from_pretrained folder.   Raises HubError."""
+    if (model := record.hub_model) is not None:
+        from inner.models.hub_model import link_hub_files
+
+        link_hub_files(model, folder)
+    for name, stored in record.files.items():
+        if stored["key"]:
+            save_below(folder, name, fetch_stored(store, stored))
+    return folder
+
+
+def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
+    """Write θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.
+
+    Raises HubError.   It is a from_pretrained folder, so the rest of the model is made as ever.   The zeros are a hole
+    in a file: neither the link nor the disk carries them.
+    """
+    from diloco.model.zeros import write_zeros
+
+    others = {name: stored for name, stored in record.files.items() if not is_weights_file(name)}
+    fetch_model(store, replace(record, files=others), folder)
+    write_zeros(folder / "model.safetensors", record.layout)
+    return folder
+
+
+def is_weights_file(name: str) -> bool:
+    """Whether a start model's file holds weights or their index: safetensors, or PyTorch's own on the Hub."""
+    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
+
+
+def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
+    """Download the user's own files, checked against run.json; -> setting -> local path."""
+    local: dict[str, Path] = {}
+    for setting, stored in run.record.files.items():
+        name = f"{hex_of(stored['digest'])}/{stored['key'].rpartition('/')[2]}"
+        local[setting] = save_below(folder, name, fetch_stored(run.store, stored))
+    return local
+
+
+def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
+    """Return the very bytes that were checked, not those of a second read.   stored: key and digest.
+
+    Raises Corrupt after three reads without those bytes."""
+    body: bytes | None = None
+    for _ in range(3):
+        body = store.get(stored["key"])
+        if body is not None and has_digest(body, stored["digest"], SHA256):
+            return body
+    raise Corrupt(
+        f"{stored['key']} is missing or damaged: announced digest {stored['digest']}, "
+        f"found {'nothing' if body is None else digest(body, SHA256)}. Restore it, or start a new run"
+    )
+
+
+def save_below(folder: Path, name: str, body: bytes) -> Path:
+    """Write folder/name; -> its path.   Raises BadKey if that is not in `folder`, by its name or by a link."""
+    path = folder / plain_key(name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BadKey(f"{name!r} leads out of {folder}, through a link that lies there; use an empty folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+    return path

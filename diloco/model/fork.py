@@ -1,0 +1,112 @@
+"""A run that begins where another one stands: `diloco train CONFIG --run NEW --from OLD[@STEP]`.
+
+    OLD   ●──●──● θ_t ──●──●          only read
+                  │  its start model, θ_t, and with --momentum the outer momentum
+                  ▼
+    NEW           ● θ_0 ──●──●        run.json has the parent
+
+    written in this order: run.json · model/… · snapshots/0 · model/manifest.json, for which replicas wait
+
+The clock of OLD goes on: the order of the data, inner.schedule, and the warm-up of sessions that come to a run in its
+middle are those of OLD's step t.  All slots go on where the one that had come farthest in its data was.  With nothing
+changed NEW takes the steps that OLD would take if all its replicas were replaced at t.  NEW's own steps are counted
+from 0.
+
+Not promised: moments of the inner optimizers, which are in no bucket; the noise of sampling, which is a session's own.
+"""
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from diloco.model.export import empty_state, model_record, state_at
+from diloco.model.fetch import fetch_stored
+from diloco.process.data_position import farthest, read_offers
+from diloco.run.config import BUCKET, ConfigError, RunConfig
+from diloco.run.record import ModelRecord, Parent, Run, read_run
+from diloco.run.superseded import current_url
+from rendezvous import layout
+from rendezvous.background import together_on
+from rendezvous.clock import Clock
+from rendezvous.snapshots import record as snapshots
+from rendezvous.store import PatientStore, put_once
+
+MODEL_SETTINGS = ("model", "revision", "dtype", "lora")
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Fork:
+    """arrays: of NEW's state before its first step.   base: their digest."""
+
+    parent: Parent
+    origin: Run
+    record: ModelRecord
+    arrays: dict[str, np.ndarray]
+    base: str
+
+
+def read_fork(spelling: str, config: RunConfig, momentum: bool = False) -> Fork:
+    """θ of the step that `spelling` names (URL, or URL@STEP), for a run with this config.   Raises ConfigError."""
+    url, at, digits = spelling.rpartition("@")
+    named = bool(at) and digits.isdecimal()
+    origin = read_run(current_url(url if named else spelling))
+    _refuse_unfit(origin, config)
+    record = model_record(origin)
+    step, theirs = state_at(origin, record, int(digits) if named else None)
+    _refuse_middle(step, config.outer.fragments)
+    state = empty_state(record, config.outer)
+    ours = state.all_arrays()
+    for name, array in theirs.all_arrays().items():
+        if name in ours and (momentum or name.startswith("theta.")):
+            ours[name][:] = array
+    before = origin.record.parent
+    read = farthest(read_offers(origin.store, step, together_on(origin.store)), origin.config.outer)
+    parent = Parent(
+        url=origin.url, run=origin.record.nonce, step=step, base=theirs.digest(),
+        outer_steps=before.outer_steps + step, inner_steps=before.inner_steps + read,
+    )  # fmt: skip
+    return Fork(parent, origin, record, ours, state.digest())
+
+
+def begin(run: Run, fork: Fork, clock: Clock) -> None:
+    """Put the start into the run's bucket, unless it is there.  The manifest goes last: replicas wait for it."""
+    store = PatientStore(run.store, clock, PATIENCE_S)
+    if store.get(layout.MODEL_MANIFEST) is not None:
+        return
+    for stored in fork.record.files.values():
+        if stored["key"]:
+            store.put(stored["key"], fetch_stored(fork.origin.store, stored))
+    if store.get(layout.snapshot_key(0)) is None:
+        snapshots.write_first(store, clock, fork.arrays, base=fork.base, elsewhere=False)
+    record = replace(fork.record, at=clock.wall())
+    put_once(store, clock, layout.MODEL_MANIFEST, record.encode())
+
+
+def _refuse_unfit(origin: Run, config: RunConfig) -> None:
+    """ConfigError if θ of the other run is none of this config's."""
+    if {config.rendezvous, origin.config.rendezvous} != {BUCKET}:
+        raise ConfigError(f'--from reads a bucket; both runs need rendezvous = "{BUCKET}"')
+    theirs, ours = origin.config, config
+    for name in MODEL_SETTINGS:
+        _refuse_other(origin.url, f"inner.{name}", getattr(theirs.inner, name), getattr(ours.inner, name))
+    _refuse_other(origin.url, "outer.fragments", theirs.outer.fragments, ours.outer.fragments)
+
+
+def _refuse_other(url: str, setting: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise ConfigError(
+            f"{url} has {setting} = {there!r}, this config {here!r}. --from takes the weights of that run as they lie "
+            f"there, so write {setting} as it is there. For weights alone: "
+            f"`diloco export {shlex.quote(url)} --to DIR`, and inner.model = DIR"
+        )
+
+
+def _refuse_middle(step: int, fragments: int) -> None:
+    if rest := step % fragments:
+        raise ConfigError(
+            f"--from …@{step} is in the middle of a round: with outer.fragments = {fragments} it has {fragments} outer "
+            f"steps. Use @{step - rest}"
+        )

@@ -1,0 +1,216 @@
+"""`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
+
+    the rules of collecting replicas (rendezvous/keeping/garbage.py), another budget, a store that only notes ──▶ Plan
+    Plan ──▶ a control record with `keep`, so that readers of the run know ──▶ DELETE, oldest first
+
+Blobs that a replica may need to heal stay under any SIZE, and so do registers: commits, offers, manifests, logs.  After
+a kill in the middle, the same command goes on; the record came first, so no reader takes missing blobs for damage.
+
+Not promised: bytes of objects that no record names (a body whose writer died): they are counted as objects.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeVar
+
+from diloco.outer.fragments import cut_fragments
+from diloco.run.config import BUCKET, ConfigError, keep_bytes
+from diloco.run.record import ModelRecord, Run
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.clock import Clock
+from rendezvous.keeping.budget import parts_of
+from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
+from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.store import Body, Buffer, PatientStore, Store
+
+PATIENCE_S = 20.0
+AT_ONCE = 1000  # keys in a DELETE
+KINDS = ("delta", "mean", "snapshot")
+R = TypeVar("R", Commit, Mean, Snapshot)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """keys: of blobs that go, oldest first.   freed: kind -> bytes, as far as records name them.   unnamed: blobs that
+    none names.   before, after: the steps whose θ can be computed.   head: the first open step."""
+
+    keep: str
+    keys: tuple[str, ...]
+    freed: dict[str, int]
+    unnamed: int
+    before: Reach
+    after: Reach
+    head: int
+
+    @property
+    def lost(self) -> list[int]:
+        """The steps whose θ cannot be computed any more afterwards."""
+        return [t for t in range(self.head + 1) if self.before.covers_step(t) and not self.after.covers_step(t)]
+
+
+class _Sketch:
+    """A store whose `delete` only notes; what is noted is gone for its readers."""
+
+    def __init__(self, store: Store) -> None:
+        self.url = store.url
+        self._store = store
+        self.gone = dict[str, None]()  # in the order of deleting
+
+    def get(self, key: str) -> bytes | None:
+        return None if key in self.gone else self._store.get(key)
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return key not in self.gone and self._store.get_into(key, out, start)
+
+    def list(self, prefix: str) -> list[str]:
+        return [key for key in self._store.list(prefix) if key not in self.gone]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self.gone |= dict.fromkeys(keys)
+
+    def put(self, key: str, body: Body) -> None:
+        raise AssertionError("a sketch is only read")
+
+    def create(self, key: str, body: Buffer) -> None:
+        raise AssertionError("a sketch is only read")
+
+
+def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
+    """Say what would go.   Raises ConfigError where nothing may."""
+    budget = _budget(run, keep)
+    store = PatientStore(run.store, clock, PATIENCE_S)
+    manifest = store.get(layout.MODEL_MANIFEST)
+    head = first_open_step(store)
+    if manifest is None or head == 0:
+        raise ConfigError(f"{run.url} has taken no outer step yet: there is nothing to collect")
+    _refuse_live(run, store, head)
+    rules = run.config.outer.rules
+    sizes = [prod(shape) for _, shape, _ in ModelRecord.decode(manifest).layout]
+    elements = [sum(sizes[cut]) for cut in cut_fragments(sizes, rules.fragments)]
+    sketch = _Sketch(store)
+    sweep_ended_run(
+        sketch, rules, lambda event, **fields: None, steps=head, budget=budget, elements=elements, at_most=head + 1
+    )
+    there = [key for key in sketch.gone if _stands(store, key)]
+    freed, unnamed = _weigh(store, there)
+    before, after = read_reach(store), read_reach(sketch)
+    return Plan(keep=keep, keys=tuple(there), freed=freed, unnamed=unnamed, before=before, after=after, head=head)
+
+
+def collect(run: Run, plan: Plan, clock: Clock) -> None:
+    """Write down that this was collected, and delete what the plan names.   Replicas go on with fleet.keep."""
+    write_control(run.store, clock, keep=plan.keep)
+    store = PatientStore(run.store, clock, PATIENCE_S)
+    for at in range(0, len(plan.keys), AT_ONCE):
+        store.delete(plan.keys[at : at + AT_ONCE])
+
+
+def _budget(run: Run, keep: str) -> int:
+    if run.config.rendezvous != BUCKET:
+        raise ConfigError(f'this run has rendezvous = "{run.config.rendezvous}": it leaves nothing in a bucket')
+    try:
+        budget = keep_bytes(keep)
+    except ConfigError:
+        budget = None
+    if budget is None:
+        raise ConfigError(
+            f'--keep {keep} is no size. Use one such as "5 GB", or "window" for the least that a replica may need'
+        )
+    return budget
+
+
+def _refuse_live(run: Run, store: Store, head: int) -> None:
+    """Replicas of a run that keeps everything rely on it."""
+    wanted = read_control(store)
+    if keep_bytes(wanted.keep or run.config.fleet.keep) is None and not wanted.stop and head < wanted.steps:
+        raise ConfigError(
+            f'this run goes on, and its replicas count on everything being there (fleet.keep = "all"). `diloco stop '
+            f"{run.url}`, collect, and `diloco resume` it"
+        )
+
+
+def _stands(store: Store, key: str) -> bool:
+    return store.get_into(key, memoryview(bytearray(1)), 0)
+
+
+# ---------------------------------------------------------------------- how much that is
+
+
+def _weigh(store: Store, keys: Iterable[str]) -> tuple[dict[str, int], int]:
+    """-> kind -> bytes, and how many keys no record names."""
+    weight = _Weight(store)
+    freed: dict[str, int] = dict.fromkeys(KINDS, 0)
+    unnamed = 0
+    for key in keys:
+        found = parse_blob_key(key)
+        assert found is not None, "collectors delete blobs alone"
+        kind, step = found
+        size = weight.of(kind, step).get(key)
+        freed[kind] += size or 0
+        unnamed += size is None
+    return freed, unnamed
+
+
+@dataclass
+class _Weight:
+    """Sizes of a step's blobs, by the records that name them."""
+
+    store: Store
+    _known: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict[tuple[str, int], dict[str, int]])
+    _commits: dict[int, Commit | None] = field(default_factory=dict[int, Commit | None])
+
+    def of(self, kind: str, step: int) -> dict[str, int]:
+        if (kind, step) not in self._known:
+            self._known[kind, step] = dict(self._read(kind, step))
+        return self._known[kind, step]
+
+    def _read(self, kind: str, step: int) -> Iterator[tuple[str, int]]:
+        commit = self._commit(step)
+        if kind == "delta" and commit is not None:
+            yield from ((offer.blob, offer.size) for offer in commit.offers)
+        elif kind == "mean" and commit is not None:
+            found = [_decode(Mean, self.store.get(layout.mean_key(step, j))) for j in parts_of(commit)]
+            yield from ((mean.blob, mean.size) for mean in found if mean is not None)
+        elif kind == "snapshot":
+            snapshot = _decode(Snapshot, self.store.get(layout.snapshot_key(step)))
+            if snapshot is not None:
+                yield snapshot.blob, snapshot.size
+
+    def _commit(self, step: int) -> Commit | None:
+        if step not in self._commits:
+            self._commits[step] = _decode(Commit, self.store.get(layout.commit_key(step)))
+        return self._commits[step]
+
+
+def _decode(kind: type[R], body: bytes | None) -> R | None:
+    try:
+        return None if body is None else kind.decode(body)
+    except WireError:
+        return None
+
+
+# ---------------------------------------------------------------------- words
+
+
+def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
+    """Return the plan in words.   best: the step with the best evaluation, if there is one."""
+    if not plan.keys:
+        return [f"nothing goes: what is there fits into {plan.keep}, or a replica may need it"]
+    parts = [f"{size / 1e6:,.1f} MB of {kind}s" for kind, size in plan.freed.items() if size]
+    if plan.unnamed:
+        parts.append(f"{plan.unnamed} objects that no record names, of unknown size")
+    lines = [
+        f"{len(plan.keys)} objects go: {', '.join(parts)}",
+        f"θ that can be computed now {plan.before.in_words()}; afterwards it {plan.after.in_words()}",
+    ]
+    if best is not None and best in plan.lost:
+        lines.append(
+            f"the best evaluated step, {best}, goes with it. Save it first: "
+            f"diloco export {shlex.quote(url)} --best --to DIR"
+        )
+    return lines

@@ -1,0 +1,38 @@
+"""The last sweep of a run, by its supervisor, which has its credentials and outlives its replicas.
+
+    replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
+                                                                └ killed before it did: no replica sweeps after it
+
+No torch here.   Not promised: a sweep where no supervisor runs (a library run, or a supervisor that was killed).
+"""
+
+from collections.abc import Callable
+from math import prod
+
+from diloco.outer.fragments import cut_fragments
+from diloco.run.config import BUCKET, keep_bytes
+from diloco.run.record import ModelRecord, Run
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.clock import Clock
+from rendezvous.keeping.garbage import sweep_ended_run
+from rendezvous.store import PatientStore
+
+PATIENCE_S = 10.0  # for an answer of the store
+
+
+def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
+    """Collect the blobs of a done run beyond fleet.keep; -> how many blobs went, or had gone.
+
+    Raises RendezvousError.
+    """
+    budget = keep_bytes(run.config.fleet.keep)
+    store = PatientStore(run.store, clock, PATIENCE_S)
+    manifest = store.get(layout.MODEL_MANIFEST)
+    if budget is None or manifest is None or run.config.rendezvous != BUCKET:
+        return 0
+    sizes = [prod(shape) for _, shape, _ in ModelRecord.decode(manifest).layout]
+    rules = run.config.outer.rules
+    elements = [sum(sizes[cut]) for cut in cut_fragments(sizes, rules.fragments)]
+    steps = first_open_step(store)
+    return sweep_ended_run(store, rules, emit, steps=steps, budget=budget, elements=elements)

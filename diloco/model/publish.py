@@ -1,0 +1,147 @@
+"""Put the start model into the bucket: heavy, so in a child process of the launcher.
+
+    publish    model/{nonce}/… and then model/manifest.json: θ₀'s folder and the parameter layout
+               of a model on the Hub the manifest alone: its commit and digests (start_model.py)
+               with [inner.lora] the adapter, model/{nonce}/adapter/…, and its layout
+
+Not promised: one upload.  Two launchers may both upload; the first manifest stands.
+"""
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.model.fetch import fetch_files
+from diloco.process.disk_space import full_disk_words, is_full
+from diloco.run.config import ConfigError
+from diloco.run.record import ModelRecord, Run, read_run
+from inner.settings.inner import BUILT_IN_MODELS
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import GaveUp, StoreError
+from rendezvous.records.digests import SHA256, digest, required_digest_kind
+from rendezvous.records.records import new_nonce
+from rendezvous.store import PatientStore, Store, put_once
+
+if TYPE_CHECKING:
+    from inner import InnerConfig
+
+PUBLISH_PATIENCE_S = 20.0
+
+
+def publish(url: str) -> int:
+    """Entry point of a child process: put θ₀ into the bucket unless it is there; -> an exit code."""
+    from diloco.process import exitcodes
+    from inner import InnerError
+
+    clock = SystemClock()
+    try:
+        run = read_run(url)
+        publish_model(replace(run, store=PatientStore(run.store, clock, PUBLISH_PATIENCE_S)), clock)
+    except GaveUp as error:
+        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
+        return exitcodes.GAVE_UP
+    except (InnerError, ConfigError) as error:  # of the user's files and settings; the model is not to blame
+        print(error, file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    except (StoreError, OSError) as error:
+        if isinstance(error, OSError) and is_full(error):
+            words = f"{full_disk_words(error, 'it')}; free some, then `diloco resume RUN`"
+            print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
+            return exitcodes.GAVE_UP
+        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    return exitcodes.DONE
+
+
+def publish_model(run: Run, clock: Clock) -> ModelRecord:
+    """Build or load the start model, check the user's code, upload what the Hub has not; the manifest goes last."""
+    body = run.store.get(layout.MODEL_MANIFEST)
+    if body is not None:
+        return ModelRecord.decode(body)
+    if run.record.parent.url:
+        raise ConfigError(
+            f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Type the command "
+            f"again that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
+        )
+    import inner
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        files = fetch_files(run, folder / "code")
+        inner.check_inner(run.config.inner, files)
+        mine = _start_model(run, folder, clock)
+        _check_start(run, files, folder)
+    _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
+    return ModelRecord.decode(value)
+
+
+def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
+    """Check a start model whose files were not on this machine before.
+
+    Raises InnerError for a model that no replica could train."""
+    config = run.config.inner
+    if config.model in BUILT_IN_MODELS or Path(config.model).is_dir():
+        return
+    from inner.train.dry_run import check_start
+
+    made, hub = scratch / "model", scratch / "hub"
+    held_out = run.config.eval.source if run.config.eval is not None else None
+    check_start(config, files, made if made.exists() else hub, held_out)
+
+
+def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
+    """Named, if every replica gets the same bits from the Hub; else carried."""
+    from inner.models.hub_model import link_hub_files, pin_hub_model
+    from inner.models.lora import ADAPTER, new_adapter, save_adapter
+    from inner.train.build import load_start
+
+    config = run.config.inner
+    if (found := pin_hub_model(config)) is None:
+        return _carry_model(run, config, scratch / "model", clock)
+    folder = link_hub_files(found, scratch / "hub")
+    model, drawn = load_start(folder, config.dtype)
+    if drawn:  # weights that no file has: every replica would draw others
+        return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
+    files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}
+    if config.lora is not None:
+        model = new_adapter(model, config.lora, found.name, found.commit)
+        save_adapter(model, scratch / "made" / ADAPTER)
+        files |= _upload_folder(run.store, scratch / "made")
+    return _describe_model(run, model, files, clock, {"model": found.name, "commit": found.commit})
+
+
+def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) -> ModelRecord:
+    import inner
+    from inner.train.build import load_start
+
+    inner.publish_model(config, folder)
+    model, _ = load_start(folder, config.dtype, config.lora)
+    return _describe_model(run, model, _upload_folder(run.store, folder), clock)
+
+
+def _describe_model(
+    run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
+) -> ModelRecord:
+    from diloco.model.start_model import theta_digest
+    from diloco.outer.flat import layout_of
+    from diloco.outer.model_checks import frozen_digest
+
+    theta = theta_digest(model, required_digest_kind(run.store))
+    base = frozen_digest(model) if run.config.inner.lora is not None else ""
+    return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
+
+
+def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
+    mark = new_nonce()
+    files: dict[str, dict[str, str]] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        body = path.read_bytes()
+        files[name] = {"key": layout.model_file(f"{mark}/{name}"), "digest": digest(body, SHA256)}
+        store.put(files[name]["key"], body)
+    return files

@@ -1,0 +1,138 @@
+"""θ₀ of a run: where its weights come from, and that every replica has the same bits.
+
+    built in code, a folder or a .gguf ─▶ model/{nonce}/… in the bucket, in the run's dtype          files by SHA-256
+    a model of the Hub                 ─▶ nothing but its name and commit in model/manifest.json     files by SHA-256
+                                          every replica takes them itself, from its own HF cache or from the Hub
+    [inner.lora]                       ─▶ model/{nonce}/adapter/… besides; θ₀ is the adapter alone, and the digest of
+                                          the base is compared where a session begins and where it ends
+
+    model ─▶ trainable parameters in flat order, as fp32 ─▶ digest      in the manifest; compared before training
+                                                         ─▶ snapshot 0  the same, and zeros for all else
+
+The digest is of the trained parameters, after the replica's own reading, rounding and gathering: other releases that
+round in another way are found before they train.
+
+Not promised: that the Hub keeps a commit; a run that must not hang on it has a folder as its inner.model.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from diloco.outer.flat import FlatFragment, trainable_parameters
+from diloco.outer.fragments import cut_fragments
+from diloco.outer.model_checks import frozen_digest
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.process.session import Session
+from diloco.run.config import OuterConfig
+from inner.models.hub_model import HubError, HubModel
+from inner.settings.lora import LoraSettings
+from inner.train.build import load_start
+from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
+from rendezvous.records.digests import digest_of, is_digest
+from rendezvous.records.wire import as_bytes
+
+T = TypeVar("T")
+AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then
+
+
+def theta_digest(model: nn.Module, kind: str) -> str:
+    """Digest of all trainable parameters as fp32, in flat order."""
+    return digest_of((as_bytes(flat) for flat in _flat_parameters(model)), kind)
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
+    for _, p in trainable_parameters(model):
+        values: Tensor = p.detach().reshape(-1).float().cpu()
+        yield values.numpy()
+
+
+def has_more_than_trained(model: nn.Module) -> bool:
+    """Whether it has weights that no outer state holds: frozen ones, or buffers that its files carry."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return not all(p.requires_grad for p in parameters.values()) or bool(model.state_dict().keys() - parameters.keys())
+
+
+def refuse_other_bits(announced: str, model: nn.Module) -> None:
+    """WrongRun if θ₀ here is not θ₀ of the run.   announced: "" in a run of an older release."""
+    if not announced:
+        return
+    kind = announced.partition(":")[0]
+    found = theta_digest(model, kind) if is_digest(announced, kind) else "of no known kind"
+    if found != announced:
+        raise WrongRun(
+            f"this replica's start model has other bits than the run's: digest {found}, the run has {announced}. Its "
+            "files were the same, so they are read or rounded in another way here. Use the releases of torch and "
+            "transformers that the run was started with"
+        )
+
+
+def refuse_other_base(announced: str, model: nn.Module) -> None:
+    """WrongRun if the base of the adapter here is not that of the run.   announced: "" where the whole model learns."""
+    if announced and (found := frozen_digest(model)) != announced:
+        raise WrongRun(
+            f"the base model of this replica's adapter has other bits than the run's: digest {found}, the run has "
+            f"{announced}. An adapter means nothing on another base. Its files were the same, so they are read or "
+            "rounded in another way here. Use the releases of torch and transformers that the run was started with"
+        )
+
+
+def refuse_changed_base(announced: str, model: nn.Module) -> None:
+    """Diverged if the base was changed since the session began."""
+    if announced and (found := frozen_digest(model)) != announced:
+        raise Diverged(
+            f"the base model, which only the adapter should change the answers of, was changed in this session: digest "
+            f"{found}, {announced} when it began. Something writes to frozen weights: a merge of the adapter, or the "
+            "user's own code"
+        )
+
+
+def first_arrays(
+    folder: Path, dtype: str, outer: OuterConfig, lora: LoraSettings | None = None
+) -> dict[str, np.ndarray]:
+    """The outer state as it is before the first outer step, from the start model's folder."""
+    model, _ = load_start(folder, dtype, lora)
+    params = [p for _, p in trainable_parameters(model)]
+    flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]
+    optimizers = [Nesterov(flat, lr=outer.lr, momentum=outer.momentum) for flat in flats]
+    return OuterState([flat.data for flat in flats], optimizers).all_arrays()
+
+
+def next_steps_text(model: HubModel) -> str:
+    """Tell a person what to do where the Hub does not give the start model."""
+    download = f"hf download {model.name} --revision {model.commit}"
+    return (
+        f"Next: give this machine a way to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
+        f"filled), and run the same command again. Or let a new run carry the model through its bucket: `{download} "
+        "--local-dir FOLDER`, and inner.model = FOLDER"
+    )
+
+
+def from_hub(session: Session, model: HubModel, act: Callable[[], T], check: Callable[[], None]) -> T:
+    """Call `act` until the Hub gives what it needs; -> its result.   check: called before each pause, and may raise.
+
+    Raises GaveUp after the run's give_up_s without an answer, RendezvousError when the answer is no.
+    """
+    began = session.clock.now()
+    while True:
+        try:
+            return act()
+        except HubError as error:
+            text = f"{error}. {next_steps_text(model)}"
+            if error.final:
+                raise RendezvousError(text) from error
+            if session.clock.now() - began > session.timing.give_up:
+                raise GaveUp(text) from error
+            _note_wait(session, f"waits for the Hub: {error}")
+            check()
+            session.clock.sleep(AGAIN_S)
+
+
+def _note_wait(session: Session, text: str) -> None:
+    if session.rv.members.status.note != text:
+        session.emit("warning", kind="hub", text=text)
+        session.rv.members.status.note = text
+    session.flush_soon()

@@ -1,0 +1,82 @@
+"""A live model as flat fp32 fragments.
+
+    model (any dtype)      w₀ │ w₁ │ w₂ ┊ w₃ │ w₄            trainable parameters, tied ones once, in the model's order
+                              ▼            ▼
+    fragments          [ ─────────── ] [ ─────── ]           one fp32 vector each, on the CPU
+
+    local value of an element = base + (live − round(base))     base = the fp32 vector that was last scattered
+
+base is θ, or what α's merge left; round is to the model's dtype.  So the rounding of a bf16 model never enters a
+pseudogradient, and what α kept of the local values does, as in torchft and in arXiv 2501.18512.  For an fp32
+model that is the live value itself, read straight from the model.
+
+Not promised: parameters that are spread over several devices.  Vectors are in host memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.run.config import OuterError
+
+
+class FlatFragment(nn.Module):
+    """One fp32 vector on the CPU over some trainable parameters of a live model; torchft optimizes it."""
+
+    def __init__(self, live: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.live = list(live)  # a plain list: they stay the model's own
+        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
+        self.rounds = any(p.dtype != torch.float32 for p in self.live)
+        self.merged: Tensor | None = None  # base, where it is needed and is not θ
+
+    @torch.no_grad()
+    def gather(self, theta: Tensor) -> None:
+        """Write flat ← local values."""
+        for span, local in self._local_slices(theta):
+            self.flat.data[span].copy_(local)
+
+    @torch.no_grad()
+    def delta(self, theta: Tensor, out: Tensor) -> Tensor:
+        """Write out ← Δ = θ − local values, the bits that torchft gets by way of `gather`."""
+        for span, local in self._local_slices(theta):
+            torch.sub(theta[span], local, out=out[span])
+        return out
+
+    def _local_slices(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each parameter's slice of the vector, and its local values."""
+        base = theta if self.merged is None else self.merged
+        at = 0
+        for p in self.live:
+            span = slice(at, at := at + p.numel())
+            live = p.detach().reshape(-1).float().cpu()
+            if p.dtype == torch.float32:
+                yield span, live
+            else:
+                yield span, base[span] + (live - base[span].to(p.dtype).float())
+
+    @torch.no_grad()
+    def scatter(self, merged: bool) -> None:
+        """Write model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
+        self.merged = self.flat.data.clone() if merged and self.rounds else None
+        at = 0
+        for p in self.live:
+            p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
+            at += p.numel()
+
+
+def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return every trainable parameter once (tied weights under their first name), in the model's order."""
+    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        raise OuterError(
+            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
+        )
+    return found
+
+
+def layout_of(model: nn.Module) -> list[list[Any]]:
+    """Return [name, shape, dtype] of every trainable parameter, in flat order: the meaning of a flat vector."""
+    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable_parameters(model)]

@@ -1,0 +1,67 @@
+"""torchft's DiLoCo with five methods of its fragment replaced: Δ straight from the model, θ stepped in place.
+
+    torchft                                                        here
+    flat ◀── gather ── model                                       (flat is θ)
+    Δ = original − flat                 a new tensor               Δ = θ − model, in memory that stays
+    local = clone(flat)                 a new tensor, for α        (α = 0)
+    flat ◀── original, outer step, clone(flat) ──▶ original        outer step on θ
+
+So torchft does not run unmodified here: `_save_grads`, `_save_local_parameters`, `_merge_parameters`,
+`restore_parameters` and `save_parameters` are ours, all internal to torchft 0.2.  Hooks, schedule, order and arithmetic
+are torchft's own, and so are the bits (a test compares both classes).  Above 32 MB malloc takes fresh pages for
+every new tensor and gives them back, which was most of a sync on a CPU.  One fragment is under way at a time, so all
+share the memory of the largest Δ.
+
+Not promised: anything for α > 0, whose merge needs the local values after the step, or for a Manager whose collectives
+may still write to Δ when its outer step is over (Gloo, aborted).  They get torchft's class as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchft.local_sgd import DiLoCo, _StreamingDiLoCoFragment
+
+from diloco.outer.flat import FlatFragment, OuterError
+
+__all__ = ["DiLoCo", "InPlaceDiLoCo"]
+
+
+class InPlaceDiLoCo(DiLoCo):
+    """`DiLoCo` over FlatFragments."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        _refuse_another_torchft()
+        room = torch.empty(max(f.original_parameters["flat"].numel() for f in self._fragments))
+        for fragment in self._fragments:
+            fragment.__class__ = InPlaceFragment  # torchft has no way to say which class it shall make
+            fragment.lean(room)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class InPlaceFragment(_StreamingDiLoCoFragment):
+    """torchft's fragment, whose flat vector is θ itself."""
+
+    def lean(self, room: Tensor) -> None:
+        """Make θ the flat vector, and Δ a part of `room`.   room: as large as any fragment's Δ."""
+        self._part: FlatFragment = self._model_fragment  # pyright: ignore[reportAttributeAccessIssue]
+        self._theta = self._part.flat.data = self.original_parameters["flat"]
+        self._delta = room[: self._theta.numel()]
+
+    def _save_grads(self) -> None:
+        self._grads["flat"] = self._part.delta(self._theta, self._delta)
+
+    def _nothing(self) -> None:
+        """Do nothing: flat is θ, and stays it."""
+
+    _save_local_parameters = _merge_parameters = _nothing
+    restore_parameters = save_parameters = _nothing  # pyright: ignore[reportAssignmentType]
+
+
+def _refuse_another_torchft() -> None:
+    """A method that was renamed would read Δ from a vector that is θ: zero, for ever."""
+    replaced = [
+        name for name in vars(InPlaceFragment) if name not in ("lean", "_nothing") and not name.startswith("__")
+    ]
+    if missing := [name for name in replaced if not hasattr(_StreamingDiLoCoFragment, name)]:
+        raise OuterError(f"this torchft has no {', '.join(missing)} in its fragments; use torchft 0.2")

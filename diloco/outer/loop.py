@@ -1,0 +1,309 @@
+"""θ, Δ, H: torchft's DiLoCo over flat fp32 fragments of any model.
+
+    model (any dtype) ── gather ──▶ flat fp32 fragment ── torchft: Δ = θ − flat ──▶ manager.allreduce
+          ▲                                                                              │ mean
+          └──── scatter ◀── m ← μm + ḡ,  θ ← θ − lr·(ḡ + μm)   (one rounding each) ◀─────┘
+                             ḡ = 0: θ and m stay
+
+    gather   flat = the model's values, without the rounding of its dtype (diloco/outer/flat.py)
+    lean     for α = 0 on a bucket, Δ is taken straight from the model and θ is stepped in place: five methods of
+             torchft's fragment are replaced (diloco/outer/in_place.py).  Else torchft's DiLoCo runs unmodified
+    hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
+
+Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
+never, one outer optimizer each (a shared one would apply stale inner gradients).
+
+Not promised: anything about inner steps after the last sync when the `with` ends; they stay in the model only.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.events import TAKEN
+from diloco.outer.flat import FlatFragment, trainable_parameters
+from diloco.outer.fragments import cut_fragments
+from diloco.outer.model_checks import ModelGuard, check_model
+from diloco.outer.optimizer import Nesterov, OuterState
+from diloco.process.watchdog import Watchdog
+from diloco.run.config import OuterConfig, OuterError, check_boundary
+from rendezvous.errors import Leaving
+
+
+class OuterRounds(Protocol):
+    """The side of a Manager that an OuterLoop calls, beside torchft's eight names; rounds.py and lighthouse.py have it.
+
+    leaving, fenced: this session should end soon; why: in words.   behind: the next sync is due at once.
+    h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
+    watchdog: hears when the inner loop has the training thread, and when not.
+    stats: what the inner loop has measured since it was asked last.
+    round_began: when the inner steps of this round began, by the rounds' clock; their seconds in the log are from it.
+    """
+
+    done_with_delta: bool
+    round_began: float
+    stats: Callable[[], dict[str, float]]
+    watchdog: Watchdog
+
+    @property
+    def leaving(self) -> bool: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def fenced(self) -> bool: ...
+    @property
+    def behind(self) -> bool: ...
+    @property
+    def h_cap(self) -> int: ...
+    def join(self, loop: "OuterLoop") -> None:
+        """Heal the loop: afterwards its θ is the run's, as far as that can be known yet."""
+        ...
+
+    def progress(self, inner: int, rate: float) -> None:
+        """Note the progress of this round: `inner` steps are done, `rate` seconds each."""
+        ...
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        """Make Δ durable for the open step."""
+        ...
+
+    def finish_round(self) -> int | None:
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
+        ...
+
+    def catch_up(self, late: Callable[[int], None]) -> None:
+        """Apply the steps that were decided without us; `late(step)` comes before each."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Say goodbye; reason "done" is the regular end."""
+        ...
+
+
+class OuterManager(Protocol):
+    """A Manager with torchft's eight names, which has the rounds that go with them."""
+
+    @property
+    def rounds(self) -> OuterRounds: ...
+    def current_step(self) -> int: ...
+
+
+class OuterLoop:
+    """Context manager of make_diloco: hooks on the inner optimizer for as long as the block lasts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        manager: OuterManager,
+        outer: OuterConfig,
+        boundary: int = 1,
+    ) -> None:
+        _refuse_distributed()
+        check_model(model, optimizer)
+        check_boundary(outer, boundary)
+        self.manager = manager
+        self.rounds = manager.rounds
+        self.optimizer = optimizer
+        self.outer = outer
+        self.boundary = boundary
+        self.rules = rules = outer.rules  # the manager may name another codec, where that is "auto"
+        self.model = model
+        self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
+        self.prepare_at = self.interval - outer.fragment_sync_delay
+        self.alpha = outer.fragment_update_alpha
+        params = [p for _, p in trainable_parameters(model)]
+        self.fragments = [FlatFragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
+        outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
+        self.lean = self.rounds.done_with_delta and self.alpha == 0
+        self.diloco = _torchft_diloco(self.lean)(
+            cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
+            fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=self.alpha,
+        )  # fmt: skip
+        self.thetas = [f.original_parameters["flat"] for f in self.diloco._fragments]
+        self.state = OuterState(self.thetas, outers)
+        self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
+        self._mark = time.monotonic()
+        self._numbers: dict[str, list[float | Tensor]] = {}  # logged since the last sync
+        self._logs = False  # has anything been logged?
+        self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
+        self._hooks: list[Any] = []
+        self._guard: ModelGuard | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether inner steps go on while a fragment travels."""
+        return self.prepare_at < self.interval
+
+    def mathematics(self) -> dict[str, Any]:
+        """The settings that all replicas of a run must share."""
+        return {**asdict(self.outer), **asdict(self.rules)}
+
+    def __enter__(self) -> "OuterLoop":
+        self.rounds.join(self)
+        for fragment in range(len(self.fragments)):
+            self.rewrite(fragment)
+        self._mark = time.monotonic()
+        self._guard = ModelGuard(self.model)
+        self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
+        self.diloco.__enter__()
+        self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
+        self.rounds.watchdog.resume()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.rounds.watchdog.rest()
+        self.diloco.__exit__(kind, error, trace)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if kind is None or kind is Leaving:
+            self.rounds.close("done" if kind is None else self.rounds.why)
+        return kind is Leaving
+
+    def committed(self) -> int:
+        """Outer steps taken."""
+        return self.manager.current_step()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work that is no inner step, an evaluation say: its seconds count neither for the pace nor `sync_seconds`, nor
+        in the log as seconds of inner steps."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._mark += seconds
+            self.rounds.round_began += seconds
+
+    def log(self, **numbers: "float | Tensor") -> None:
+        """Numbers of this inner step, e.g. loss=loss: shown by `diloco status` and the report, as means between two
+        syncs ("samples": the sum).  A tensor is read at the sync, so nothing waits for a device.   Raises OuterError.
+        """
+        if taken := sorted(TAKEN & set(numbers)):
+            raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
+        if not self._logs:
+            self._logs = True
+            self._add_numbers_to(self.rounds)
+        for name, number in numbers.items():
+            self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
+
+    def _add_numbers_to(self, rounds: OuterRounds) -> None:
+        others = rounds.stats
+        rounds.stats = lambda: {**others(), **self._take_numbers()}
+
+    def _take_numbers(self) -> dict[str, float]:
+        taken = self._numbers
+        self._numbers = {}
+        sums = {name: (sum(map(float, values)), len(values)) for name, values in taken.items()}
+        means = {name: total if name == "samples" else total / n for name, (total, n) in sums.items()}
+        return {name: value for name, value in means.items() if math.isfinite(value)}
+
+    def theta(self) -> Iterator[tuple[str, Tensor]]:
+        """θ as committed, by the names and in the shapes of the model's parameters.  To be read, not to be kept."""
+        names = iter(trainable_parameters(self.model))
+        for fragment, theta in zip(self.fragments, self.thetas, strict=True):
+            at = 0
+            for _, (name, p) in zip(fragment.live, names, strict=False):
+                yield name, theta[at : at + p.numel()].view(p.shape)
+                at += p.numel()
+
+    # ---------------------------------------------------------------- hooks
+
+    def _before_torchft(self, *_: object) -> None:
+        """Count, shorten the round if there is a reason, and gather what torchft is about to read."""
+        self.rounds.watchdog.rest()
+        self.h = [h + 1 for h in self.h]
+        local = self.diloco._local_step + 1
+        self.rounds.progress(local, (time.monotonic() - self._mark) / local)
+        if local < self.prepare_at and self._sync_now(local):
+            self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
+        elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
+            self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
+        if local == self.prepare_at and self._guard is not None:
+            self._guard.check()
+        if not self.lean and (local == self.prepare_at or (local == self.interval and self.alpha > 0)):
+            due = self.manager.current_step() % self.rules.fragments
+            self.fragments[due].gather(self.thetas[due])
+
+    def _sync_now(self, local: int) -> bool:
+        if self.rounds.leaving or self.rounds.fenced:
+            return True
+        enough = local * self.rules.fragments >= self.rounds.h_cap
+        return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
+
+    def _time_is_up(self, local: int) -> bool:
+        """Whether this boundary is the nearest one to `sync_seconds`."""
+        if self.rules.sync_seconds <= 0:
+            return False
+        spent = time.monotonic() - self._mark
+        return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
+
+    def _after_torchft(self, *_: object) -> None:
+        """Go on after torchft's outer step: model ← θ, then the steps that were decided without this replica."""
+        fragment = self.rounds.finish_round()
+        if fragment is not None:
+            self.scatter(fragment)
+            self.rounds.catch_up(self._offer_late)
+            self._rewrite_stale()
+            self._mark = time.monotonic()
+        self.rounds.watchdog.resume()
+
+    def _offer_late(self, step: int) -> None:
+        """Offer the inner steps that a missed step's fragment has seen, before that step is applied."""
+        self._rewrite_stale()
+        fragment = step % self.rules.fragments
+        if self.h[fragment]:
+            theta = self.thetas[fragment]
+            delta = self.fragments[fragment].delta(theta, torch.empty_like(theta))
+            self.rounds.offer(delta.numpy(), self.h[fragment])
+        self._stale = fragment
+
+    # ---------------------------------------------------------------- the model
+
+    def scatter(self, fragment: int) -> None:
+        """Write model ← this fragment, as torchft left it (θ, or θ merged with α)."""
+        self._scatter_fragment(fragment, merged=self.alpha > 0)
+
+    def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
+        self.fragments[fragment].scatter(merged)
+        self.h[fragment] = 0
+
+    def rewrite(self, fragment: int) -> None:
+        """Write model ← θ, which was moved without torchft."""
+        if not self.lean:  # there they are one
+            self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
+        self._scatter_fragment(fragment, merged=False)
+
+    def _rewrite_stale(self) -> None:
+        if self._stale is not None:
+            self.rewrite(self._stale)
+        self._stale = None
+
+
+def _refuse_distributed() -> None:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise OuterError("a replica is one process on one device for now; WORLD_SIZE > 1 is not supported")
+
+
+def _torchft_diloco(lean: bool) -> Any:
+    try:
+        from diloco.outer.in_place import DiLoCo, InPlaceDiLoCo
+    except ImportError as missing:
+        raise ImportError("make_diloco needs torchft: pip install 'serverless-diloco[diloco]'") from missing
+    return InPlaceDiLoCo if lean else DiLoCo

@@ -1,0 +1,173 @@
+"""A StoreManager without `make_diloco`: what a plain torchft class needs from a Manager.
+
+    allreduce × n ─▶ one blob ─▶ offer ─▶ (first wait) settle, mean ─▶ the n tensors
+    should_commit  ─▶ if no allreduce came: an empty offer, so that the round is decided like any other
+    report_error   ─▶ should_commit says False, and the next round reads the same step's mean again
+    first hook after a commit ─▶ the registered states, complete now, become snapshot t
+    first hook of a session ─▶ heal: load the newest published state
+
+The rendezvous cannot step θ here (it is inside torchft and the user's optimizer), so a session that heals from an older
+state catches up by living those rounds again: each ends with the mean that was committed for it.
+
+Not promised: a check that replicas started from equal θ (there is no flat θ to digest).
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.process.session import Session
+from rendezvous.agreement.rules import Rules
+from rendezvous.records.records import Commit
+from rendezvous.records.state import UNVERIFIED
+from rendezvous.snapshots import record as snapshots
+
+START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
+RULES = Rules(
+    snapshot_every=1 << 40, max_carry=0, weighting="uniform"
+)  # states are published here; which fragment a blob was is unknown
+
+
+class OpaqueState:
+    """The rendezvous' view of a state that it cannot see into."""
+
+    def size(self, fragment: int) -> int:
+        return 0
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        raise AssertionError("a bare manager replays rounds through torchft, never by itself")
+
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
+        return {}
+
+    def load(self, arrays: snapshots.Arrays) -> None:
+        raise AssertionError("a bare manager loads through the registered functions")
+
+
+class BareRounds:
+    """Rounds and healing for a bare manager."""
+
+    def __init__(self, session: Session, load: Callable[[Any], None] | None, save: Callable[[], Any] | None) -> None:
+        self._session = session
+        self._joined = False
+        self._fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        if load is not None and save is not None:
+            self._fns["default"] = (load, save)
+        self._tensors: list[Tensor] = []
+        self._commit: Commit | None = None  # applied by torchft after should_commit
+        self._published = -1
+        self.error: Exception | None = None  # what the caller has reported in this round
+
+    @property
+    def step(self) -> int:
+        return self._session.rv.step
+
+    def register_state(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        if key in self._fns and key != "default":
+            raise ValueError(f"state functions for {key!r} are registered already: use one Manager per DiLoCo object")
+        self._fns[key] = (load, save)
+
+    def read_states(self) -> dict[str, Any]:
+        return {key: save() for key, (_, save) in self._fns.items()}
+
+    # ---------------------------------------------------------------- rounds
+
+    def add_tensor(self, tensor: Tensor) -> Callable[[], None]:
+        """Take a tensor into this round; -> the action of its Work.  After an error nothing more is taken."""
+        if self.error is None:
+            self._tensors.append(tensor)
+        return self.reduce_round
+
+    def reduce_round(self) -> None:
+        """Once per round: everything collected so far becomes one blob, and comes back as the mean."""
+        if self._commit is not None or not self._tensors or self.error is not None:
+            return
+        flat = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._tensors])
+        mean = self._average_round(flat.numpy())
+        at = 0
+        for tensor in self._tensors:
+            part = torch.from_numpy(mean[at : at + tensor.numel()])
+            tensor.detach().copy_(part.view(tensor.shape))
+            at += tensor.numel()
+
+    def close_round(self) -> bool:
+        """should_commit: True when the step is decided and counted; False after an error.
+
+        After an error the step stays open here, also where the others decide it.  The next round finds this replica's
+        offer (if it was durable before the error) and the commit, and ends with the mean that all other replicas have
+        applied: it is read again, from the bucket.  That round's own work is given up for it.
+        """
+        self.join()
+        if self.error is not None:
+            self._tensors = []
+            self._commit = None
+            self.error = None
+            return False
+        self.reduce_round()
+        if self._commit is None:
+            self._average_round(np.zeros(0, np.float32))
+        assert self._commit is not None
+        self._tensors = []
+        commit = self._commit
+        self._commit = None
+        self._session.rv.advance(commit)
+        return True
+
+    def _average_round(self, delta: np.ndarray) -> np.ndarray:
+        self._session.rv.offer(delta, 1)
+        self._commit = self._session.rv.settle()
+        if all(o.size != delta.nbytes for o in self._commit.offers):
+            return delta  # ours was late and the others' round was empty: nothing to average
+        self._session.rv.mean(self._commit, delta)
+        return delta
+
+    # ---------------------------------------------------------------- healing
+
+    def join(self) -> None:
+        """Load the newest published state, or publish ours as the first; once."""
+        if self._joined:
+            return
+        self._joined = True
+        timing = self._session.rv.timing
+        patience = min(timing.start_patience, START_PATIENCE_S)
+        rv = self._session.rv.set_rules(RULES, replace(timing, start_patience=patience))
+        rv.resume_at(OpaqueState(), 0)
+        for snapshot in snapshots.newest_first(rv.store):
+            arrays = snapshots.load(rv.store, snapshot, rv.emit, {})
+            if arrays is not None and "states" in arrays:
+                self._load_states(arrays)
+                self._stand_at(snapshot.t)
+                return
+        self.publish_states()
+
+    def _stand_at(self, t: int) -> None:
+        self._session.rv.resume_at(OpaqueState(), t)
+        self._published = self._session.rv.members.status.step = t
+
+    def publish_states(self) -> None:
+        """Write the registered states as snapshot `step`, unless that snapshot stands already."""
+        if self._published >= self._session.rv.step or not self._fns:
+            return
+        self._published = self._session.rv.step
+        stands = next(snapshots.newest_first(self._session.rv.store, self._session.rv.step), None)
+        if stands is None or stands.t < self._session.rv.step:
+            rv = self._session.rv
+            prev = rv.chain.commit_digest(rv.step - 1)
+            snapshots.write(rv.store, rv.clock, rv.step, _pack_states(self.read_states()), base=UNVERIFIED, prev=prev)
+
+    def _load_states(self, arrays: snapshots.Arrays) -> None:
+        states = torch.load(io.BytesIO(arrays["states"].data), weights_only=True)
+        for key, (load, _) in self._fns.items():
+            if key in states:
+                load(states[key])
+
+
+def _pack_states(states: dict[str, Any]) -> dict[str, np.ndarray]:
+    body = io.BytesIO()
+    torch.save(states, body)
+    return {"states": np.frombuffer(body.getbuffer(), np.uint8)}

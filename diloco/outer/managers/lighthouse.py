@@ -1,0 +1,364 @@
+"""The same training where replicas can reach each other: torchft's own Manager, a Lighthouse and Gloo.
+
+    OuterLoop             LighthouseManager and LighthouseRounds         torchft.Manager
+    join()          ──▶   newest snapshot in the bucket, if any
+    start_quorum()  ──▶   who takes part; heal θ and momentum     ──▶    lighthouse, a peer's HTTP server
+    allreduce(Δ)    ──▶   w·Δ and w; w = h/H, or 1 for uniform    ──▶    Gloo
+    Work.wait()     ──▶   Σ wΔ / Σ w
+    should_commit() ──▶   no: the model keeps its inner steps; the sync is tried again after the next one
+    finish_round()  ──▶   log, beat, a snapshot now and then
+
+A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
+Start the Lighthouse with a join time-out longer than an outer step: a replica that misses a quorum is healed in the
+next.
+With a `session` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
+
+Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
+last sync are lost); a digest check of θ between replicas; a norm gate; leaving while it waits for a quorum.
+"""
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.outer.rounds import Work
+from diloco.outer.safety import empty_round
+from diloco.process.session import Session
+from diloco.process.watchdog import Watchdog
+from diloco.run.config import check_lighthouse
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Fenced, GaveUp, Leaving
+from rendezvous.records.state import Digests
+from rendezvous.snapshots import record as snapshots
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+    from diloco.outer.loop import OuterLoop
+
+TIMEOUT_S = 30.0  # a collective may stand still for so long; then the round is tried again with the remaining replicas
+CONNECT_S = 15.0
+TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's clients raise
+
+
+class LighthouseManager:
+    """torchft's eight names, over a synchronous torchft.Manager, and the rounds that go with them.
+
+    session: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
+    """
+
+    def __init__(self, manager: "Manager", session: Session | None = None) -> None:
+        self._manager = manager
+        self.rounds = LighthouseRounds(manager, session)
+
+    @property
+    def _use_async_quorum(self) -> bool:
+        return self._manager._use_async_quorum
+
+    def start_quorum(self) -> None:
+        """Meet the other replicas at this step, for at most torchft's quorum time-out; heal if we are behind."""
+        self.rounds.begin_wait()
+        self._ask_torchft(self._manager.start_quorum)
+        self.rounds.end_wait()
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
+        """Send w·Δ and w; the Work makes `tensor` the weighted mean."""
+        began = self.rounds.clock.now()
+        weight = torch.tensor([self.rounds.weigh_round()])
+        if float(weight) != 1.0:
+            tensor.mul_(weight)
+        works = [self._manager.allreduce(tensor, should_quantize=should_quantize), self._manager.allreduce(weight)]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if float(weight) not in (0.0, 1.0):
+                tensor.div_(weight)
+            self.rounds.spent["mean_s"] = self.rounds.clock.now() - began
+
+        return Work(finish)
+
+    def should_commit(self) -> bool:
+        committed = bool(self._ask_torchft(self._manager.should_commit))
+        self.rounds.note_vote(committed)
+        return committed
+
+    def current_step(self) -> int:
+        return self._manager.current_step()
+
+    def num_participants(self) -> int:
+        """Replicas in torchft's newest quorum; 0 before the first."""
+        return self._manager.num_participants()
+
+    def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        self._manager.register_state_dict_fn(key, load, save)
+
+    def allow_state_dict_read(self) -> None:
+        self._manager.allow_state_dict_read()
+
+    def disallow_state_dict_read(self) -> None:
+        self._manager.disallow_state_dict_read()
+
+    @property
+    def done(self) -> bool:
+        return self.rounds.done
+
+    @property
+    def left(self) -> bool:
+        return self.rounds.left
+
+    def _ask_torchft(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except TROUBLE as error:
+            raise GaveUp(
+                f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
+                "and do min_replicas replicas live? Run the same command again to go on"
+            ) from error
+
+
+class LighthouseRounds:
+    """The OuterRounds (diloco/outer/loop.py) beside a torchft.Manager."""
+
+    done_with_delta = False  # an aborted collective may still be at it
+
+    def __init__(self, manager: "Manager", session: Session | None) -> None:
+        self._manager = manager
+        self.session = session
+        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
+        self.left = self.behind = False  # behind: the last sync failed, the next one is due
+        self.clock: Clock = session.clock if session else SystemClock()
+        self.watchdog = session.watchdog if session else Watchdog(self.clock)
+        self.spent: dict[str, float] = {}
+        self._loop: OuterLoop | None = None
+        self._committed = False
+        self.round_began = self.clock.now()
+
+    def join(self, loop: "OuterLoop") -> None:
+        """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
+        check_lighthouse(loop.outer)
+        self._loop = loop
+        self._manager.register_state_dict_fn(
+            "healed", self._after_heal, self._unsent_arrays
+        )  # torchft has loaded θ before it
+        if self.session is not None:
+            self._resume_from_snapshot(self.session, loop)
+        self._digests = Digests(loop.state, loop.rules.fragments)
+        self._set_phase("train")
+        self.round_began = self.clock.now()
+
+    def _resume_from_snapshot(self, session: Session, loop: "OuterLoop") -> None:
+        for snapshot in snapshots.newest_first(session.rv.store):
+            arrays = snapshots.load(session.rv.store, snapshot, session.emit, loop.state.all_arrays())
+            if arrays is not None:
+                loop.state.load(arrays)
+                self._manager.load_state_dict({"step": snapshot.t, "batches_committed": 0})
+                break
+        session.emit("joined", step=self._manager.current_step())
+        session.flush()
+
+    def _unsent_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the outer state that torchft does not send by itself."""
+        arrays = self._joined_loop.state.all_arrays()
+        return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
+
+    def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
+        """Write model ← θ after torchft has replaced θ and momentum by a peer's; no inner step of ours counts."""
+        arrays = self._joined_loop.state.all_arrays()
+        for name, values in learned.items():
+            arrays[name][:] = values
+        for fragment in range(len(self._joined_loop.fragments)):
+            self._joined_loop.rewrite(fragment)
+        self._digests = Digests(self._joined_loop.state, self._joined_loop.rules.fragments)
+        self._emit("healed", step=self._manager.current_step())
+
+    # ---------------------------------------------------------------- what torchft does in a round
+
+    def begin_wait(self) -> None:
+        """The inner steps of this round are over; torchft looks for the others."""
+        self._set_phase("wait")
+        self._wait_began = self.clock.now()
+        self.spent = {"inner_s": self._wait_began - self.round_began}
+
+    def end_wait(self) -> None:
+        self.spent["wait_s"] = self.clock.now() - self._wait_began
+
+    def weigh_round(self) -> float:
+        """The weight of this replica's Δ: h/H, or 1 for uniform; 0 if it was healed in this round."""
+        loop = self._joined_loop
+        self.spent["h"] = h = loop.h[self._manager.current_step() % loop.rules.fragments]
+        return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
+
+    def note_vote(self, committed: bool) -> None:
+        """Note whether the outer step is taken.  If not, the sync is tried again after the next inner step."""
+        self._committed = committed
+        self.behind = not committed
+        if self.behind:
+            trouble = str(self._manager.errored() or "too few replicas")
+            self._emit("sync_failed", step=self._manager.current_step(), trouble=trouble)
+
+    # ---------------------------------------------------------------- what the outer loop asks
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        raise AssertionError("no replica is late here: one that missed the quorum is healed in the next")
+
+    def finish_round(self) -> int | None:
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
+        if not self._committed:
+            return None
+        self._committed = False
+        step = self._manager.current_step()
+        self._set_phase("train")
+        if self.session is not None:
+            self._report_step(self.session, step - 1)
+            if step % self._joined_loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
+                self._write_snapshot(self.session)
+        self.round_began = self.clock.now()
+        return (step - 1) % self._joined_loop.rules.fragments
+
+    def catch_up(self, late: Callable[[int], None]) -> None:
+        """Do nothing: no step is taken without us and then replayed; the quorum heals."""
+
+    def progress(self, inner: int, rate: float) -> None:
+        """Put the progress into the next beat; raise Fenced or Leaving where this replica has to go.
+
+        It leaves in the middle of a round: unfinished work cannot be handed on."""
+        if self.session is None:
+            return
+        status = self.session.rv.members.status
+        status.inner = inner
+        status.rate = rate
+        self.session.check_alive()
+        if self.fenced:
+            raise Fenced(
+                f"{self.session.rv.slot} now belongs to generation {self.session.rv.members.fenced_by}; this one goes"
+            )
+        if self.leaving:
+            raise Leaving(f"{self.session.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
+
+    def close(self, reason: str) -> None:
+        """Say goodbye.  A manager that was handed in stays its owner's."""
+        self.left = reason != "done"
+        if self.session is not None:
+            if self.done:
+                self._write_snapshot(self.session)
+            self.session.emit("left", step=self._manager.current_step(), reason=reason)
+            self.session.rv.members.say_goodbye()
+            self.session.end()
+            self._manager.shutdown(wait=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether all wanted outer steps are taken.  Without a session no number of steps is wanted."""
+        return self.session is not None and self._manager.current_step() >= self.session.rv.wanted.steps > 0
+
+    @property
+    def leaving(self) -> bool:
+        return self.session is not None and self.session.rv.is_leaving
+
+    @property
+    def why(self) -> str:
+        return self.session.why if self.session else ""
+
+    @property
+    def fenced(self) -> bool:
+        return self.session is not None and self.session.rv.members.fenced_by > self.session.rv.generation
+
+    @property
+    def h_cap(self) -> int:
+        return self._joined_loop.rules.sync_every
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _joined_loop(self) -> "OuterLoop":
+        assert self._loop is not None, "join comes first"
+        return self._loop
+
+    def _set_phase(self, phase: str) -> None:
+        if self.session is not None:
+            status = self.session.rv.members.status
+            status.phase, status.step, status.inner = phase, self._manager.current_step(), 0
+            self.session.rv.step = self._manager.current_step()
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if self.session is not None:
+            self.session.emit(event, **fields)
+
+    def _report_step(self, session: Session, step: int) -> None:
+        fragment = step % self._joined_loop.rules.fragments
+        size = 4 * self._joined_loop.state.size(fragment)
+        empty = self._joined_loop.state.optimizers[fragment].stood
+        self._digests.renew_fragment(fragment)
+        session.emit(
+            "step", step=step, listed=self.spent["h"] > 0, theta=self._digests.base, bytes_up=size,
+            participants=self._manager.num_participants(), **({"empty": True} if empty else {}),
+            **self.spent, **self.stats(),
+        )  # fmt: skip
+        if empty and self._manager.participating_rank() == 0:
+            found = empty_round(step)
+            session.emit("warning", kind=found.kind, step=step, steps=1, text=found.text)
+        session.flush()
+
+    def _write_snapshot(self, session: Session) -> None:
+        state = self._joined_loop.state
+        step = self._manager.current_step()
+        snapshots.write(session.rv.store, session.clock, step, state.all_arrays(), base=state.digest(), prev=None)
+        session.emit("snapshot", step=step)
+
+
+def as_outer_manager(manager: Any) -> Any:
+    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
+    return manager if hasattr(manager, "rounds") else LighthouseManager(manager)
+
+
+def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
+    """Make this session's torchft.Manager at lighthouse://host:port.   Raises GaveUp if no lighthouse answers there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.checkpointing.http_transport import HTTPTransport
+
+    where = urlsplit(url)
+    host = own_address(where.hostname or "", where.port or 0)
+    timeout = timedelta(seconds=TIMEOUT_S)
+
+    class Transport(HTTPTransport[Any]):
+        def metadata(self) -> str:
+            return self.address().replace(socket.gethostname(), host)  # a container's name means nothing outside
+
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    try:
+        manager = Manager(
+            ProcessGroupGloo(timeout=timeout), None, None, session.rv.wanted.min_replicas, use_async_quorum=False,
+            timeout=timeout, quorum_timeout=timedelta(seconds=session.timing.give_up), store_addr=host,
+            store_port=store.port, connect_timeout=timedelta(seconds=CONNECT_S), rank=0, world_size=1,
+            lighthouse_addr=f"http://{where.netloc}", replica_id=session.rv.slot, hostname=host,
+            checkpoint_transport=cast("Any", Transport(timeout, num_chunks=0)), init_sync=False,
+        )  # fmt: skip
+    except TROUBLE as error:
+        raise GaveUp(
+            f"no lighthouse answers at {url}: {error}. Start one: torchft_lighthouse --min_replicas 1"
+        ) from error
+    manager._own_store = store  # type: ignore[attr-defined]  # lives as long as its manager
+    return LighthouseManager(manager, session)
+
+
+def own_address(host: str, port: int) -> str:
+    """Return this machine's address on the way to `host`.  Nothing is sent.   Raises GaveUp if there is no way."""
+    try:
+        with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise GaveUp(f"there is no way to the lighthouse at {host}:{port}: {error}") from error
+
+
+def latest_step(session: Session) -> int:
+    """The outer step that a new session begins at, as far as the bucket knows."""
+    return next((s.t for s in snapshots.newest_first(session.rv.store)), 0)

@@ -1,0 +1,71 @@
+"""AdamW's moments from one session of a slot to the next, where the first leaves with notice and they are small.
+
+    r01-1   m, v, step of each trained parameter ─▶ beside its codec's residual ─▶ exit
+    r01-2                                          residual ─▶ its own AdamW, before its first inner step
+
+One vector per kind, in flat order, as fp32, which holds bfloat16 moments, too.  An adapter's moments are a few
+megabytes; those of a whole model are twice the model, and stay.
+
+Not promised: moments of other optimizers than torch's Adam and AdamW, or of a replica that was killed; a
+session's warm-up of the rate is the same with them.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from diloco.outer.flat import trainable_parameters
+from rendezvous.records.digests import digest_of
+from rendezvous.records.wire import as_bytes
+
+MOST_BYTES = 256 << 20  # more than the moments of an adapter of 30 M parameters
+STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@torch.no_grad()
+def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
+    """Return Adam's moments; {} where it has none yet, for too many bytes, or for another optimizer."""
+    parameters = [p for _, p in trainable_parameters(model)]
+    if not isinstance(optimizer, Adam | AdamW) or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
+        return {}
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    if any(set(state) != set(KINDS) for state in states):
+        return {}
+    return {
+        kind: torch.cat([state[kind].detach().reshape(-1).float().cpu() for state in states]).numpy() for kind in KINDS
+    }
+
+
+@torch.no_grad()
+def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np.ndarray]) -> str:
+    """Give the optimizer these moments; -> "", or why they are none of it, and then it is as it was."""
+    parameters = [p for _, p in trainable_parameters(model)]
+    if not isinstance(optimizer, Adam | AdamW):
+        return f"they are AdamW's, and this optimizer is {type(optimizer).__name__}"
+    if why := _find_fault(found, [p.numel() for p in parameters]):
+        return why
+    at = 0
+    for i, p in enumerate(parameters):
+        span = slice(at, at := at + p.numel())
+        moments = {kind: torch.from_numpy(found[kind][span].copy()).view(p.shape).to(p) for kind in (MEAN, SQUARE)}
+        optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i])), **moments}
+    return ""
+
+
+def _find_fault(found: Mapping[str, np.ndarray], sizes: list[int]) -> str:
+    due = {STEP: (len(sizes),), MEAN: (sum(sizes),), SQUARE: (sum(sizes),)}
+    shapes = {kind: array.shape for kind, array in found.items()}
+    if shapes != due:
+        return f"they have the shapes {shapes}, and this model's have {due}"
+    if any(a.dtype != np.float32 or not np.isfinite(a).all() for a in found.values()):
+        return "they are not finite fp32 numbers"
+    if (found[SQUARE] < 0).any() or (found[STEP] < 1).any():
+        return "a mean of squares is below 0, or a number of steps below 1"
+    return ""
+
+
+def moments_digest(moments: Mapping[str, np.ndarray]) -> str:
+    return digest_of(as_bytes(moments[kind]) for kind in KINDS)

@@ -1,0 +1,109 @@
+"""The outer optimizer: DiLoCo's Nesterov step on flat fp32 vectors, and the state that all replicas share.
+
+    m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)        ḡ = 0: θ and m stay
+
+The optimizers hold m; `OuterState` shows θ, m and what "auto" has learned to the rendezvous, fragment by fragment.
+
+Not promised: the bits of torch.optim.SGD(nesterov=True), which fuses a rounding (≤ 2 ulp).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.outer.safety import AutoLR, is_zero
+from diloco.run.config import OuterError
+from rendezvous.records.state import all_arrays, base_of
+
+_CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
+
+
+@torch.no_grad()
+def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: float) -> None:
+    """DiLoCo's outer step (arXiv 2311.08105, Alg. 1 with Nesterov), in place on flat fp32 vectors:
+
+        m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)
+
+    Every operation is rounded by itself: fused multiply-adds would give other bits on other CPUs.
+    """
+    for t, m, g in zip(*(x.split(_CACHED) for x in (theta, momentum, mean)), strict=True):
+        m.mul_(mu).add_(g)
+        t.sub_(m.mul(mu).add_(g).mul_(lr))
+
+
+class Nesterov(torch.optim.Optimizer):
+    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
+
+    An empty round is no round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
+    lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
+    """
+
+    def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:
+        self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
+        super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
+        self.flat = flat
+        self.stood = False  # was the last mean zero?
+        self.state[flat]["momentum"] = torch.zeros_like(flat)
+
+    @property
+    def momentum(self) -> Tensor:
+        return self.state[self.flat]["momentum"]
+
+    def apply(self, theta: Tensor, mean: Tensor) -> None:
+        """One step on `theta` with `mean` as the gradient; none, of anything, if that is zero (decision 015)."""
+        self.stood = is_zero(mean.numpy())
+        if self.stood:
+            return
+        group = self.param_groups[0]
+        if self.auto is not None:
+            group["lr"] = self.auto.step(mean.numpy())
+        nesterov(theta, self.momentum, mean, lr=group["lr"], mu=group["momentum"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.flat.grad is not None, "torchft sets the mean as the gradient before it steps"
+        self.apply(self.flat.data, self.flat.grad)
+
+
+class OuterState:
+    """θ, outer momentum and what "auto" has learned of every fragment: the very tensors that torchft and our
+    optimizers step.
+
+    The `State` that the rendezvous digests, snapshots and heals.
+    """
+
+    def __init__(self, thetas: Sequence[Tensor], optimizers: Sequence[Nesterov]) -> None:
+        self.thetas, self.optimizers = list(thetas), list(optimizers)
+
+    def digest(self) -> str:
+        """Digest of all fragments, as a commit's `base` would be."""
+        return base_of(self, len(self.thetas))
+
+    def size(self, fragment: int) -> int:
+        return self.thetas[fragment].numel()
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        self.optimizers[fragment].apply(self.thetas[fragment], torch.from_numpy(mean))
+
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
+        optimizer = self.optimizers[fragment]
+        theta = self.thetas[fragment].numpy()
+        momentum = optimizer.momentum.numpy()
+        learned = {} if optimizer.auto is None else optimizer.auto.arrays()
+        named = {"theta": theta, "momentum": momentum, **learned}
+        return {f"{name}.{fragment}": array for name, array in named.items()}
+
+    def all_arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of every fragment."""
+        return all_arrays(self, len(self.thetas))
+
+    def load(self, arrays: Any) -> None:
+        for name, target in self.all_arrays().items():
+            if name not in arrays or arrays[name].shape != target.shape:
+                raise OuterError(
+                    f"the snapshot has no {name} of {target.size} elements: this URL holds a run of another model or "
+                    "with other fragments. Use another URL, or the model and settings of that run"
+                )
+            target[:] = arrays[name]

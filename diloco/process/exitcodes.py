@@ -1,0 +1,29 @@
+"""Exit codes of a replica's process, for the process or platform that started it.
+
+Anything not listed (a signal, …) is a crash: start the slot again.
+"""
+
+DONE = 0  # the run has all its outer steps
+CRASHED = 1  # an unforeseen error, also in its heartbeat's thread
+USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
+FENCED = 3  # another process holds this slot; do not start again
+LEFT = 4  # asked to go; its work is durable
+DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collected; starting again heals
+BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
+RESUME = 7  # it left because its platform's time limit is near; start the slot again
+HUNG = 8  # an inner step stood still (diloco/process/watchdog.py); starting again may help
+NO_REWARD = 9  # the reward gave no numbers any more; starting again helps once the service behind it is back
+GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
+
+NAMES = {
+    DONE: "done",
+    USER_ERROR: "user error",
+    FENCED: "fenced",
+    LEFT: "left",
+    DIVERGED: "diverged",
+    BAD_DELTA: "bad delta",
+    RESUME: "time limit near",
+    HUNG: "inner step hung",
+    NO_REWARD: "no reward",
+    GAVE_UP: "gave up",
+}

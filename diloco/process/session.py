@@ -1,0 +1,262 @@
+"""One session of a slot: claimed, beating, able to be asked to leave.  A replica has this before it imports torch.
+
+    Session(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
+
+The thread ticks the membership (agreement/membership.py) and watches what keeps us here: the process that launched
+us, if there is one to watch, and the budget's lease, if there is one:
+
+    control: until ──▶ passed, and not put off ──▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
+    launcher gone ───────────────────────────────▶ the same, and its inner step may end first
+    watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
+
+Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its
+next inner step or while it waits; by force after ORPHAN_GRACE_S, and at once if a turn never comes back.
+
+Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from diloco.process import exitcodes, processes, run_marks
+from diloco.process.host import device_name, host_name
+from diloco.process.journal import Journal
+from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
+from rendezvous import layout
+from rendezvous.agreement.membership import read_control, refuse_lost, write_control
+from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.background import Parts, Worker, together_on
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.store import PatientStore, Store
+from rendezvous.stores.signed import SignedStore
+from rendezvous.weights.writer import WeightsWriter
+
+ORPHAN_GRACE_S = 40.0  # a lone session that has not left by then ends itself; an inner step and its upload go first
+UPLOAD_S = 300.0  # for the upload of the last offer
+WEIGHTS_PATIENCE_S = 10.0
+LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
+
+
+class Session:
+    """A claimed, beating slot.   rv: its side of the agreement.
+
+    hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
+    keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
+    broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slot: str,
+        timing: Timing,
+        *,
+        clock: Clock | None = None,
+        keep: int | None = None,
+        broadcasts: bool = False,
+        parent_alive: Callable[[], bool] = lambda: True,
+        hung_after_s: float = 0.0,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self.timing = timing
+        self._store = store
+        self._slot = slot
+        self._journal: Journal | None = None
+        self._parent_alive = parent_alive
+        self._alone_since = 0.0
+        self._alone_at: tuple[str, int, int] | None = None
+        self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
+        if isinstance(store, SignedStore):
+            store.emit = self.emit
+        run_marks.mark(store.url)  # before its claim can be read
+        self._ended = threading.Event()
+        self.why = "asked to leave"
+        self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
+        self.watchdog = Watchdog(self.clock, hung_after_s)
+        self._turn = TurnWatch()
+        self._flush_due = False
+        self.weights = self._weights_writer() if broadcasts else None
+        self.rv = Rendezvous(
+            store,
+            self.clock,
+            slot,
+            Rules(),
+            timing,
+            emit=self.emit,
+            host=host_name(),
+            pid=os.getpid(),
+            started=processes.start_ticks(os.getpid()) or 0,
+            keep=keep,
+            background=Worker(self.emit),
+            uploads=Worker(self.emit),
+            together=together_on(store),
+            weights=self.weights,
+        )
+        self._parts = Parts(self.emit)
+        refuse_lost(self.rv.store, read_control(self.rv.store))
+        self.rv.claim()
+        self._journal = Journal(store, self.clock, slot, self.rv.generation)
+        for event, fields in self._early:
+            self.emit(event, **fields)
+        self.emit("claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name())
+        self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
+
+    def _weights_writer(self) -> WeightsWriter:
+        """Make the writer of weights.  Its store has little patience: lost weights are followed by the next step's."""
+        store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
+        return WeightsWriter(store, self.clock, reading=Worker(self.emit), uploads=Worker(self.emit), emit=self.emit)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        if self._journal is None:
+            self._early.append((event, fields))
+        else:
+            self._journal.emit(event, **fields)
+        self.on_event(event, fields)
+
+    def add_sample(self, sample: dict[str, Any]) -> None:
+        """A few rollouts of the outer step that this replica is in."""
+        if self._journal is not None:
+            self._journal.add_sample(self.rv.step, sample)
+
+    def flush(self) -> None:
+        if self._journal is not None:
+            self._journal.flush()
+
+    def flush_soon(self) -> None:
+        """Flush the log with the next beat, by its thread: writing takes a request, and the caller does not wait."""
+        self._flush_due = True
+
+    def ask_to_leave(self, why: str = "asked to leave") -> None:
+        """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
+        self.rv.ask_to_leave()
+        self.why = why
+
+    def end(self) -> None:
+        """Stop beating.  The slot stays claimed; a successor takes the next generation."""
+        self.flush()
+        self._ended.set()
+
+    def check_alive(self) -> None:
+        """Raise HeartbeatLost if the thread has ended, for any reason.  Costs nothing: asked at each inner step."""
+        if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
+            self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
+        self.rv.members.check_alive()
+
+    def _beat(self) -> None:
+        self._looked_at = self.clock.now()
+        try:
+            while not self._ended.wait(self.timing.beat):
+                with self._turn:
+                    self.rv.members.tick()
+                    self._parts.run(self._flush_if_due, self._look_at_inner_steps, self._look_after_lease)
+        except BaseException as error:
+            self._end_without_heartbeat(error)
+
+    def _watch_turns(self) -> None:
+        """End the process if a turn does not come back: it would beat no more, and no lease would end it."""
+        pause = max(1.0, self.timing.beat)
+        while not self._ended.wait(pause):
+            if self._turn.has_overstayed(pause):
+                text = f"a request to the store has not come back for {self._turn.limit_s:.0f} s (a mount that stalls?)"
+                print(
+                    f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True
+                )
+                os._exit(exitcodes.HUNG)
+
+    def _flush_if_due(self) -> None:
+        if self._flush_due:
+            self._flush_due = False
+            self.flush()
+
+    def _look_at_inner_steps(self) -> None:
+        now = self.clock.now()
+        before = self._looked_at
+        self._looked_at = now
+        if (stood := self.watchdog.look(min(now - before, 4 * self.timing.beat))) is not None:
+            self._end_hung(stood)
+
+    def _look_after_lease(self) -> None:
+        if not self._parent_alive():
+            what = "the process that launched this replica is gone"
+            self._leave_abandoned("its launcher is gone", what, ORPHAN_GRACE_S + self._pace_s())
+        elif 0 < self.rv.members.wanted.until <= self.clock.wall():
+            what = "the end that the budget sets was not put off"
+            self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # money has a limit
+        else:
+            self._alone_since, self._alone_at = 0.0, None
+
+    def _end_without_heartbeat(self, error: BaseException) -> None:
+        """Make the training thread raise HeartbeatLost at its next inner step; end the process by force if it hangs."""
+        self.rv.members.heartbeat_lost = error
+        try:
+            print(f"{self._slot}: its heartbeat has ended: {error}; leaving", file=sys.stderr, flush=True)
+            self._ended.wait(ORPHAN_GRACE_S)
+        finally:
+            if not self._ended.is_set():
+                os._exit(exitcodes.CRASHED)
+
+    def _end_hung(self, stood_s: float) -> None:
+        """Say where the main thread stands, which cannot be asked any more, and end the process."""
+        where = where_it_stands()
+        limit = self.watchdog.limit_s
+        status = self.rv.members.status
+        text = f"no inner step for {stood_s:.0f} s (the limit is {limit:.0f} s, fleet.hung_after_s at least): {where}"
+        print(f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+        self.emit("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)
+        self._say_last_words()
+        os._exit(exitcodes.HUNG)
+
+    def _say_last_words(self) -> None:
+        last_words = threading.Thread(target=self._send_last_words, daemon=True)
+        last_words.start()
+        last_words.join(LAST_WORDS_S)
+
+    def _send_last_words(self) -> None:
+        self.rv.members.say_goodbye()
+        self.flush()
+
+    def _pace_s(self) -> float:
+        """Return the seconds for the inner step that goes on, and for the upload once it has ended."""
+        return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
+
+    def _place(self) -> tuple[str, int, int]:
+        status = self.rv.members.status
+        return status.phase, status.step, status.inner
+
+    def _leave_abandoned(self, why: str, what: str, grace_s: float) -> None:
+        """Ask to leave; after `grace_s` end by force, and say what was lost."""
+        now = self.clock.now()
+        if not self._alone_since:
+            self._alone_since, self._alone_at = now, self._place()
+            print(f"{self._slot}: {what}; leaving", file=sys.stderr, flush=True)
+            self.ask_to_leave(why)
+        elif now - self._alone_since > grace_s:
+            phase, step, inner = self._place()
+            lost = f"{inner} inner steps and the one that it was in are lost" if phase == "train" else "nothing is lost"
+            text = f"it was to leave and has not within {grace_s:.0f} s, so it ends in outer step {step}: {lost}"
+            print(f"{self._slot}: {text}", file=sys.stderr, flush=True)
+            self.emit("warning", kind="cut_off", text=text)
+            self._say_last_words()
+            os._exit(exitcodes.LEFT)
+
+
+def ensure_slot(
+    store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
+) -> None:
+    """Write a run's first control record, or one that has `slot` among its slots, where there is none."""
+    desired = read_control(store)
+    needed = layout.slot_index(slot) + 1
+    if desired.records == 0:
+        count = max(needed, replicas or 0)
+        quorum = min_replicas if min_replicas is not None else min(2, count)
+        write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
+    elif needed > desired.universe:
+        write_control(store, clock, replicas=needed)

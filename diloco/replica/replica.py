@@ -1,0 +1,443 @@
+"""One replica: a process that is given a run's URL and a slot, and nothing else.
+
+    python -m diloco.replica RUN_URL --slot r00
+
+    claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ goodbye
+    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without.
+
+The exit code says why it ended (diloco/process/exitcodes.py).  Not promised: several devices per replica.
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from diloco.model.fetch import fetch_files, fetch_model, fetch_model_without_weights
+from diloco.process import exitcodes
+from diloco.process.data_position import counted_inner_steps, read_offers
+from diloco.process.disk_space import retry_when_full
+from diloco.process.output import asking_signals, survive_lost_output
+from diloco.process.processes import is_named_alive
+from diloco.process.scratch import Scratch
+from diloco.process.session import Session
+from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
+from diloco.run.founding import refuse_layout
+from diloco.run.record import ModelRecord, Run, read_run
+from diloco.run.seeds import derive_seed
+from diloco.runlog.learning import step_line
+from inner import InnerError, Seeds
+from inner.errors import RewardFailed
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control
+from rendezvous.background import together_on
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.codecs import why_no_kernels
+from rendezvous.errors import (
+    BadDelta,
+    Diverged,
+    Fenced,
+    Forged,
+    GaveUp,
+    Leaving,
+    RendezvousError,
+    StoreError,
+    StoreUnclear,
+    WrongRun,
+)
+from rendezvous.keeping.garbage import Collected
+from rendezvous.layout import slot_index
+from rendezvous.records.records import WireError
+from rendezvous.snapshots import record as snapshots
+from rendezvous.stores.signed import VerifiedStore
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
+    from diloco.outer.managers.lighthouse import LighthouseManager
+    from diloco.outer.managers.manager import StoreManager
+    from diloco.replica.evaluation import Evaluator, Scorer
+    from inner import InnerLoop
+    from inner.data.order import Share
+
+SLOW_CODEC = (
+    "the compiled kernels of the codecs are not here ({why}): packing, means and sums take about three times as long, "
+    "with the same bits. Install a C compiler there (gcc, libc6-dev)"
+)
+ZEROS = "zeros"  # the folder of a start model without its weights
+OPEN_S = 60.0  # for the first answer of the store
+LOOP_FOLDER = "inner"  # of a replica's scratch folder: what the inner loop's libraries write
+REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse_arguments(argv)
+    survive_lost_output()
+    try:
+        return _run_session(args.url, args.slot, _parent_check(args.parent))
+    except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
+        return _print_end(args.slot, error, exitcodes.USER_ERROR)
+    except (StoreError, GaveUp) as error:
+        return _print_end(args.slot, error, exitcodes.GAVE_UP)
+
+
+def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
+    run = open_patiently(url, SystemClock())
+    with suppress(StoreError):  # no answer now is no reason to go: the session below is patient
+        if (end := too_late(run, SystemClock())) is not None:
+            return _print_end(slot, end[1], end[0])
+    try:
+        session = Session(
+            run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
+            hung_after_s=run.config.fleet.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
+        )  # fmt: skip
+    except Fenced as error:
+        return _print_end(slot, error, exitcodes.FENCED)
+    session.on_event = lambda event, fields: _print_step(session, event, fields)
+    for number in asking_signals():
+        signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
+    try:
+        return _train_session(replace(run, store=session.rv.store), session)  # that one is patient
+    except RendezvousError as error:
+        return _end_session(session, error)
+    except Exception as error:
+        session.emit("crashed", error=f"{type(error).__name__}: {error}")
+        session.flush()
+        if isinstance(error, RewardFailed):
+            return _print_end(slot, error, exitcodes.NO_REWARD)
+        if isinstance(error, InnerError) and not _is_preflight(session):
+            return _print_end(slot, error, exitcodes.CRASHED)
+        raise
+
+
+def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
+    """The run.  A store that gives no answer is asked again, as later, when the session has a patient one.
+
+    The exit code for "no answer" is GAVE_UP, which ends the whole run.
+    """
+    until = clock.now() + patience_s
+    while True:
+        try:
+            return read_run(url)
+        except StoreUnclear:
+            if clock.now() >= until:
+                raise
+        clock.sleep(1.0)
+
+
+def _is_preflight(session: Session) -> bool:
+    """Whether the user's files may be wrong for all replicas: no outer step is committed, and no training has begun.
+
+    A later failure is a moment's trouble, or one of this machine, and costs this session alone (decision 025)."""
+    return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
+
+
+def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
+    """Return (exit code, why) if a replica that starts now has nothing left to do; asked before its slot is claimed.
+
+    A machine from a queue may come late; nothing heavy has been imported or downloaded by then.
+    """
+    store = (
+        run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
+    )  # the journal is to say it, once
+    desired = read_control(store)
+    if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
+        return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
+    if desired.stop:
+        return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
+    if 0 < desired.until <= clock.wall():
+        return exitcodes.LEFT, "the run has no supervisor any more (its lease is over); `diloco resume` goes on"
+    return None
+
+
+def _train_session(run: Run, session: Session) -> int:
+    record = _wait_for_model(run, session)
+    stay = lambda: _leave_now(session)  # noqa: E731
+    with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
+        fetch = lambda: _fetch_inputs(run, record, scratch, session, stay)  # noqa: E731
+        model_dir, files = retry_when_full(session, "the start model", fetch, stay)
+        session.rv.members.status.note = ""
+        stay()
+        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
+
+
+def _fetch_inputs(
+    run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
+) -> tuple[Path, dict[str, Path]]:
+    """θ₀'s folder, without its weights where a snapshot takes their place; and the user's own files.
+
+    Makes the loop's folder, too: space for it is waited for.
+    """
+    (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
+    files = fetch_files(run, scratch / "code")
+    without = _heals_without_start(run, record)
+    fetch, folder = (fetch_model_without_weights, ZEROS) if without else (fetch_model, "model")
+    return _ask_patiently(record, session, lambda: fetch(run.store, record, scratch / folder), stay), files
+
+
+def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
+    """Call `fetch` as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
+    if (model := record.hub_model) is None:
+        return fetch()
+    from diloco.model.start_model import from_hub
+
+    return from_hub(session, model, fetch, stay)
+
+
+def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
+    """The whole start model after all, beside `folder`, which has none of its weights; `folder` if it has them."""
+    if folder.name != ZEROS:
+        return folder
+    fetch = lambda: fetch_model(run.store, record, folder.with_name("model"))  # noqa: E731
+    return _ask_patiently(record, session, fetch, lambda: _leave_now(session))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's.   scratch: for the loop's files."""
+
+    model_dir: Path
+    files: dict[str, Path]
+    scratch: Path
+
+
+def _heals_without_start(run: Run, record: ModelRecord) -> bool:
+    """Whether a replica that starts now needs no θ₀: it loads the newest snapshot alone.
+
+    It falls back on snapshot 0, which is in the bucket too; for a model on the Hub, on its weights, which are fetched
+    then.   An adapter always needs θ₀'s files.
+    """
+    if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
+        return False
+    if any(name.startswith("adapter_") for name in record.files):
+        return False
+    first = snapshots.read(run.store, 0)
+    newest = next(snapshots.newest_first(run.store), None)
+    at_hand = first is not None and (bool(first.blob) or bool(record.hub))
+    return at_hand and newest is not None and newest.t > 0
+
+
+def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
+    import torch  # heavy imports only now: the slot is claimed and beating
+
+    from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
+    from diloco.outer.flat import layout_of
+    from diloco.outer.make import make_diloco
+    from diloco.outer.managers import lighthouse
+    from diloco.outer.managers.manager import StoreManager
+    from diloco.process.session_host import SessionHost
+    from inner.models.precision import lost_updates
+
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(1)
+    config = run.config
+    bucket = run.config.rendezvous == BUCKET
+    at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
+    before = run.record.parent
+    seeds = seeds_of(run, session)
+    joins_late = at + before.outer_steps > 0
+    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
+    refuse_layout(record.layout, layout_of(loop.model))
+    if model_dir.name != ZEROS:
+        refuse_other_bits(record.theta, loop.model)
+    refuse_other_base(record.base, loop.model)
+    whole = lambda: _fetch_weights(run, session, record, model_dir)  # noqa: E731
+    again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
+    manager = (
+        StoreManager(session, theta_0=again if record.hub else None)
+        if bucket
+        else lighthouse.connect_lighthouse(config.rendezvous, session)
+    )
+    manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
+    loop.report_to(SessionHost(session))
+    if why := why_no_kernels():
+        session.emit("warning", kind="kernels", text=SLOW_CODEC.format(why=why))
+    with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
+        if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
+            session.emit("warning", kind="bf16", text=text)
+        averaged = lambda: manager.num_participants() or session.rv.wanted.replicas  # noqa: E731
+        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
+        _go_on_in_data(run, session, loop, replace(seeds, start=data_position(run, session, outer.committed())))
+        _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
+    refuse_changed_base(record.base, loop.model)
+    return exitcodes.LEFT if manager.left else exitcodes.DONE
+
+
+def _build_loop(
+    run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
+) -> "tuple[InnerLoop, Path]":
+    """The inner loop, and the folder of its model: one with weights, if some of them are in no snapshot."""
+    from diloco.model.start_model import has_more_than_trained
+    from inner import build_inner
+    from inner.models.precision import PrecisionWarning
+
+    def build(folder: Path) -> "InnerLoop":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
+            return build_inner(run.config.inner, folder, inputs.files, seeds, warmup, scratch=inputs.scratch)
+
+    model_dir = inputs.model_dir
+    loop = build(model_dir)
+    if model_dir.name == ZEROS and has_more_than_trained(loop.model):
+        model_dir = _fetch_weights(run, session, record, model_dir)
+        loop = build(model_dir)
+    return loop, model_dir
+
+
+def _run_inner(
+    loop: "InnerLoop",
+    manager: "StoreManager | LighthouseManager",
+    evaluator: "Evaluator | None",
+    outer: "OuterLoop",
+) -> None:
+    def evaluate_if_due() -> None:
+        if evaluator is not None and evaluator.is_due():
+            with outer.aside():
+                evaluator.evaluate()
+
+    def stop() -> bool:
+        evaluate_if_due()  # right after the outer step, θ_T's included
+        return manager.done
+
+    evaluate_if_due()
+    if not manager.done:
+        loop.train(stop)
+
+
+def _make_evaluator(
+    run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
+) -> "Evaluator | None":
+    """Make the evaluator; None without [eval]."""
+    from diloco.replica.evaluation import Evaluator
+    from inner.data.prompts import load_prompts
+    from inner.settings.flat_names import EVAL
+
+    config = run.config.eval
+    if config is None:
+        return None
+    rows = load_prompts(config.source, inputs.files, run.config.inner.data, kind=EVAL)
+    must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
+    return Evaluator(
+        config, rows, cast("Scorer", loop), session, batch=run.config.inner.generation_size, seed=run.config.seed,
+        stands_at=outer.committed, must_go=must_go,
+    )  # fmt: skip
+
+
+def seeds_of(run: Run, session: Session) -> Seeds:
+    """Data order: fixed by (run, slot).  Noise: of this session."""
+    config, slot = run.config, session.rv.slot
+    noise = derive_seed(config.seed, slot, session.rv.generation)
+    return Seeds(derive_seed(config.seed, slot), noise, share=share_of(config, slot))
+
+
+def data_position(run: Run, session: Session, step: int) -> int:
+    """The inner step at which a session that stands at outer step `step` enters the order of its slot's data."""
+    config, before = run.config, run.record.parent.inner_steps
+    if config.rendezvous != BUCKET:  # no chain says what was read
+        return before + step * (config.outer.sync_every // config.outer.fragments)
+    if session.rv.generation == 1:
+        return before
+    offers = read_offers(session.rv.store, step, together_on(session.rv.store))
+    return before + counted_inner_steps(offers.get(session.rv.slot, ()), config.outer)
+
+
+def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) -> None:
+    """Begin with the whole generation that the position is in; the log says from where on which rows are read.
+
+    Windows of a text are drawn from all of it: they have no share."""
+    start = seeds.start // loop.boundary * loop.boundary
+    loop.start_at(start)
+    if run.config.inner.loop != "supervised" and (share := seeds.share) is not None:
+        session.emit("data", share=share.index, of=share.of, seed=share.seed, inner_step=start)
+
+
+def share_of(config: RunConfig, slot: str) -> "Share":
+    """The slot's part of the rows, of as many as the run was founded with replicas.  Slots that were added later deal
+    the rows out once more, in another order."""
+    from inner.data.order import Share
+
+    deal, index = divmod(slot_index(slot), config.fleet.replicas)
+    return Share(derive_seed(config.seed, "prompts", deal), index, config.fleet.replicas)
+
+
+def _wait_for_model(run: Run, session: Session) -> ModelRecord:
+    """Wait for θ₀'s manifest, which the launcher publishes while replicas start.   Raises GaveUp."""
+    began = session.clock.now()
+    while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
+        _leave_now(session)
+        session.rv.members.status.note = "waits for the model"
+        if session.clock.now() - began > session.timing.give_up:
+            raise GaveUp(f"no model was published within {session.timing.give_up:.0f} s; look at the launcher's log")
+        session.clock.sleep(session.timing.poll * 4)
+    return ModelRecord.decode(body)
+
+
+def _leave_now(session: Session) -> None:
+    if session.rv.is_leaving:
+        raise Leaving("asked to leave before the first inner step; nothing was lost")
+    if session.rv.members.fenced_by > session.rv.generation:
+        raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process goes")
+
+
+def _end_session(session: Session, error: RendezvousError) -> int:
+    """Turn an error of the rendezvous into an exit code and the journal's last event."""
+    codes: list[tuple[type[RendezvousError], int, str]] = [
+        (Leaving, exitcodes.LEFT, "left"),
+        (Fenced, exitcodes.FENCED, "fenced"),
+        (Diverged, exitcodes.DIVERGED, "diverged"),
+        (Collected, exitcodes.DIVERGED, "collected"),
+        (GaveUp, exitcodes.GAVE_UP, "gave_up"),
+        (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
+        (WrongRun, exitcodes.USER_ERROR, "refused"),
+        (WireError, exitcodes.USER_ERROR, "refused"),
+        (Forged, exitcodes.USER_ERROR, "refused"),
+        (RendezvousError, exitcodes.CRASHED, "crashed"),
+    ]
+    code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
+    session.emit(event, step=session.rv.step, text=str(error))
+    if not isinstance(error, Fenced):
+        session.rv.members.say_goodbye()
+    session.end()
+    return _print_end(session.rv.slot, error, code)
+
+
+def _print_end(slot: str, error: Exception | str, code: int) -> int:
+    print(f"{slot}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
+    """Print a line per outer step: it shows a reader of the output that the replica is well."""
+    if event == "step":
+        print(step_line(session.rv.name, fields, session.rv.wanted.steps), flush=True)
+
+
+def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str, float]:
+    session.add_sample(loop.sample(rollouts) if rollouts else {})
+    return _finite_only(loop.pop_metrics())
+
+
+def _finite_only(stats: dict[str, float]) -> dict[str, float]:
+    return {k: float(v) for k, v in stats.items() if math.isfinite(v)}
+
+
+def _parent_check(parent: str) -> Callable[[], bool]:
+    """Make a check that the process of "PID:STARTTIME" is still there; always True for ""."""
+    if not parent:
+        return lambda: True
+    return lambda: is_named_alive(parent)
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
+    parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
+    parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
+    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process without which this replica leaves")
+    return parser.parse_args(argv)

@@ -1,0 +1,1 @@
+"""A run's settings and records, and how one is founded."""

@@ -1,0 +1,488 @@
+"""run.toml in, one frozen object out; the same object goes into the bucket as run.json.
+
+    run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      what the run computes
+                  │  └─────── fleet ──────────▶ control/000000.json     what the operator wants now
+                  └ OuterConfig ── rules ─────▶ rendezvous              what a commit is decided by
+                        ▲
+    make_diloco(…) ─────┘   the same object, checked where it is made
+
+Two commands with equal mathematics are the same run; `fleet` may differ from one to the next.
+Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, ClassVar
+
+from diloco.run.eval_config import TASK_ONLY, EvalConfig
+from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
+from diloco.unreadable import file_hint, object_hint, toml_fault
+from inner import InnerConfig, InnerError
+from inner.data.hub_data import HubDataset
+from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
+from inner.settings.inner import MOVED, TRL_NAMES
+from inner.settings.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
+from inner.settings.task import entry_point, is_one_file
+from inner.tasks.spec import is_task
+from rendezvous.agreement.rules import WEIGHTINGS, Rules, Timing
+from rendezvous.codecs import NAMES as CODECS
+
+AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/run/sizing.py)
+BUCKET = "bucket"
+# settings of [inner] without an effect on the learned weights
+NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run as it stands."""
+
+
+class OuterError(RuntimeError):
+    """The model or the settings do not fit the outer loop."""
+
+
+class OuterConfigError(ConfigError, OuterError):
+    """A setting of the outer step is invalid: a ConfigError for a run.toml, an OuterError for make_diloco's caller."""
+
+
+@dataclass(frozen=True)
+class OuterConfig(Table):
+    """The outer step: DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
+
+    This is the only declaration of these settings and their only check, for run.toml and for `make_diloco`.
+    Raises OuterConfigError.  An int does for a float; a bool is no number.
+    """
+
+    path: ClassVar[str] = "outer"
+    error: ClassVar[type[Exception]] = OuterConfigError
+
+    sync_every: int = setting(10, "H: inner steps inside a full pseudogradient.", least=1)
+    fragments: int = setting(1, "F: the model travels in that many parts, one of them every H/F inner steps.", least=1)
+    fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.", least=0)
+    fragment_update_alpha: float = setting(
+        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none).", least=0, most=1
+    )
+    lr: float | str = setting(
+        0.7,
+        'Learning rate η of the outer Nesterov step; "auto": as large as the likeness of successive means allows.',
+        above=0,
+    )
+    momentum: float = setting(0.5, "Momentum μ of the outer Nesterov step.", least=0, below=1)
+    max_carry: int = setting(2, "Syncs that a late pseudogradient may wait to be listed.", least=0)
+    age_discount: float = setting(
+        0.5, "What a late pseudogradient is worth, per sync that it is late.", least=0, most=1
+    )
+    snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
+    codec: str = setting(
+        "fp32",
+        "How pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback; "
+        "auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.",
+        one_of=(*CODECS, AUTO),
+    )
+    weighting: str = setting(
+        "steps", 'What a pseudogradient counts by: its inner "steps", its "samples", or "uniform".', one_of=WEIGHTINGS
+    )
+    norm_gate: float = setting(
+        10.0, "A pseudogradient longer than norm_gate × the typical length is scaled to the typical length; 0: off.",
+        least=0,
+    )  # fmt: skip
+    sync_seconds: float | None = setting(
+        None, "A sync is due after that many seconds, if not sync_every inner steps come first.", above=0
+    )
+
+    def check(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int) and value.bit_length() > 53:
+                raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
+        _check_turns(self)
+        if isinstance(self.lr, str) and self.lr != "auto":
+            raise OuterConfigError(f'outer.lr = {self.lr!r} is not a number. "auto" is the only word for it')
+        if 0 < self.norm_gate < 2:
+            raise OuterConfigError(
+                f"outer.norm_gate = {self.norm_gate} would damp honest replicas: it is a multiple of the typical "
+                "length. Use at least 2, or 0 for no gate"
+            )
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
+        """Make it from settings by name.   Raises OuterConfigError for an unknown name, with the nearest one."""
+        return cls.from_dict(table)
+
+    @property
+    def rules(self) -> Rules:
+        """The part of these settings by which the rendezvous decides commits."""
+        return Rules(
+            fragments=self.fragments, sync_every=self.sync_every, max_carry=self.max_carry,
+            age_discount=self.age_discount, snapshot_every=self.snapshot_every, codec=self.codec,
+            weighting=self.weighting, norm_gate=self.norm_gate, sync_seconds=self.sync_seconds or 0.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FleetConfig(Table):
+    """The operator's desired fleet when the run starts; each setting may change later: none is mathematics."""
+
+    path: ClassVar[str] = "fleet"
+    error: ClassVar[type[Exception]] = ConfigError
+
+    replicas: int = setting(3, "How many to keep running.", least=1)
+    steps: int = setting(10, "Outer steps in all.", least=1)
+    min_replicas: int | None = setting(
+        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1
+    )
+    keep: int | str = setting(
+        "20 GB",
+        'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
+        '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
+    )
+    broadcast_weights: bool = setting(
+        False,
+        "Write each outer step's weights in bf16 for engines that generate rollouts (docs/weights.md): what changed, "
+        "and all of it every 30 steps.",
+    )
+    give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)
+    start_patience_s: float = setting(
+        30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them.",
+        least=0,
+    )  # fmt: skip
+    hung_after_s: float = setting(
+        600.0,
+        "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
+        "median step and three times its longest, if that is more; 0 for never.",
+        least=0,
+    )
+    log_rollouts: int = setting(
+        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none).", least=0, most=64
+    )
+
+    def check(self) -> None:
+        keep_bytes(self.keep)
+        if not 1 <= self.quorum <= self.replicas:
+            raise ConfigError(
+                f"fleet.min_replicas = {self.quorum} with fleet.replicas = {self.replicas}: no outer step could ever "
+                f"be taken. Use a number from 1 to {self.replicas}"
+            )
+
+    @property
+    def quorum(self) -> int:
+        return min(2, self.replicas) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(give_up=self.give_up_s, start_patience=self.start_patience_s)
+
+
+@dataclass(frozen=True)
+class LogConfig(Table):
+    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/trackers.md)."""
+
+    path: ClassVar[str] = "log"
+    error: ClassVar[type[Exception]] = ConfigError
+
+    to: list = setting(list, "wandb, trackio, tensorboard: any of them, none by default.")
+    project: str = setting("", "Of wandb and trackio; without it WANDB_PROJECT, or diloco.")
+    folder: str = setting(FOLDER, "Of TensorBoard's event files, where the supervisor runs.")
+    samples: int = setting(
+        SAMPLES, "Completions per outer step in a table, over all replicas; 0 for none.", least=0, most=64
+    )
+
+    def check(self) -> None:
+        for name in self.to:
+            if name not in TRACKERS:
+                raise ConfigError(f"log.to has {name!r}, which is no tracker. Use any of: {', '.join(TRACKERS)}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run.   folder: where relative paths in [inner] start (not part of the run).
+
+    gathered: kind -> the one file that `gather_data` made: of prompts from several files, the Hub or a task; of
+    modules that the user's code imports.
+    overrides: dotted name -> value that `--set` put into the place of the file's; run.json names them.
+    """
+
+    name: str = setting("run", "What `status` and the report call the run.")
+    seed: int = setting(0, "Of data order and sampling; each slot and session has its own, made from this one.")
+    rendezvous: str = setting(
+        "bucket",
+        '"bucket", or lighthouse://host:port where replicas can reach each other (torchft\'s Manager, Gloo).',
+    )
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig | None = None
+    folder: Path = field(default=Path(), compare=False)
+    gathered: Mapping[str, Path] = field(default_factory=dict, compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def mathematics(self) -> dict[str, Any]:
+        """The settings that may never change under one URL: digests of the user's files, not their names."""
+        inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
+        entry_points = {
+            kind: entry_point(name) if is_code(kind) else ""
+            for kind, name in self._named_files().items()
+            if kind not in (EVAL, MODULES)
+        }
+        fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+        if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
+            fixed["reward_weights"] = weights
+        if models := self.inner.rewards.models:
+            fixed["reward_models"] = models
+        if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
+            unnamed = ("prompts",) if self.eval.task else ("prompts", "task", *TASK_ONLY)
+            fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
+        return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
+        parts |= {"log": asdict(self.log)} if self.log.to else {}
+        parts |= {"eval": self.eval.to_dict()} if self.eval is not None else {}
+        overrides = {"overrides": dict(self.overrides)} if self.overrides else {}
+        return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts, **overrides}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
+        """Make the config from the tables of a run.toml.   Raises ConfigError."""
+        raw = with_keep(raw)
+        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
+        hints = field_types(cls)
+        try:
+            config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
+        config.check()
+        return config
+
+    def user_files(self) -> dict[str, Path]:
+        """Kind -> path of the user's file; for rewards and environment the part before the colon.
+
+        Raises ConfigError for prompts that `gather_data` must make one file first."""
+        return {kind: self.path_of(kind, name) for kind, name in self._named_files().items()}
+
+    def path_of(self, kind: str, name: Any) -> Path:
+        """The user's file of this kind, which the config calls `name`."""
+        if kind in self.gathered:
+            return self.gathered[kind]
+        if not is_one_file(name):
+            raise ConfigError(
+                f"{setting_of(kind, name)} = {name!r} is no single file yet: config = gather_data(config)"
+            )
+        return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
+
+    def _named_files(self) -> dict[str, Any]:
+        named = self.inner.named_files
+        named |= {MODULES: "modules.zip"} if MODULES in self.gathered else {}
+        return named if self.eval is None else {**named, EVAL: self.eval.source}
+
+    def check(self) -> None:
+        """Contradictions between settings; the single sections check themselves."""
+        check_boundary(self.outer, self.inner.boundary)
+        _check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
+        if self.eval is not None and self.inner.loop == "supervised":
+            raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
+        self.check_files()
+
+    def check_files(self) -> None:
+        """Check that the user's files are there, and that datasets are spelled as such.   Raises ConfigError."""
+        for kind, named in self._named_files().items():
+            for name in named if isinstance(named, list) else [named]:
+                self._check_source(kind, name)
+
+    def _check_source(self, kind: str, name: str) -> None:
+        if is_one_file(name):
+            if not (path := self.path_of(kind, name)).is_file():
+                raise ConfigError(self._absent_words(kind, name, path))
+            return
+        if is_task(name):
+            return  # its table has checked the name, and `gather_data` asks the package
+        try:
+            HubDataset.parse(name, setting_of(kind))
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
+
+    def _absent_words(self, kind: str, name: str, path: Path) -> str:
+        if not is_code(kind):
+            return (
+                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
+            )
+        if path.suffix == ".py":  # there is an object behind the colon
+            return (
+                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Write file.py:name, with a path "
+                "relative to the config file"
+            )
+        return (
+            f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(name, self.folder)} Write "
+            '"file.py:name", with a path relative to the config file'
+        )
+
+
+KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run.toml.  Raises ConfigError with the reason and the next thing to do.
+
+    overrides: "inner.lr=2e-6", …: settings that go before the file's (`--set`).
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark in front
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(toml_fault(path, error)) from error
+    if not raw:
+        raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")
+    changes = dict(_read_override(text) for text in overrides)
+    with_changes = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
+    try:
+        raw = reduce(_with_setting, changes.items(), raw)
+        return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)
+    except ConfigError as error:
+        raise ConfigError(f"{with_changes}: {error}") from None
+
+
+def _read_override(text: str) -> tuple[str, Any]:
+    """ "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> ("inner.model", "a/b").   Raises ConfigError."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    try:
+        if not (name and equals and value) or "\n" in value:
+            raise ValueError("a name, an = and a value belong there")
+        found = _read_value(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {text} cannot be read ({error}). Write NAME=VALUE: --set inner.lr=2e-6, --set outer.codec=int8; "
+            "lists and tables as TOML has them: --set 'inner.lora={r = 4}'"
+        ) from None
+    try:
+        refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="",
+                       known=KNOWN, moved=MOVED)  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"--set {text}: {error}") from None
+    return name, found
+
+
+def _read_value(value: str) -> Any:
+    """A value of TOML; text needs no quotes, since its type is checked like a file's.   Raises ValueError."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        if value[0] in "[{\"'":
+            raise
+        return value
+
+
+def _nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
+    return {parts[0]: _nested(parts[1:], value) if len(parts) > 1 else value}
+
+
+def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, Any]:
+    """The tables with one setting more.   change: (dotted name, value)."""
+    name, value = change
+    key, _, rest = name.partition(".")
+    below = raw.get(key)
+    table = below if isinstance(below, Mapping) else {}
+    return {**raw, key: _with_setting(table, (rest, value)) if rest else value}
+
+
+def _check_turns(outer: OuterConfig) -> None:
+    """Each fragment has its turn after the same number of inner steps, and its delay ends before the next turn."""
+    h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
+    if h % f:
+        raise OuterConfigError(
+            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
+            f"same number of inner steps. Use sync_every = {f * max(1, (h + f // 2) // f)} or other fragments"
+        )
+    if delay >= h // f:
+        raise OuterConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
+
+
+def check_boundary(outer: OuterConfig, boundary: int) -> None:
+    """A sync must not fall inside a generation batch.   boundary: inner steps of one.   Raises OuterConfigError."""
+    interval = outer.sync_every // outer.fragments
+    if boundary < 1 or interval % boundary:
+        raise OuterConfigError(
+            f"a sync every {interval} inner steps would fall inside a generation batch, which lasts {boundary} "
+            "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
+            f"Make sync_every a multiple of {outer.fragments * max(1, boundary)}"
+        )
+
+
+def check_lighthouse(outer: OuterConfig) -> None:
+    """Gloo sends fp32, and replicas there do not say how many samples they have.   Raises OuterConfigError."""
+    if outer.codec != "fp32":
+        raise OuterConfigError(
+            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
+        )
+    if outer.weighting == "samples":
+        raise OuterConfigError(
+            'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
+        )
+    for name in ("norm_gate", "max_carry", "age_discount"):
+        value = getattr(outer, name)
+        usual = getattr(OuterConfig(), name)
+        if value not in (usual, 0):  # 0 is what a lighthouse does
+            raise OuterConfigError(
+                f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
+                "counts. Leave the line away, or use the bucket"
+            )
+
+
+def _check_rendezvous(rendezvous: str, outer: OuterConfig, *, broadcasts: bool) -> None:
+    if rendezvous == BUCKET:
+        return
+    if not re.fullmatch(r"lighthouse://(\[[0-9a-fA-F:]+\]|[^:/@\s]+):\d+", rendezvous):
+        raise ConfigError(
+            f'rendezvous = {rendezvous!r} is not known. Use "bucket" (or no line), or lighthouse://host:port'
+        )
+    if broadcasts:
+        raise ConfigError(
+            "fleet.broadcast_weights = true writes into the bucket, and a run over a lighthouse has none. Leave the "
+            "line away, or use the bucket"
+        )
+    check_lighthouse(outer)
+
+
+def keep_bytes(keep: int | str) -> int | None:
+    """ "20 GB" -> 20_000_000_000; "all" -> None; "window" -> 0.   Raises ConfigError."""
+    text = str(keep).strip()
+    if text in ("all", "window"):
+        return None if text == "all" else 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|[kMGT]i?B|)", text)
+    if found is None or isinstance(keep, bool):
+        raise ConfigError(
+            f'fleet.keep = {keep!r} is not known. Use a size such as "20 GB" or "500 MB", "all" or "window"'
+        )
+    unit = found[2]
+    power = " kMGT".index(unit[0]) if unit not in ("", "B") else 0
+    return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
+
+
+def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with `fleet.keep` in the place of an earlier release's `fleet.retention` ("all", "window").
+
+    A run of an adapter is small: all of it stays if nothing else is said.
+    """
+    fleet = raw.get("fleet", {})
+    inner = raw.get("inner", {})
+    if not isinstance(fleet, Mapping):
+        return dict(raw)
+    rest = {k: v for k, v in fleet.items() if k != "retention"}
+    default = {"keep": "all"} if isinstance(inner, Mapping) and inner.get("lora") is not None else {}
+    return {**raw, "fleet": {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}}
+
+
+def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The tables of [inner] without these settings.   names: "table.key"."""
+    left = {k: dict(v) if isinstance(v, Mapping) else v for k, v in inner.items()}
+    for name in names:
+        table, _, key = name.partition(".")
+        if left[table] is not None:
+            left[table].pop(key, None)
+    return left

@@ -1,0 +1,180 @@
+"""Prompts that are several files, datasets of the Hub or rows of a task, made one file, which the run carries; and
+the modules that the user's code imports from beside it.
+
+    prompts = ["hub:openai/gsm8k/main:train", "more.jsonl"]          [eval] prompts = "hub:openai/gsm8k/main:test"
+        │ read, checked row by row                                       │
+        ▼                                                                ▼
+    ~/.cache/diloco/data/<digest>/prompts.jsonl                      …/eval.jsonl
+    RunConfig: "hub:openai/gsm8k@<commit>/main:train", and where that file is
+
+A replica reads the run's file: it needs neither the Hub nor a token, and all read the same bytes.  The file's digest
+is part of the run; it depends on the rows alone.
+
+Not promised: a dataset that does not fit into this machine's memory.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import date, time
+from decimal import Decimal
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
+from inner.data.hub_data import HubDataset, pin_dataset, read_dataset
+from inner.data.hub_pins import PREFIX
+from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
+from inner.errors import InnerError
+from inner.settings.flat_names import EVAL, MODULES, is_code, setting_of
+from inner.settings.inner import InnerConfig
+from inner.settings.task import DataSettings, is_one_file
+from inner.tasks.make import make_rows
+from inner.tasks.spec import TaskSpec, refuse_absent
+from inner.usercode.reward_model import pin_reward_model
+
+SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
+
+
+def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
+    """The config with datasets and reward models pinned, and rows of datasets and several files on this machine's disk.
+
+    Raises ConfigError for rows that cannot be read."""
+    inner, evaluation = _pin_reward_models(config.inner), config.eval
+    config = replace(config, inner=inner)
+    if inner.data.task is not None:
+        path = _gather_task("prompts", inner.data.task_spec, inner.data, say)
+        config = replace(config, gathered={**config.gathered, "prompts": path})
+    elif inner.data.prompts is not None and not is_one_file(inner.data.prompts):
+        prompts, path = gather_rows("prompts", inner.data.prompts, config.folder, inner.data, say)
+        inner = replace(inner, data=replace(inner.data, prompts=prompts))
+        config = replace(config, inner=inner, gathered={**config.gathered, "prompts": path})
+    if evaluation is not None and evaluation.task is not None:
+        path = _gather_task(EVAL, evaluation.task_spec(inner), inner.data, say, known=_training_prompts(config))
+        config = replace(config, gathered={**config.gathered, EVAL: path})
+    elif evaluation is not None and not is_one_file(evaluation.prompts):
+        prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
+        config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
+    return _gather_modules(config, say)
+
+
+def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """Return the config with one .zip of the modules beside the user's code that it imports, if there are any."""
+    paths = [config.path_of(kind, name) for kind, name in config.inner.named_files.items() if is_code(kind)]
+    if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
+        return config
+    say(f"the run carries {', '.join(sorted(modules))}, too, which its code imports")
+    path = _write_once(MODULES, zip_modules(modules), "zip")
+    return replace(config, gathered={**config.gathered, MODULES: path})
+
+
+def _pin_reward_models(inner: InnerConfig) -> InnerConfig:
+    try:
+        pinned = {spelling: pin_reward_model(spelling) for spelling in inner.rewards.models.values()}
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+    functions = {pinned.get(spelling, spelling): weight for spelling, weight in inner.rewards.functions.items()}
+    return replace(inner, rewards=replace(inner.rewards, functions=functions)) if pinned else inner
+
+
+def gather_rows(
+    kind: str, spelling: str | list[str], folder: Path, data: DataSettings, say: Callable[[str], None]
+) -> tuple[str | list[str], Path]:
+    """-> the spelling with commits, and one .jsonl of all rows as they were read.   folder: of relative paths."""
+    pinned = list[str]()
+    rows = list[Any]()
+    first: dict[str, Any] | None = None
+    for one in [spelling] if isinstance(spelling, str) else spelling:
+        try:
+            name, numbered = _open_source(kind, one, folder)
+            if one.startswith(PREFIX):
+                say(f"{setting_of(kind)}: reads {name}")
+            what = f"{setting_of(kind)} = {name!r}"
+            found = list(numbered)
+            checked = check_rows(what, found, data, first)
+            rows += [_as_json(what, *row) for row in found]
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
+        first = first or checked[0]
+        pinned.append(name)
+    return pinned[0] if isinstance(spelling, str) else pinned, _write_once(kind, "".join(rows).encode())
+
+
+def _gather_task(
+    kind: str, spec: TaskSpec, data: DataSettings, say: Callable[[str], None], known: Sequence[Any] = ()
+) -> Path:
+    """One .jsonl of the task's rows, without those that are `known`."""
+    setting = setting_of(kind, spec.task)
+    try:
+        refuse_absent(setting, spec.task)
+        say(f"{setting}: makes {spec.size:,} rows of {spec.task}, seed {spec.seed}")
+        made = make_rows(setting, spec, chat=data.task_chat, known=known)
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+    if made.left_out:
+        say(f"{setting}: {made.left_out:,} rows that are among the training prompts were left out")
+    if len(made.rows) < spec.size:
+        say(f"{setting}: there are {len(made.rows):,} rows; {setting}_size = {spec.size}")
+    return _write_once(kind, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made.rows).encode())
+
+
+def _training_prompts(config: RunConfig) -> list[Any]:
+    data = config.inner.data
+    if data.source is None:
+        return []
+    try:
+        return [
+            row["prompt"]
+            for row in load_prompts(data.source, {"prompts": config.path_of("prompts", data.source)}, data)
+        ]
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _open_source(kind: str, spelling: str, folder: Path) -> tuple[str, Iterator[Numbered]]:
+    """-> its spelling with the commit, if it is on the Hub; its rows."""
+    setting = setting_of(kind)
+    if not spelling.startswith(PREFIX):
+        return spelling, read_rows(f"{setting} = {spelling!r}", folder / spelling)
+    named = HubDataset.parse(spelling, setting)
+    dataset = pin_dataset(named if named.split else replace(named, split=SPLITS[kind]), setting)
+    return str(dataset), read_dataset(dataset, setting)
+
+
+def _as_json(what: str, where: str, row: Any) -> str:
+    def as_text(value: Any) -> str:
+        if isinstance(value, date | time | Decimal):
+            return str(value)
+        raise InnerError(
+            f"{what}, {where} holds a {type(value).__name__}, which no reward could read from the run. Save the "
+            "dataset without that column, as Parquet, say, and name the file."
+        )
+
+    text = json.dumps(row, ensure_ascii=False, default=as_text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a pair, which JSON can write and UTF-8 cannot
+        text = json.dumps(row, default=as_text)
+    return text + "\n"
+
+
+def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
+    """The file with these bytes, below this user's cache, of which nothing is ever taken away."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.{ending}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone with its file where the disk is full
+            unfinished = Path(folder, path.name)
+            unfinished.write_bytes(body)
+            os.replace(unfinished, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting_of(kind)}: its rows ({len(body):,} bytes) cannot be kept in {path.parent}: {error}. Free some "
+            "space, or set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return path

@@ -1,0 +1,176 @@
+"""Memory of one replica, bytes that one outer step leaves in the bucket, seconds of a sync: from sizes alone.
+
+    P parameters, N replicas, F fragments (a step moves P/F of them), S = bytes of one pseudogradient in the codec
+
+    bucket, each step      N·S  pseudogradients  +  the mean:   S     reduced in shards (long bodies, 3 replicas)
+                                                                4·P/F announced in fp32, if that is half of N·S or less
+                                                                0     else
+            each snapshot  8·P  θ and momentum, fp32, every snapshot_every steps or as fleet.keep asks
+                                (rendezvous/keeping/budget.py: snapshot_period, largest_window)
+            once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
+                           0 for a model of the Hub: every replica takes it from there
+    with [inner.lora] P is the adapter's, and the base lies on the device and, if the Hub has it not, in the bucket
+
+    device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
+    host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
+                                                                          (docs/benchmarks.md, bench_snapshot)
+Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
+No torch here.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from diloco.run.config import AUTO, RunConfig, keep_bytes
+from diloco.run.sizing import compute_seconds_of
+from diloco.units import byte_size, duration
+from inner.models.hub_model import is_on_hub
+from rendezvous import codecs
+from rendezvous.agreement.rules import Rules, reduces_sharded
+from rendezvous.codecs.choose import sync_seconds
+from rendezvous.keeping.budget import Sizes, largest_window, snapshot_period
+
+LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
+HOST = 20
+BROADCAST = 3.5  # bf16 of θ, and what is being written of it at most
+STATES = 4  # weights, gradients, two moments
+DTYPE = {"float32": 4, "bfloat16": 2}
+ADAPTER_WIDTH = 4  # an adapter is fp32 on every base
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
+
+    compute_s: a guess of the time between two syncs.   period: outer steps between snapshots, under the run's budget.
+    needed: the least budget with room for the blobs that a reader may need then; these stay under any fleet.keep.
+    floor, int8_floor: the same with a snapshot at every step, and with that codec.
+    back: bytes that one more step costs whose mean stays.
+    """
+
+    parameters: int
+    codec: str
+    device: int
+    host: int
+    each_step: int
+    each_snapshot: int
+    once: int
+    in_all: int
+    sync_s: float
+    compute_s: float
+    period: int
+    needed: int
+    floor: int
+    int8_floor: int
+    back: int
+
+
+def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
+    """Compute the footprint of a run; codec = "auto" counts as the codec that would be chosen at LINK.
+
+    trained: parameters of an adapter, if the rest of the model stays as it is."""
+    compute_s = compute_seconds_of(config, parameters)
+    base = 0 if trained is None else parameters
+    parameters = parameters if trained is None else trained
+    codec = config.outer.codec
+    fragments = config.outer.fragments
+    if codec == AUTO:
+        codec, _ = codecs.choose_codec(parameters, replicas, LINK, LINK, compute_s)
+    width = DTYPE[config.inner.dtype]
+    each_step = step_bytes(parameters, replicas, codec, fragments)
+    states = width if trained is None else ADAPTER_WIDTH
+    each_snapshot = snapshot_bytes(parameters)
+    once = 0 if is_on_hub(config.inner) else width * base + (states + 4) * parameters
+    left = step_sizes(parameters, replicas, codec, fragments)
+    every = config.outer.snapshot_every
+    keep = keep_bytes(config.fleet.keep) or 0
+    period = snapshot_period(keep, every, each_snapshot, left)
+    return Footprint(
+        parameters=base or parameters,
+        codec=codec,
+        device=width * base + STATES * states * parameters,
+        host=ceil((HOST + BROADCAST * config.fleet.broadcast_weights) * parameters),
+        each_step=each_step,
+        each_snapshot=each_snapshot,
+        once=once,
+        in_all=once + steps * each_step + ceil(steps / period) * each_snapshot,
+        sync_s=sync_seconds(codec, ceil(parameters / fragments), replicas, LINK, LINK) if replicas > 1 else 0.0,
+        compute_s=compute_s / fragments,
+        period=period,
+        needed=largest_window(period, each_snapshot, left),
+        floor=largest_window(1, each_snapshot, left),
+        int8_floor=largest_window(1, each_snapshot, step_sizes(parameters, replicas, "int8", fragments)),
+        back=left.mean or each_step,
+    )
+
+
+def delta_bytes(parameters: int, codec: str) -> int:
+    """One pseudogradient; exact for codecs of fixed size but for a block's padding."""
+    return ceil(4 * parameters / codecs.nominal_ratio(codec))
+
+
+def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:
+    """Bytes that one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
+    left = step_sizes(parameters, replicas, codec, fragments)
+    return left.deltas + left.mean
+
+
+def step_sizes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> Sizes:
+    part = ceil(parameters / fragments)
+    return Sizes(replicas * delta_bytes(part, codec), mean_bytes(part, replicas, codec))
+
+
+def mean_bytes(part: int, replicas: int, codec: str) -> int:
+    """Return the bytes of one step's mean of `part` elements, as rendezvous/means/reduce.py writes it down."""
+    body = delta_bytes(part, codec)
+    if reduces_sharded([body] * replicas, codec, Rules().shard_from):
+        return body
+    return 4 * part if 2 * 4 * part <= replicas * body else 0
+
+
+def snapshot_bytes(parameters: int) -> int:
+    """θ and outer momentum, in fp32."""
+    return 8 * parameters
+
+
+def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
+    """Return the footprint in words.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
+    f = found
+    link = f"{LINK * 8 / 1e9:g} Gbit/s"
+    kept = f"{byte_size(f.in_all)} after {steps} steps"
+    if keep is not None and keep < f.in_all:
+        kept = kept_text(f, steps, keep)
+    return [
+        f"memory per replica: {byte_size(f.device)} on the device (weights, gradients, Adam; activations and "
+        f"generation come on top), {byte_size(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
+        f"bucket: {byte_size(f.each_step)} per outer step ({f.codec}), {byte_size(f.each_snapshot)} per snapshot; "
+        f"{kept}",
+        f"a sync takes about {duration(f.sync_s)} at an assumed {link} up and down, every {duration(f.compute_s)} "
+        "(a guess, for a GPU); `diloco doctor URL` measures the link",
+    ]
+
+
+def kept_text(found: Footprint, steps: int, keep: int) -> str:
+    """Say what stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
+    of_all = f"of {byte_size(found.in_all)} in {steps} steps"
+    every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
+    if keep >= found.needed:
+        reach = f"reach back {(keep - found.needed) // found.back:,} steps or more"
+        return f"at most {byte_size(keep)} {of_all} stay (fleet.keep), {every}, and {reach}"
+    stays = f"what a replica may need, up to {byte_size(found.needed)}, {of_all} stay (fleet.keep), {every}"
+    return f"{stays}{_floor_advice(found, keep)}" if keep else stays
+
+
+def _floor_advice(found: Footprint, keep: int) -> str:
+    """The next thing to do where the budget is below the floor."""
+    room = f'fleet.keep = "{byte_size(_rounded_up(found.floor))}" is the least that has room for it'
+    if found.int8_floor >= found.floor:
+        return f"; {room}"
+    enough = "which fits" if found.int8_floor <= keep else "which is still more"
+    return f'; {room}, and outer.codec = "int8" makes that {byte_size(found.int8_floor)}, {enough}'
+
+
+def _rounded_up(size: int) -> int:
+    """Round up to the three digits that `in_bytes` writes, so that the size it writes is enough."""
+    unit = 10 ** max(0, len(str(size)) - 3)
+    return -(-size // unit) * unit

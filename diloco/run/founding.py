@@ -1,0 +1,301 @@
+"""Found a run in a bucket, or find the one that is there.
+
+    open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      light: no torch
+    then       model/publish.py: θ₀, in a child process
+
+The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
+"""
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from diloco.run.config import AUTO, ConfigError, FleetConfig, RunConfig
+from diloco.run.record import Parent, Run, RunRecord, decode_run
+from diloco.run.superseded import is_superseded
+from inner.settings.flat_names import EVAL
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step, lost_record
+from rendezvous.agreement.membership import Wanted, read_control, write_control
+from rendezvous.clock import Clock
+from rendezvous.errors import RecordsLost, StoreError, StoreRefused, WrongRun
+from rendezvous.records.digests import SHA256, digest, hex_of
+from rendezvous.records.records import new_nonce
+from rendezvous.store import PatientStore, Readable, Store, put_once
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.open import open_store, urls_above
+from rendezvous.stores.signed import run_key, under_key
+
+if TYPE_CHECKING:
+    pass
+
+LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
+
+
+def open_run(
+    config: RunConfig,
+    url: str,
+    clock: Clock,
+    *,
+    replicas: int | None = None,
+    steps: int | None = None,
+    min_replicas: int | None = None,
+    parent: Parent | None = None,
+) -> Run:
+    """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError.
+
+    parent: None for the one that it has, if it has one.
+    """
+    fleet = replace(  # a quorum that the config names is never lowered by a smaller --replicas
+        config.fleet,
+        replicas=replicas or config.fleet.replicas,
+        steps=steps or config.fleet.steps,
+        min_replicas=min_replicas or config.fleet.min_replicas,
+    )
+    config = replace(config, fleet=fleet)  # prompts are dealt out to as many replicas as the run is founded with
+    raw = open_store(url)
+    store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
+    if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:
+        _refuse_unfit(raw, clock)
+    raw = under_key(raw, clock, run_key(), ask=store)
+    store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
+    from diloco.run import sizing  # it needs numpy, which a look at a run does not
+
+    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
+    mine = RunRecord(
+        config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall(),
+        parent=parent or Parent(),
+    )  # fmt: skip
+    for setting, body in files.items():
+        put_once(store, clock, mine.files[setting]["key"], body)
+    if store.get(layout.RUN) is None:
+        _refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *_TRAINED))
+    won, stands, mine = _found_run(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
+    refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
+    if parent is not None and parent != stands.parent:
+        raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
+    set_desired(store, clock, fleet)
+    return Run(url, raw, stands, resumed=not won)
+
+
+def _found_run(
+    store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
+) -> tuple[bool, RunRecord, RunRecord]:
+    """Write run.json unless it stands; -> whether we were first, the record that stands, and ours to compare with it.
+
+    codec = "auto" takes the codec that stands there; only a caller that finds no run chooses.
+    """
+    auto = mine.codec == AUTO
+    if store.get(layout.RUN) is None:
+        refuse_nested(store.url)
+        mine = mine.with_codec(*choose()) if auto else mine
+    won, value = put_once(store, clock, layout.RUN, mine.encode())
+    stands = RunRecord.decode(value)
+    return won, stands, mine.with_codec(stands.codec) if auto else mine
+
+
+_TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
+
+
+def _refuse_headless(store: Store, later: Iterable[str]) -> None:
+    """Raise RecordsLost if a later record stands, and run.json, which was missing, is still missing.
+
+    later: keys of records that are only written after run.json.   Another process may be founding the run just now:
+    run.json is always there before the others, so it is read last.
+    """
+    stands = next((key for key in later if store.get(key) is not None), None)
+    if stands is not None and store.get(layout.RUN) is None:
+        raise RecordsLost(
+            f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the "
+            "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
+            "a backup) and take away whatever expires or deletes objects below this URL; or use another URL for a new "
+            "run"
+        )
+
+
+def refuse_nested(url: str) -> None:
+    """WrongRun if `url` lies inside a run: their objects would be taken for each other's.
+
+    A folder or prefix above that may not be read, or is none, holds no run that we could disturb.
+    """
+    for above in urls_above(url):
+        with suppress(StoreError, ValueError, OSError):
+            store = open_store(above, make=False)
+            if store.get(layout.RUN) is not None and not is_superseded(store):
+                raise WrongRun(
+                    f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
+                    "URL beside that run, or join it there"
+                )
+
+
+def agree_on_run(
+    store: Store,
+    clock: Clock,
+    outer: Mapping[str, Any],
+    parameters: list[list[Any]],
+    *,
+    frozen: str = "",
+    replicas: int = 1,
+) -> RunRecord:
+    """Found or open a run as `open_run` does, for a loop that has no run.toml: by outer settings and parameter layout.
+
+    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: as wanted.
+    frozen: digest of the weights and buffers that are not trained, "" for none.
+    -> what stands: with the codec, if that is "auto".   Raises WrongRun.
+    """
+    from diloco.run import sizing
+
+    count = sum(prod(shape) for _, shape, _ in parameters)
+    seconds = sizing.compute_seconds(count, outer["sync_every"])
+    mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
+    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, new_nonce(), clock.wall())
+    choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
+    if store.get(layout.RUN) is None:  # claims and control records come before run.json here
+        _refuse_headless(store, _TRAINED)
+    _, stands, mine = _found_run(store, clock, mine, choose)
+    refuse_another(store.url, stands, mine)
+    return stands
+
+
+def solo_warning(desired: Wanted) -> str:
+    """The warning for a run in which one replica alone may take an outer step; "" for others."""
+    if desired.min_replicas > 1:
+        return ""
+    alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, any of them will do"
+    return (
+        f"min_replicas = 1: one replica alone may take an outer step ({alone}). No other replica confirms "
+        "its θ, so bad memory would not be noticed; with --min-replicas 2 two of them must agree"
+    )
+
+
+def _refuse_unfit(store: Store, clock: Clock) -> None:
+    """Raise StoreRefused before anything is written: without create-if-absent two replicas could commit one step."""
+    from rendezvous.stores.race import why_unfit
+
+    reason = why_unfit(store, clock)
+    if reason is not None:
+        raise StoreRefused(
+            f"{store.url} cannot carry a run: {reason}. Use a store that has create-if-absent; "
+            f"`diloco doctor {shlex.quote(store.url)}` shows more"
+        )
+
+
+def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
+    """Raise RecordsLost unless the run still stands in its store: run.json, and the newest records that were seen.
+
+    records: of control/.   head: the first step without a commit.   Before this nothing may be called done.
+    """
+    body = run.store.get(layout.RUN)
+    if body is None or decode_run(run.url, body).nonce != run.record.nonce:
+        raise lost_record(run.url, layout.RUN, head, "is gone" if body is None else "is another run's")
+    seen = [layout.control_key(records - 1)] * (records > 0) + [layout.commit_key(head - 1)] * (head > 0)
+    for key in seen:
+        if run.store.get(key) is None:
+            raise lost_record(run.url, key, head)
+
+
+def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
+    """Write a control record with the operator's desired fleet, unless it stands and the run was not stopped."""
+    stands = read_control(store)
+    asked = {"replicas": fleet.replicas, "steps": fleet.steps, "min_replicas": fleet.quorum}
+    news = {k: v for k, v in asked.items() if getattr(stands, k) != v or stands.records == 0}
+    if not news and not stands.stop and not stands.drains:
+        return stands
+    if "steps" in news:
+        refuse_fewer_steps(store, fleet.steps)
+    elif is_finished(store, stands):
+        return stands
+    return write_control(store, clock, **news, resume=stands.stop or bool(stands.drains))
+
+
+def is_finished(store: Readable, wanted: Wanted) -> bool:
+    """Whether all wanted outer steps are committed."""
+    return wanted.steps > 0 and store.get(layout.commit_key(wanted.steps - 1)) is not None
+
+
+def refuse_fewer_steps(store: Store, steps: int) -> None:
+    """Raise ConfigError where more outer steps are committed than are asked for."""
+    if store.get(layout.commit_key(steps)) is None:
+        return
+    head = first_open_step(store, steps + 1)
+    raise ConfigError(
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts those of the whole "
+        f"run: --steps {head + steps} for {steps} more"
+    )
+
+
+def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
+    """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
+    if differs := _list_differences(stands, mine):
+        raise WrongRun(
+            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
+            "use another --run URL for this config, or the config that the run was started with. To go on from its "
+            f"weights with this config: diloco train CONFIG --run NEW --from {shlex.quote(url)}"
+            + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
+        )
+
+
+def differing_settings(config: RunConfig, store: Store) -> list[str]:
+    """The settings that differ between this config and the run that stands there; [] if none does."""
+    stands = RunRecord.decode(store.get(layout.RUN) or b"")
+    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
+    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), 0.0)
+    return _list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
+
+
+def _list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
+    differs = sorted(_differing_keys(stands.mathematics, mine.mathematics))
+    for setting in sorted(set(stands.files) | set(mine.files)):
+        there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
+        if there != here:
+            there, here = (hex_of(d)[:8] or d for d in (there, here))
+            name = _name_of_data(setting, stands, mine)
+            differs.append(f"{setting} file (digest {there} there, {here} here{name})")
+    return differs
+
+
+def _name_of_data(setting: str, stands: RunRecord, mine: RunRecord) -> str:
+    """ "" or how run.json calls it, with commits: a dataset's name may mean another commit now than then."""
+    there, here = (_spelling(record, setting) for record in (stands, mine))
+    return "" if there == here or "hub:" not in f"{there}" else f"; the run has {there!r}"
+
+
+def _spelling(record: RunRecord, setting: str) -> Any:
+    """Return the name of its prompts, or of [eval]'s, in a run's config; None for other files."""
+    if setting == EVAL:
+        return record.config.get("eval", {}).get("prompts")
+    return record.config.get("inner", {}).get("data", {}).get(setting)
+
+
+def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
+    """WrongRun if this replica's flat vectors would mean something else.   [name, shape, dtype] in flat order."""
+    for at in range(max(len(stands), len(mine))):
+        there, here = ([*parameters[at : at + 1], ["nothing", []]][0][:2] for parameters in (stands, mine))
+        if there != here:
+            raise WrongRun(
+                f"this replica's model has another parameter layout than the run: parameter {at} is {here[0]} "
+                f"{here[1]} here, {there[0]} {there[1]} in the run. Use the releases of torch and transformers that "
+                "the run was started with"
+            )
+
+
+def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key in set(there) | set(here):
+        a = there.get(key)
+        b = here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differing_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key} is {a!r} there, {b!r} here")
+    return found
+
+
+def _file_records(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+    paths = config.user_files()
+    digests = {setting: digest(body, SHA256) for setting, body in files.items()}
+    return {s: {"key": layout.code_key(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}

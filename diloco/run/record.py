@@ -1,0 +1,260 @@
+"""The records that a run begins with, and a run opened by its URL.
+
+    run.json              RunRecord: the settings as launched, the mathematics, digests of the user's files, the codec
+    model/manifest.json   ModelRecord: where the start model's files lie, and the layout of its parameters
+    read_run(url) ─▶ Run(url, store, record)     light: no torch
+
+Not promised: that a run which opens can go on; founding.py compares it with what is asked.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from diloco.run.config import ConfigError, FleetConfig, RunConfig, without_settings
+from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
+from rendezvous import layout
+from rendezvous.agreement.rules import Timing
+from rendezvous.records.digests import SHA256, hex_of, is_digest
+from rendezvous.records.records import Count, Key, Record, Step, UnixTime, WireError, Word
+from rendezvous.records.schema import Where
+from rendezvous.store import Readable, Store
+from rendezvous.stores.ahead import Ahead
+from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import SignedStore, run_key, signed_store
+
+if TYPE_CHECKING:
+    from inner.models.hub_model import HubModel
+
+FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud costs a round trip and a price
+
+
+def _is_parameter(raw: list[Any]) -> bool:
+    """Whether it is [name, shape, dtype], with a shape that is not absurd."""
+    if len(raw) != 3 or not isinstance(raw[0], str) or not isinstance(raw[1], list) or not isinstance(raw[2], str):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 40 for n in raw[1])
+
+
+StoredFile = Annotated[dict[str, str], Where({"key", "digest"}.issubset, "key and digest of a file")]
+
+
+HubCommit = Annotated[
+    dict[str, str], Where(lambda raw: not raw or {"model", "commit"} <= set(raw), "model and commit on the Hub")
+]
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The run and outer step from which a run goes on (diloco/model/fork.py); url = "": it began with its start model.
+
+    run: the other one's nonce.   base: digest of its state there.   outer_steps, inner_steps: taken before this run's.
+    """
+
+    url: Key = ""
+    run: Word = ""
+    step: Step = 0
+    base: Word = ""
+    outer_steps: Count = 0
+    inner_steps: Count = 0
+
+    def __str__(self) -> str:
+        return f"{self.url}@{self.step}" if self.url else "its start model"
+
+
+@dataclass(frozen=True)
+class RunRecord(Record):
+    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it.
+
+    parent: where it goes on from.
+    """
+
+    kind: ClassVar[str] = "run"
+    config: dict[str, Any]
+    mathematics: dict[str, Any]
+    files: dict[str, StoredFile]
+    nonce: Word
+    at: UnixTime
+    why_codec: str = ""
+    parent: Parent = Parent()
+
+    def written_fields(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "parent" or self.parent.url}
+
+    def check_consistency(self) -> None:
+        outer = self.mathematics.get("outer")
+        if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
+            raise ValueError("it says nothing of outer steps")
+        if not isinstance(outer.get("codec", ""), str):
+            raise ValueError("its codec has no name")
+        for setting, stored in self.files.items():
+            _check_digest(setting, stored)
+            name = stored["key"].rpartition("/")[2]
+            if not layout.is_plain(name) or stored["key"] != layout.code_key(hex_of(stored["digest"]), name):
+                raise ValueError(f"it has the {setting} file under {stored['key']!r}")
+
+    def with_codec(self, codec: str, why: str = "") -> "RunRecord":
+        """Return the same run, with a codec in the place of auto."""
+        config = {**self.config, "outer": {**self.config["outer"], "codec": codec}}
+        mathematics = {**self.mathematics, "outer": {**self.mathematics["outer"], "codec": codec}}
+        return replace(self, config=config, mathematics=mathematics, why_codec=why)
+
+    @property
+    def codec(self) -> str:
+        return self.mathematics.get("outer", {}).get("codec", "")
+
+
+@dataclass(frozen=True)
+class ModelRecord(Record):
+    """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
+
+    hub: {"model", "commit"} of a start model that is taken from the Hub; then a file's key is "".   {}: it is here.
+    An adapter's files (adapter/…) are always here.
+    theta: digest of θ₀ as flat fp32 (diloco/model/start_model.py); "" in a run of an older release.
+    base: digest of the weights that an adapter leaves as they are (outer/model_checks.py); "" if the whole model is
+    trained.
+    """
+
+    kind: ClassVar[str] = "model"
+    files: dict[str, StoredFile]
+    layout: list[Annotated[list[Any], Where(_is_parameter, "[name, shape, dtype]")]]
+    nonce: Word
+    at: UnixTime
+    hub: HubCommit = field(default_factory=dict[str, str])
+    theta: Word = ""
+    base: Word = ""
+
+    def check_consistency(self) -> None:
+        for name, stored in self.files.items():
+            _check_digest(name, stored)
+            on_hub = self.hub and not name.startswith("adapter/")
+            there = stored["key"] == "" if on_hub else layout.is_model_file(stored["key"])
+            if not (layout.is_plain(name) and there):
+                raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+
+    @property
+    def hub_model(self) -> "HubModel | None":
+        """The model on the Hub that θ₀ is; None: its files are in the bucket."""
+        from inner.models.hub_model import HubModel
+
+        digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items() if not stored["key"]}
+        return HubModel(self.hub["model"], self.hub["commit"], digits) if self.hub else None
+
+
+def _check_digest(name: str, stored: Mapping[str, str]) -> None:
+    if not is_digest(stored["digest"], SHA256):
+        raise ValueError(f"it says of {name!r} that its digest is {stored['digest']!r}; that is no {SHA256}")
+
+
+class StoredConfig(RunConfig):
+    """A config whose user files lie in the bucket, under the keys that it names."""
+
+    def user_files(self) -> dict[str, Path]:
+        return {}
+
+    def check_files(self) -> None:
+        """Readers compare them with run.json when they fetch them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run."""
+
+    url: str
+    store: Store
+    record: RunRecord
+    resumed: bool = True
+
+    @property
+    def config(self) -> RunConfig:
+        """The config as launched; the user's files are read with `fetch_files`.   Raises ConfigError."""
+        try:
+            return self._stored_config()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.url}/{layout.RUN} has a config that no release of diloco writes ({error!r:.200}). If it was "
+                "damaged, restore it from a backup"
+            ) from error
+
+    def _stored_config(self) -> RunConfig:
+        raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the settings have them
+        if "inner" not in raw:
+            raise ConfigError(
+                f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
+                "are in that program. `diloco status` and `diloco report` read it; start and export from there"
+            )
+        entry = self.record.mathematics["entry_points"]
+        files = {**self.record.files}
+        held_out = files.pop(EVAL, None)
+        files.pop(MODULES, None)
+        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it names the scorer
+        evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
+        stands = {
+            kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
+        }
+        if raw["inner"].get("data", {}).get("task"):
+            del stands["prompts"]
+        weights = self.record.mathematics.get("reward_weights", {})
+        stands |= self.record.mathematics.get("reward_models", {})
+        functions = {stands.pop(kind): weight for kind, weight in weights.items()}
+        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in stands))
+        for kind, spelling in stands.items():
+            table, _, key = FILE_SETTINGS[kind].partition(".")
+            inner[table][key] = spelling
+        inner |= {"rewards": {**inner["rewards"], "functions": functions}} if functions else {}
+        return StoredConfig.from_dict({**raw, "inner": inner, **evaluation})
+
+    @property
+    def timing(self) -> Timing:
+        return timing_for(self.store, self.config.fleet)
+
+
+def timing_for(store: Store, fleet: FleetConfig) -> Timing:
+    """Return the intervals of looks and beats: short if this machine serves the store, else 1 s and 5 s."""
+    return fleet.timing if getattr(store, "near", False) else replace(fleet.timing, **FAR)
+
+
+def read_run(url: str) -> Run:
+    """Open the run at `url`; ConfigError if there is none."""
+    answers, store = _open_stores(url)
+    return Run(url, store, decode_run(url, answers.get(layout.RUN) or b""))
+
+
+def decode_run(url: str, body: bytes) -> RunRecord:
+    """Read run.json.   Raises WireError with the run's URL and the next thing to do."""
+    try:
+        return RunRecord.decode(body)
+    except WireError as error:
+        raise WireError(
+            f"{url}/{layout.RUN} cannot be read, and without it nothing of the run: {error}. If it is damaged, "
+            "restore it from a backup; nothing was written"
+        ) from error
+
+
+def store_of(url: str) -> Store:
+    """Open the store of the run at `url`, without decoding its run.json.   Raises ConfigError if there is none."""
+    return _open_stores(url)[1]
+
+
+OPENING = (layout.RUN, layout.SEAL)  # the records that say how a run is read
+
+
+def _open_stores(url: str) -> tuple[Readable, Store]:
+    """-> a store to read run.json from, and the run's."""
+    bare = open_store(url, make=False)
+    answers = Ahead(bare)
+    answers.ask(OPENING)
+    return open_under_seal(url, bare, answers)
+
+
+def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
+    """Do the same with answers read before.   answers: to OPENING.   Raises ConfigError if there is no run."""
+    if not answers.is_there(layout.RUN):
+        raise ConfigError(
+            f"there is no run at {url} (no run.json). Check the path, or start one: "
+            f"diloco train CONFIG --run {shlex.quote(url)}"
+        )
+    store = signed_store(bare, run_key(), answers.get(layout.SEAL))
+    return store.reading_through(answers) if isinstance(store, SignedStore) else answers, store

@@ -1,0 +1,165 @@
+"""The size of a run's model, and the codec for it.  Decided once, when the run is founded.
+
+    parameters · replicas · bytes/s measured at the store · seconds between two syncs ──▶ codec, and why
+                                                            └ a guess, and the reason says so:
+                                                              H · max(0.1 s, 6 · parameters · tokens / 50 TFLOP/s)
+
+Parameters are counted without loading a model: from the headers of its files, here or on the Hub.  No torch here.
+With [inner.lora] what travels is the adapter: r · (in + out) for each layer that it is put on.
+
+Not promised: that replicas elsewhere see the bandwidth that the founder saw.  A user who knows better names a codec.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from diloco.run.config import ConfigError, RunConfig
+from inner import InnerError
+from inner.models.gguf_header import is_gguf_file, read_gguf_header
+from rendezvous import codecs
+from rendezvous.clock import Clock
+from rendezvous.probe import measure_throughput
+from rendezvous.store import Store
+
+BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
+TOKENS = 4096
+FLOP_S = 50e12
+LEAST_INNER_S = 0.1
+BLOB = 8 << 20  # bytes that are timed, at most
+
+
+def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tuple[str, str]:
+    """-> (codec, why), for a run that is founded from a config."""
+    parameters = parameters_of(config)
+    trained = trained_parameters_of(config) or parameters
+    return choose_codec(store, clock, trained, replicas, compute_seconds_of(config, parameters))
+
+
+def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, compute_s: float) -> tuple[str, str]:
+    """-> (codec, why), by a blob's way to the store and back."""
+    up, down = measure_throughput(store, clock, min(BLOB, 4 * parameters))
+    return codec_for(parameters, replicas, up, down, compute_s)
+
+
+def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s: float) -> tuple[str, str]:
+    """-> (codec, why).   up, down: bytes per second."""
+    name, why = codecs.choose_codec(parameters, replicas, up, down, compute_s)
+    seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
+    return name, f"{why} ({seen}; the time between syncs is a guess)"
+
+
+def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> float:
+    """Seconds between two syncs of the whole model, as far as can be known before the run."""
+    return sync_every * max(LEAST_INNER_S, 6 * parameters * tokens / FLOP_S)
+
+
+def compute_seconds_of(config: RunConfig, parameters: int) -> float:
+    inner = config.inner
+    outer = config.outer
+    length = inner.data.context_length if inner.loop == "supervised" else inner.completion_length
+    tokens = inner.batch_size * inner.gradient_accumulation_steps * length
+    return min(compute_seconds(parameters, outer.sync_every, tokens), outer.sync_seconds or float("inf"))
+
+
+def parameters_of(config: RunConfig) -> int:
+    """Return the number of parameters of the run's model.  Raises ConfigError."""
+    model = config.inner.model
+    if model in BUILT_IN:
+        return BUILT_IN[model]
+    if is_gguf_file(model):
+        return _parameters_of_gguf(model)
+    if Path(model).is_dir():
+        return sum(_parameters_in(path) for path in _weight_files(Path(model)))
+    return _parameters_on_the_hub(model, config.inner.revision)
+
+
+def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
+    """Count the adapter's parameters by the shapes in the model's files; None without an adapter or known layers.
+
+    folder: of the model's files.   In a .gguf file, whose layers have other names, every layer counts."""
+    lora = config.inner.lora
+    model = config.inner.model
+    if lora is None:
+        return None
+    if is_gguf_file(model):
+        shapes = {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
+        names = []
+    else:
+        where = folder or Path(model)
+        shapes = {k: s for path in sorted(where.glob("*.safetensors")) for k, s in _shapes_in(path).items()}
+        names = lora.names
+    return adapter_parameters(shapes, lora.r, names, lora.freeze_a) or None
+
+
+def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Sequence[str], freeze_a: bool) -> int:
+    """shapes: of the weights, by name.   names: of layers; [] for all linear layers but embeddings and head."""
+    found = 0
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) != 2 or layer == name or layer.endswith(_NOT_ADAPTED):
+            continue
+        if not names or any(layer == n or layer.endswith(f".{n}") for n in names):
+            found += r * (shape[0] if freeze_a else sum(shape))
+    return found
+
+
+_NOT_ADAPTED = ("embed_tokens", "token_embd", "lm_head", "wte", "wpe")
+
+
+def _parameters_of_gguf(model: str) -> int:
+    try:
+        return sum(prod(shape) for shape in read_gguf_header(Path(model)).shapes.values())
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parameters_in(folder: Path) -> int:
+    """Count the parameters in the headers of a folder's .safetensors files; 0 if there are none."""
+    return sum(_parameters_in(path) for path in sorted(folder.glob("*.safetensors")))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(f"{folder} holds no .safetensors file to count parameters in; {_ADVICE}")
+    return found
+
+
+def _parameters_in(path: Path) -> int:
+    return sum(prod(shape) for shape in _shapes_in(path).values())
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    """Read the shapes from the header: 8 bytes of length, then JSON."""
+    with open(path, "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+
+
+def stored_bytes(model: str, revision: str | None) -> int:
+    """Return the bytes of a model on the Hub, in the dtypes that it is stored in.  Raises ConfigError."""
+    return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
+
+
+def _parameters_on_the_hub(model: str, revision: str | None) -> int:
+    return sum(_counts_on_the_hub(model, revision).values())
+
+
+def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:
+    """Dtype, as safetensors writes it -> parameters."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        counts = api.get_safetensors_metadata(model, revision=revision).parameter_count
+    except Exception as error:  # no network, no such model, a private one, no safetensors: the advice is the same
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
+    return {str(dtype): count for dtype, count in counts.items()}
+
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # safetensors'
+_ADVICE = "give --parameters N instead (doctor), or name a codec instead of auto"

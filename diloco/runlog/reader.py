@@ -1,0 +1,786 @@
+"""A run, read back from its bucket alone.
+
+    control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary   one screen
+                                                                                  ├▶ checks    said honestly
+                                                                                  └▶ diloco/views/page/charts.py
+Any reader of the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only new records.
+No torch here.
+
+Not promised: times of different machines on one scale (each is by its writer's clock), nor the log of a replica after
+its last outer step before a `kill -9`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, TypeVar
+
+from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
+from diloco.process.journal import Log, read_log
+from diloco.run.record import RunRecord
+from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
+from diloco.runlog.ends import joined_words, observed_words, own_words, restarted_by
+from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
+from diloco.runlog.kept import kept_words
+from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
+from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
+from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
+from diloco.runlog.sparkline import sparkline
+from diloco.runlog.worth import worth, worth_words
+from diloco.units import byte_size, duration
+from inner.printable import printable
+from rendezvous import layout
+from rendezvous.agreement.membership import (
+    Wanted,
+    claims_above,
+    decode_or_none,
+    launch_of,
+    read_beat,
+    read_claim,
+    read_leave,
+)
+from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.records import Beat, Claim, Offer, WireError
+from rendezvous.store import Readable
+from rendezvous.stores.ahead import Ahead, Answer
+from rendezvous.stores.cache import Cache
+
+T = TypeVar("T")
+
+NAME = 24  # characters of a run's name in a line that has more to say
+MANY = 4096  # objects that are in memory at once
+PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
+PART_NAMES = ("train", "offer", "wait", "mean")
+NUMBERS = {
+    "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
+    "cross_term": "LoRA cross term {:.2g}", "mean_norm": "‖ḡ‖ {:.2g}",
+}  # fmt: skip
+BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
+
+
+@dataclass
+class Step:
+    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later.
+
+    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, θ stayed.
+    numbers: ρ, effective step, norms (diloco/outer/safety.py).
+    samples: slot -> that its listed work learned from.   snapshot: step of the newest one when it was committed.
+    """
+
+    t: int
+    at: float
+    by: str
+    fresh: tuple[str, ...]
+    carried: tuple[tuple[str, int], ...]
+    linked: bool
+    reward: dict[str, float] = field(default_factory=dict)
+    h: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> part -> seconds
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    thetas: dict[str, str] = field(default_factory=dict)  # session -> digest of θ after this step
+    gated: tuple[str, ...] = ()
+    empty: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)
+    learned: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> loss, … (diloco/runlog/learning.py)
+    samples: dict[str, float] = field(default_factory=dict)
+    snapshot: int = 0
+
+    @property
+    def mean_reward(self) -> float | None:
+        rewards = [self.reward[s] for s in self.fresh if s in self.reward]
+        return fmean(rewards) if rewards else None
+
+    def part(self, name: str) -> float:
+        """Seconds of one part, mean over the replicas that logged it."""
+        values = [s[name] for s in self.seconds.values() if name in s]
+        return fmean(values) if values else 0.0
+
+
+@dataclass
+class SessionSummary:
+    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
+
+    seen, said: why it ended, by its supervisor and by itself.
+    device: the name of the training device, "" if unknown.
+    restarted_by: the platform that started the same launch again, "" if none did.
+    """
+
+    slot: str
+    generation: int
+    pid: int
+    host: str
+    claimed: float
+    joined: float | None = None
+    joined_step: int = 0
+    commits: list[tuple[int, float]] = field(default_factory=list)
+    ended: float | None = None
+    how: str = "running"
+    seen: str = ""
+    said: str = ""
+    device: str = ""
+    restarted_by: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+    @property
+    def preempted(self) -> bool:
+        """Whether its platform asked it to go, and started it again."""
+        return self.how == "left" and bool(self.restarted_by)
+
+    @property
+    def end(self) -> str:
+        """The end of the session, in words."""
+        if self.preempted:
+            return f"preempted by {self.restarted_by}, started again"
+        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
+
+    @property
+    def why(self) -> str:
+        """Reason for its end, in a line; "" while it runs, if it went as it should, or if unknown."""
+        if self.preempted or self.how in ("running", "done", "fence"):
+            return ""
+        return joined_words(self.seen, self.said)
+
+
+@dataclass
+class Report:
+    """Everything a person asks about a run."""
+
+    name: str
+    url: str
+    config: dict[str, Any]
+    wanted: Wanted
+    steps: list[Step]
+    sessions: list[SessionSummary]
+    events: list[dict[str, Any]]  # by time; "who" is the session or "supervisor-N"
+    beats: dict[str, Beat]
+    twice: int  # pseudogradients that were listed more than once
+    passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
+    damage: str = ""  # what cannot be read, though it must be
+    taken: int = 0  # commits that are there, where the scope does not read them all
+    supervisor: Claim | None = None  # the newest that claimed the run, alive or not
+
+    @property
+    def head(self) -> int:
+        logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # where there are no commits
+        return max(len(self.steps), self.taken) or logged
+
+    @property
+    def done(self) -> bool:
+        return 0 < self.wanted.steps <= self.head
+
+    @property
+    def began(self) -> float:
+        times = [e["at"] for e in self.events] + [x.claimed for x in self.sessions] + [s.at for s in self.steps]
+        return min(times, default=0.0)
+
+    @property
+    def ended(self) -> float:
+        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.sessions]
+        return max(times, default=self.began)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from its first sign of life to its last step or end."""
+        return self.ended - self.began
+
+    @property
+    def last_sign(self) -> float:
+        """Time of the run's newest step, beat, event or end (Unix time)."""
+        return max([self.ended, *(b.at for b in self.beats.values()), *(e["at"] for e in self.events[-1:])])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was asked to stop, or its newest supervisor has ended."""
+        words = [e for e in self.of_kind("started", "stopped") if e["who"].startswith(SUPERVISOR)][-1:]
+        return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
+
+    @property
+    def snapshot(self) -> int:
+        """The newest snapshot: as the newest commit names it, or as its writer has told since."""
+        told = [e["step"] for e in self.of_kind("snapshot") if type(e.get("step")) is int]
+        return max([s.snapshot for s in self.steps[-1:]] + [t for t in told if t <= self.head], default=0)
+
+    @property
+    def slots(self) -> list[str]:
+        return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
+
+    def setting(self, section: str, name: str, default: T) -> T:
+        """Return what run.json says; the default where that is of another type, or a number below 0."""
+        found = self.config.get(section)
+        value = found.get(name) if isinstance(found, dict) else None
+        return value if type(value) is type(default) and not (isinstance(value, int) and value < 0) else default
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of these kinds, by time."""
+        found = sorted(i for kind in kinds for i in self._index.get(kind, ()))
+        return [self.events[i] for i in found]
+
+    @cached_property
+    def _index(self) -> dict[str, list[int]]:
+        """Kind -> positions of its events: a look for troubles asks hundreds of times."""
+        found: dict[str, list[int]] = {}
+        for i, event in enumerate(self.events):
+            found.setdefault(event["event"], []).append(i)
+        return found
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Rewards on held-out prompts, as far as the logs that were read tell them."""
+        return read_evaluations(self.of_kind("evaluated"))
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_report(store: Readable, scope: Scope = EVERYTHING, cache: Cache | None = None) -> Report:
+    return Reader(store, scope, cache).refresh()
+
+
+SessionName = tuple[str, int]  # slot and generation
+
+
+class Reader:
+    """Reads a bucket again and again; what is write-once is read once.
+
+    scope: the records that the view needs.   cache: records that were read before (runlog/cache.py).
+    answers: to the requests that opened the run (runlog/opening.py).
+    """
+
+    def __init__(
+        self,
+        store: Readable,
+        scope: Scope = EVERYTHING,
+        cache: Cache | None = None,
+        answers: Mapping[str, Answer] | None = None,
+    ) -> None:
+        self._store = Ahead(store, cache, answers=answers)
+        self._scope = scope
+        self._cache = cache
+        self._first = True
+        self._shown_from = 0
+        self._run: dict[str, Any] = {}
+        self._wanted = Wanted()
+        self._steps: list[Step] = []
+        self._last: bytes | None = None  # the newest commit's bytes
+        self._listed: set[tuple[int, str]] = set()
+        self._twice = 0
+        self._logs: dict[str, list[dict[str, Any]]] = {}
+        self._sessions: dict[tuple[str, int], SessionSummary] = {}
+        self._supervisor: Claim | None = None
+        self._unclaimed: set[tuple[str, int]] = set()  # sessions without a claim, at this look
+        self._extent = ReadSoFar()
+        self._passed_over = 0
+        self._damage = ""
+        self._focus = WHOLE
+        self._beats: dict[str, Beat] = {}
+        self._uncredited: list[Decision] = []  # commits whose sessions are not known yet, and
+        self._unread: list[Counted] = []  # offers that are still to be read: a look may have ended in an error
+
+    @property
+    def ahead(self) -> Ahead:
+        """The store with the unread answers of the last look: the supervisor's beat, say."""
+        return self._store
+
+    def refresh(self, focus: Focus = WHOLE) -> Report:
+        """Look again.   focus: of this look, if it is not the first.   An error leaves the rest to the next look."""
+        if not self._first:
+            self._store.forget()
+        self._focus = WHOLE if self._first else focus
+        found = self._take_look()
+        if not self._run:
+            self._run = self._read_config()
+        self._wanted = found.wanted
+        self._damage = found.lost or self._damage
+        self._unclaimed.clear()
+        self._read_claims()
+        self._read_commits(found.commits)
+        self._read_logs(found)
+        events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
+        self._read_beats()
+        _apply_step_events(self._steps, events)
+        self._apply_ends(events, self._beats)
+        self._remember(found)
+        sessions = [self._sessions[k] for k in sorted(self._sessions)]
+        name = shown(str(self._run.get("name", "run")))
+        return Report(
+            name=name,
+            url=self._store.url,
+            config=self._run,
+            wanted=self._wanted,
+            steps=self._steps,
+            sessions=sessions,
+            events=events,
+            beats={slot: beat for slot, beat in self._beats.items() if slot in self._wanted.slot_names},
+            twice=self._twice,
+            passed_over=self._passed_over,
+            damage=self._damage,
+            taken=0 if self._scope.commits else found.commits,
+            supervisor=self._supervisor,
+        )
+
+    def _take_look(self) -> Found:
+        if self._first:
+            return first_look(self._store, self._scope)
+        ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
+        return take_look(
+            self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended), self._focus
+        )
+
+    def forget_events_before(self, t: int) -> None:
+        """The steps have the numbers of these events; a reader that goes on for days must not keep them."""
+        for key, events in self._logs.items():
+            if any(e["event"] == "step" and e.get("step", t) < t for e in events):
+                self._logs[key] = [e for e in events if e["event"] != "step" or e.get("step", t) >= t]
+
+    def _remember(self, found: Found) -> None:
+        """Keep the known extent of the run for the next look, and the first look's records on this machine."""
+        claims = {**self._extent.claims, **found.claims}
+        logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
+        self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
+        if self._cache is not None:  # later records are read once, and would only fill the memory of a long watch
+            self._cache.save()
+            self._cache = self._store.cache = None
+        self._first = False
+
+    def _read_config(self) -> dict[str, Any]:
+        body = self._store.get(layout.RUN)
+        if body is None:
+            return {}
+        try:
+            record = RunRecord.decode(body)
+            return {**record.config, "parent": str(record.parent)} if record.parent.url else record.config
+        except WireError as error:
+            self._damage = str(error)
+            return {}
+
+    def _read_commit(self, t: int) -> tuple[Decision, bytes] | None:
+        """Commit t and its bytes; None while there is none that can be read."""
+        key = layout.commit_key(t)
+        decode = kept_commit if self._store.is_cached(key) else read_commit
+        body = self._store.get(key)
+        try:
+            commit = None if body is None else decode(body)
+        except WireError as error:
+            self._damage = f"commit {t} cannot be read: {error}"
+            return None
+        if commit is None or body is None:
+            return None
+        if commit.t != t:
+            self._damage = f"commit {t} speaks of step {commit.t}"
+            return None
+        return commit, body
+
+    def _read_commits(self, count: int) -> None:
+        if not self._scope.commits:
+            self._keep_newest(count)
+            return
+        self._shown_from = count if self._first else self._shown_from
+        while (found := self._read_commit(len(self._steps))) is not None:
+            c, body = found
+            self._store.keep(layout.commit_key(c.t))
+            linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
+            fresh = tuple(o.slot for o in c.fresh)
+            carried = tuple((o.slot, o.step) for o in c.carried)
+            gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
+            step = Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated, snapshot=c.snapshot)
+            step.samples = {o.slot: o.samples for o in c.offers if o.samples}
+            step.empty = all(o.zero for o in c.offers)
+            self._steps.append(step)
+            self._last = body
+            self._note_listed(c)
+        self._ask_claims(self._uncredited)
+        while self._uncredited:
+            self._credit_offers(self._uncredited[0])
+            del self._uncredited[0]
+        self._read_offers()
+
+    def _note_listed(self, commit: Decision) -> None:
+        for o in commit.offers:
+            self._twice += (o.step, o.slot) in self._listed
+            self._listed.add((o.step, o.slot))
+        self._uncredited.append(commit)
+        self._unread += self._offers_to_read(commit)
+
+    def _offers_to_read(self, commit: Decision) -> list[Counted]:
+        """Return the offers whose records this look reads: all of them, or a few that take turns."""
+        if self._scope.reads_offers(commit.t, self._shown_from):
+            most = self._focus.most
+        elif not (most := self._scope.sampled_offers(commit.t, self._shown_from)):
+            return [o for o in commit.offers if self._scope.reads_offers(o.step, self._shown_from)]
+        fresh = list(commit.offers)
+        if most is None or len(fresh) <= most:
+            return fresh
+        turn = commit.t * most % len(fresh)
+        return (fresh[turn:] + fresh[:turn])[:most]
+
+    def _keep_newest(self, count: int) -> None:
+        """Keep the newest commit in the cache, where it proves the other records of this run.
+
+        Without a cache it is not read: `stop` must be able to end a run whose newest commit was forged."""
+        if self._cache is not None and count and self._read_commit(count - 1) is not None:
+            self._store.keep(layout.commit_key(count - 1))
+
+    def _ask_claims(self, commits: Sequence[Decision]) -> None:
+        """Claims of sessions that commits list, and that were not seen by then."""
+        sessions = {(o.slot, o.generation) for c in commits for o in c.offers}
+        self._store.ask(layout.claim_key(*session) for session in sessions if session not in self._sessions)
+
+    def _read_offers(self) -> None:
+        while self._unread:
+            some = self._unread[:MANY]
+            self._store.ask(layout.offer_key(o.step, o.slot, 0) for o in some)
+            for o in some:
+                self._read_offer(o.step, o.slot, o.nonce)
+            del self._unread[:MANY]
+
+    def _read_offer(self, t: int, slot: str, nonce: str) -> None:
+        attempt = 0
+        while (body := self._store.get(layout.offer_key(t, slot, attempt))) is not None:
+            offer = decode_or_none(Offer, body)
+            if offer is not None and offer.nonce == nonce:
+                self._store.keep(layout.offer_key(t, slot, attempt))
+                self._steps[t].h[slot] = offer.h
+                self._steps[t].learned[slot] = learning_numbers(stats := reckonable(offer.stats))
+                if "reward" in stats:
+                    self._steps[t].reward[slot] = stats["reward"]
+                return
+            attempt += 1
+
+    def _credit_offers(self, commit: Decision) -> None:
+        for name in sorted({(o.slot, o.generation) for o in commit.offers}):
+            if name not in self._sessions and name not in self._unclaimed:
+                self._find_claim(*name)
+            if name in self._sessions and (commit.t, commit.at) not in self._sessions[name].commits[-1:]:
+                self._sessions[name].commits.append((commit.t, commit.at))
+
+    def _find_claim(self, slot: str, generation: int) -> None:
+        if (taken := read_claim(self._store, slot, generation)) is not None:
+            self._begin_session(taken)
+        else:
+            self._unclaimed.add((slot, generation))
+
+    def _read_beats(self) -> None:
+        for slot in filter(self._focus.reads_beat, self._wanted.slot_names):
+            beat = read_beat(self._store, slot)
+            if beat is not None:
+                self._beats[slot] = replace(beat, **shown(vars(beat)))
+            else:
+                self._beats.pop(slot, None)
+
+    def _read_claims(self) -> None:
+        for slot in filter(self._focus.reads_sessions, self._wanted.slot_names):
+            known = max((g for s, g in self._sessions if s == slot), default=0)
+            for taken in claims_above(self._store, slot, known):
+                self._store.keep(layout.claim_key(slot, taken.generation))
+                self._begin_session(taken)
+        if not self._focus.supervisor:
+            return
+        for taken in claims_above(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
+            self._store.keep(layout.claim_key(SUPERVISOR, taken.generation))
+            self._supervisor = taken
+
+    def _begin_session(self, taken: Claim) -> None:
+        if (taken.slot, taken.generation) in self._sessions:
+            return
+        session = SessionSummary(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
+        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; none lives
+            session.ended = taken.at
+            session.how = "fence"
+        self._sessions[taken.slot, taken.generation] = session
+
+    def _read_logs(self, found: Found) -> None:
+        """Read every new log object.  One that its writer may still write again is read again in another process."""
+        keys = self._listed_logs() if self._scope.newest is None else _numbered_logs(found.logs)
+        news = [key for key in keys if key not in self._logs]
+        newest = _newest_numbers(news)
+        for i in range(0, len(news), MANY):
+            self._store.ask(news[i : i + MANY])
+            for key in news[i : i + MANY]:
+                owner = layout.log_owner(key)
+                self._read_log(key, owner)
+                if owner is not None and layout.log_number(key) < newest[owner]:
+                    self._store.keep(key)
+
+    def _listed_logs(self) -> list[str]:
+        return [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
+
+    def _read_log(self, key: str, owner: tuple[str, int] | None) -> None:
+        """A foreign one counts as one line that is none."""
+        log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
+        self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
+        self._passed_over += log.passed_over
+
+    def _apply_ends(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
+        for session in self._sessions.values():
+            self._end_by_records(session, beats.get(session.slot))
+        for e in events:
+            _apply_event(self._sessions, e)
+        for (slot, generation), session in self._sessions.items():
+            if (successor := self._sessions.get((slot, generation + 1))) is not None and session.how != "running":
+                session.restarted_by = restarted_by(session.host, slot, successor.host)
+
+    def _end_by_records(self, session: SessionSummary, beat: Beat | None) -> None:
+        waits = session.how == "running" and self._focus.reads_sessions(session.slot)
+        leave = read_leave(self._store, session.slot, session.generation) if waits else None
+        if leave is not None:
+            self._store.keep(layout.leave_key(session.slot, session.generation))
+            session.ended = leave.at
+            session.how = "done" if leave.reason == "done" else "left"
+        successor = self._sessions.get((session.slot, session.generation + 1))
+        if session.how == "running" and successor is not None:
+            session.ended = successor.claimed
+            session.how = "replaced"
+
+
+def _apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) -> None:
+    for e in events:
+        t = e.get("step", -1)
+        if e["event"] == "step" and 0 <= t < len(steps):
+            step = steps[t]
+            slot = e["slot"]
+            step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
+            step.empty = step.empty or e.get("empty") is True
+            step.up[slot] = e.get("bytes_up", 0)
+            step.down[slot] = e.get("bytes_down", 0)
+            step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
+            if "theta" in e:
+                step.thetas[e["who"]] = e["theta"]
+            step.learned[slot] = {**step.learned.get(slot, {}), **learning_numbers(e)}
+            if e.get("reward") is not None:
+                step.reward.setdefault(slot, e["reward"])
+
+
+def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, Any]) -> None:
+    if e["event"] in LAUNCH_ENDS:
+        session = _find_ended(sessions, e)
+        if session is not None and (e["event"] == "killed" or session.how == "running"):
+            session.ended = e["at"]
+            session.how = e["event"]
+        elif session is not None and e["event"] == "lost" and session.how == "replaced":
+            session.ended = e["at"]
+            session.how = "lost"
+        if session is not None:
+            session.seen = observed_words(e) or session.seen
+        return
+    session = sessions.get((e["slot"], e["generation"]))
+    if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):
+        session.said = own_words(e)
+    if session is not None and e.get("device"):
+        session.device = str(e["device"])
+    if session is not None and e["event"] == "joined":
+        session.joined, session.joined_step = e["at"], e.get("step", 0)
+    if session is not None and e["event"] in SESSION_ENDS and session.how in ("running", "replaced", "lost"):
+        session.ended, session.how = e["at"], e["event"].replace("_", " ")
+
+
+def _find_ended(sessions: Mapping[SessionName, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
+    """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
+    if e["generation"]:
+        return sessions.get((e["slot"], e["generation"]))
+    of_slot = [x for x in sessions.values() if x.slot == e["slot"]]
+    launched = [x for x in of_slot if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+    return launched[-1] if launched else next((x for x in of_slot if x.pid and x.pid == e.get("pid")), None)
+
+
+def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
+    return [layout.log_key(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
+
+
+def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
+    """Per session, the number of its newest log."""
+    newest: dict[tuple[str, int], int] = {}
+    for key in keys:
+        if (owner := layout.log_owner(key)) is not None:
+            newest[owner] = max(layout.log_number(key), newest.get(owner, 0))
+    return newest
+
+
+def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
+    """One event; a supervisor speaks of other slots, a replica of its own."""
+    about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
+    return {"slot": "", "generation": 0, **shown(raw), **about, "who": f"{owner}-{generation}"}
+
+
+def shown(value: Any) -> Any:
+    """Return the same value, each text on one line that steers no terminal.  Any writer may have put it there."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {str(shown(k)): shown(v) for k, v in value.items()}
+    return [shown(v) for v in value] if isinstance(value, list) else value
+
+
+# -------------------------------------------------------------------- showing
+
+
+@dataclass(frozen=True)
+class Check:
+    ok: bool
+    text: str
+
+
+def checks(report: Report) -> list[Check]:
+    """Check the promises of this product against the bucket."""
+    linked = all(s.linked for s in report.steps)
+    with_digests = [s for s in report.steps if s.thetas]
+    forks = [s.t for s in with_digests if len(set(s.thetas.values())) > 1]
+    compared = sum(len(s.thetas) for s in with_digests)
+    so_far = "" if report.done else " so far"
+    gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
+    gaps = report.damage or gaps
+    same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
+    fork = f"θ differs between replicas after outer steps {forks}"
+    return [
+        Check(
+            linked and not report.damage,
+            f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}",
+        ),
+        Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
+        Check(not forks, fork if forks else same),
+    ]
+
+
+def curve_of(report: Report) -> Curve:
+    """The run's headline: rewards, or losses where it has none."""
+    return headline_curve(report.steps, report.slots)
+
+
+def first_and_last(report: Report) -> tuple[float, float] | None:
+    """Mean reward of the first and of the last outer step that has one."""
+    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
+    return (rewards[0], rewards[-1]) if rewards else None
+
+
+def summary(report: Report) -> str:
+    """One screen: at most 24 lines of 80 columns."""
+    lines = [headline(report), ""]
+    lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
+    lines += _curve_lines(report)
+    lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
+    lines += _cost_lines(report)
+    lines += [f"  {words}" for words in (*worth_words(worth(report)), *kept_words(report))]
+    lines += ["", *_session_lines(report, room=21 - len(lines) - 5), ""]
+    lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
+    return "\n".join(_shortened(line) for line in lines[:24])
+
+
+def _shortened(line: str, most: int = 80) -> str:
+    """Cut a line to `most` columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
+    if len(line) <= most:
+        return line
+    whole, mark, _ = line[: most - 1].rpartition(" · ")
+    return f"{whole} …" if mark else line[:most]
+
+
+def headline(report: Report) -> str:
+    h = report.setting("outer", "sync_every", 0) or "?"
+    return (
+        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {duration(report.seconds)}, "
+        f"{_counted_replicas(report)}, H = {h}"
+    )
+
+
+def _counted_replicas(report: Report) -> str:
+    """Count the slots that some step has counted, also slots that are not wanted any more."""
+    counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
+    return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
+
+
+def brief_name(report: Report) -> str:
+    """Cut the name to NAME characters: the numbers behind it must stay on a line."""
+    return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
+
+
+def _curve_lines(report: Report) -> list[str]:
+    line = curve_of(report)
+    if not (known := line.known):
+        return ["  no reward and no loss yet", *_held_out_lines(report)]
+    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(line.mean, 48)} {known[-1]:.3f}"]
+    if numbers := learning_words(newest_numbers(report.steps), without=line.name):
+        lines.append(f"  newest step  {numbers}")
+    if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
+        lines.append(f"  counted later than their step: {', '.join(late)}")
+    return lines + _held_out_lines(report)
+
+
+def _held_out_lines(report: Report) -> list[str]:
+    if not (found := report.evaluations):
+        return []
+    means = [evaluation.headline[1].mean for evaluation in found]
+    curve = [f"  held out     {means[0]:.3f} {sparkline(means, 48)} {means[-1]:.3f}"] if len(found) > 1 else []
+    return [*curve, f"  held out {evaluation_words(found)}"]
+
+
+def channel_words(report: Report) -> str:
+    """Describe the channels of the loss in the newest outer step that logs them: each one's share of its data, and the
+    norm of its gradient into the backbone; means over replicas.  "" where there is one channel only."""
+    newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
+    events = [e for e in report.of_kind("step") if e["step"] == newest]
+    found = []
+    for name in ("grpo", "sdpo", "replay"):
+        coverage, norm = ([e[k] for e in events if k in e] for k in (f"{name}_coverage", f"{name}_grad_norm"))
+        if coverage:
+            found.append(f"{name} {fmean(coverage):.0%}" + (f" {fmean(norm):.1g}" if norm else ""))
+    return " · ".join(found)
+
+
+def _cost_lines(report: Report) -> list[str]:
+    timed = [s for s in report.steps if s.seconds]
+    if not timed:
+        return []
+    parts = " · ".join(f"{n} {fmean(s.part(p) for s in timed):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
+    up, down = (fmean(b for s in timed for b in getattr(s, way).values()) for way in ("up", "down"))
+    sizes = f"{byte_size(up)} up, {byte_size(down)} down"
+    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}", *_outer_lines(report)]
+
+
+def _outer_lines(report: Report) -> list[str]:
+    words = outer_words(report)
+    lines = [f"  outer step {words[0]}: {words[1]}"] if words else []
+    if gated := [f"{s}@{step.t}" for step in report.steps for s in step.gated]:
+        lines.append(f"  too long, counted as one of typical length: {', '.join(gated)}")
+    if empty := [str(s.t) for s in report.steps if s.empty]:
+        lines.append(f"  mean was zero, θ stayed: {len(empty)} of {report.head} outer steps ({', '.join(empty)})")
+    if alone := [s.t for s in report.steps if len(s.fresh) == 1]:
+        lines.append(f"  taken by one replica alone (unconfirmed): {len(alone)} of {report.head} outer steps")
+    return lines
+
+
+def outer_words(report: Report) -> tuple[int, str] | None:
+    """The newest outer step that has numbers, and these."""
+    for step in reversed(report.steps):
+        if step.empty:
+            return step.t, "mean was zero, θ stays"
+        if step.numbers:
+            return step.t, " · ".join(form.format(step.numbers[k]) for k, form in NUMBERS.items() if k in step.numbers)
+    return None
+
+
+def solo_words(report: Report) -> str:
+    """The warning when one replica alone took the newest outer step; "" when it did not."""
+    if not report.steps or len(report.steps[-1].fresh) != 1:
+        return ""
+    last = report.steps[-1]
+    return f"solo: outer step {last.t} was taken by {last.fresh[0]} alone, unconfirmed (min_replicas = 1)"
+
+
+def _session_lines(report: Report, room: int) -> list[str]:
+    lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions]
+    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.sessions if x.why]
+    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more sessions"]
+    return lines
+
+
+def _session_words(session: SessionSummary, began: float) -> str:
+    joined = "never joined"
+    if session.joined is not None:
+        joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
+    end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
+    return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"

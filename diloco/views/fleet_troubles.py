@@ -1,0 +1,267 @@
+"""Detectors of troubles of the fleet: no commit, lost slots, money, pseudogradients that do not count, old snapshots.
+
+    commits  ●──30 s──●──30 s──●──────────────── 130 s ───────▶ now        stalled       > 3 × the median, and a floor
+    lost     r01 ✗ · · ✗ · ✗                                               slot_lost     3, with little work in between
+    spent    ███████████████████████████░░░░░  84 %                        budget        80 % of max_usd or max_hours
+    r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
+    commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
+
+Each is a pure function of a report, the time and the costs.
+
+Not promised: the cause.  A text names what was seen last; docs/troubles.md says where to look.
+"""
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from diloco.runlog.reader import PARTS, SUPERVISOR, Report, SessionSummary, Step
+from diloco.units import dollars, duration
+from diloco.views.overview import run_state, seconds_per_step, silent_s
+from diloco.views.trouble import Spending, Trouble, trouble
+
+STALL = 3.0  # × the median of the newest outer steps
+LEAST_GAPS = 3  # before that the run is warming up
+STALL_FLOORS = 20  # × how old a living replica's beat may be: a death that is noticed and mended is no stall
+LOSSES = 3
+CALM_STEPS = 20  # outer steps that count a slot's work: losses before them are forgotten
+BUDGET_SHARE = 0.8
+RECENT_STEPS = 10  # a step before these is no news
+WAITS = 0.25  # of a replica's time
+LEAST_WAITS = 3  # outer steps, of the newest ones
+SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the commit that sees it
+
+
+def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find a run without a commit for 3 × the median, unless it stands still on purpose, starts or evaluates."""
+    if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
+        return []
+    usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
+    open_s = now - _open_since(report) - _evaluated_s(report)
+    if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
+        return []
+    text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
+    advice = "`diloco logs RUN SLOT` of who is silent; `diloco resume RUN` where no supervisor lives"
+    return [trouble("stalled", text, advice, step=report.head)]
+
+
+def _median_s(report: Report) -> float:
+    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) are no new pace."""
+    return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
+
+
+def _open_since(report: Report) -> float:
+    """The newest commit; or when a supervisor, or the first of those that run now, began after it."""
+    begins = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
+    joined = [x.joined for x in report.sessions if x.how == "running" and x.joined is not None]
+    return max([report.steps[-1].at, *begins, *([min(joined)] if joined else [])])
+
+
+def _evaluates(report: Report, now: float) -> bool:
+    """Whether a living replica scores held-out prompts.  Its note says so, and its watchdog ends it if it hangs."""
+    return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
+
+
+def _evaluated_s(report: Report) -> float:
+    """Seconds of the open step that went into an evaluation."""
+    since = report.steps[-1].at
+    spans = [e.get("seconds") for e in report.of_kind("evaluated") if e["at"] > since]
+    return max((s for s in spans if isinstance(s, int | float)), default=0.0)
+
+
+def _who_is_there(report: Report, now: float) -> str:
+    names = report.wanted.slot_names
+    there = [b for s, b in sorted(report.beats.items()) if s in names and now - b.at <= silent_s(report.url)]
+    there = [b for b in there if b.phase != "left"]
+    notes = [f"{b.slot}: {b.note}" for b in there if b.note][:1]
+    return "; ".join([f"{len(there)} of {len(names)} replicas beat", *notes])
+
+
+def slot_lost(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find slots with three lost launches, and fewer than CALM_STEPS counted steps between them and since."""
+    if report.done:
+        return []
+    found = [_lost_in_a_row(report, slot) for slot in report.wanted.slot_names]
+    return [one for one in found if one is not None]
+
+
+def _lost_in_a_row(report: Report, slot: str) -> Trouble | None:
+    lost = [e for e in report.of_kind("lost") if e["slot"] == slot and e["who"].startswith(SUPERVISOR)]
+    if len(lost) < LOSSES:
+        return None
+    counted = [at for x in report.sessions if x.slot == slot for _, at in x.commits]
+    calm_before = [sum(a["at"] < at <= b["at"] for at in counted) >= CALM_STEPS for a, b in pairwise(lost)]
+    first = max((i + 1 for i, calm in enumerate(calm_before) if calm), default=0)
+    row = lost[first:]
+    if len(row) < LOSSES or sum(at > row[-1]["at"] for at in counted) >= CALM_STEPS:
+        return None
+    step = sum(s.at <= row[0]["at"] for s in report.steps)
+    why = _newest_reason(report, slot)
+    text = f"lost {len(row)} times in a row" + (f", the newest: {why}" if why else "")
+    return trouble("slot_lost", text, f"`diloco logs RUN {slot}` has its last lines", step=step, slot=slot)
+
+
+def _newest_reason(report: Report, slot: str) -> str:
+    return next((x.why for x in reversed(report.sessions) if x.slot == slot and x.why), "")
+
+
+def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find a run that goes on with 80 % of max_usd or of max_hours gone."""
+    if spent is None or run_state(report) != "running":
+        return []
+    wanted = report.wanted
+    left = []
+    if wanted.max_usd and spent.usd >= BUDGET_SHARE * wanted.max_usd:
+        lasts = (wanted.max_usd - spent.usd) / spent.usd_per_hour * 3600 if spent.usd_per_hour > 0 else None
+        lasting = "" if lasts is None else f", which last for {duration(max(0.0, lasts))}"
+        left.append(
+            f"{dollars(spent.usd)} of {dollars(wanted.max_usd)} are spent ({spent.usd / wanted.max_usd:.0%}){lasting}"
+        )
+    if wanted.max_hours and spent.hours >= BUDGET_SHARE * wanted.max_hours:
+        left.append(f"{spent.hours:.2f} of {wanted.max_hours:g} hours are over ({spent.hours / wanted.max_hours:.0%})")
+    if not left:
+        return []
+    text = f"{' and '.join(left)}, at outer step {report.head} of {wanted.steps}"
+    advice = "the run ends by itself and nothing is lost; `diloco resume RUN --max-usd X --max-hours H` allows more"
+    return [trouble("budget", text, advice, step=report.head)]
+
+
+def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """A replica whose loss, weights or pseudogradient were no number, until its slot is counted again."""
+    found = list[Trouble]()
+    for slot in report.wanted.slot_names:
+        sessions = [x for x in report.sessions if x.slot == slot]
+        bad = [(at, x) for x in sessions if (at := _no_number_at(report, x)) is not None]
+        if bad and not any(at > bad[-1][0] for x in sessions for _, at in x.commits):
+            found.append(_diverged_words(report, *bad[-1], times=len(bad)))
+    return found
+
+
+def _no_number_at(report: Report, session: SessionSummary) -> float | None:
+    """Return when this session, or a replica that averaged, last saw a NaN or an infinity of its; None if never."""
+    own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
+    sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
+    return max([*own, *sent], default=None)
+
+
+def _diverged_words(report: Report, at: float, session: SessionSummary, times: int) -> Trouble:
+    often = f", {times} times by now" if times > 1 else ""
+    text = f"{session.name} met a loss, weights or a pseudogradient that are no number (NaN or infinity){often}"
+    text += f": {session.why}" if session.why else ""
+    advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
+    return trouble("diverged", text, advice, step=_step_of(report, at), slot=session.slot)
+
+
+def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Records that a program without the run's key wrote into the bucket, since RECENT_STEPS outer steps."""
+    found = _recent(report, "forged")
+    if not found:
+        return []
+    what = f"{_several(found, 'record')} without this run's seal and ignored by replicas"
+    advice = "another program can write into the bucket: change its credentials, then `diloco verify RUN`"
+    text = f"{what}; the newest: {found[-1].get('key')}"
+    return [trouble("forged", text, advice, step=_step_of(report, found[0]["at"]))]
+
+
+def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Offers and pseudogradients that are not valid and come from no session of this run, since RECENT_STEPS outer
+    steps.   Those of a session are found by `diverged`."""
+    names = [f"/delta/{session.name}-" for session in report.sessions]
+    found = [
+        e for e in _recent(report, "bad_offer", "poisoned") if not any(name in str(e.get("blob", "")) for name in names)
+    ]
+    if not found:
+        return []
+    newest = found[-1]
+    what = newest.get("key") or newest.get("blob")
+    text = f"{_several(found, 'offer')} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
+    advice = "`diloco explain RUN --step T` has all offers of a step; another program may write into the bucket"
+    return [trouble("bad_records", text, advice, step=_step_of(report, found[0]["at"]))]
+
+
+def _recent(report: Report, *kinds: str) -> list[dict[str, Any]]:
+    since = report.steps[-RECENT_STEPS].at if len(report.steps) >= RECENT_STEPS else 0.0
+    return [e for e in report.of_kind(*kinds) if e["at"] >= since]
+
+
+def _several(found: list[dict[str, Any]], what: str) -> str:
+    """ "3 records are": one for each object, however many replicas met it."""
+    count = len({str(e.get("key") or e.get("blob")) for e in found})
+    return f"{count} {what}{' is' if count == 1 else 's are'}"
+
+
+def _step_of(report: Report, at: float) -> int:
+    return sum(step.at <= at for step in report.steps)
+
+
+def gated(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """A replica whose pseudogradient was too long in one of the newest outer steps."""
+    found: dict[str, list[int]] = {}
+    for step in report.steps[-RECENT_STEPS:]:
+        for slot in step.gated:
+            found.setdefault(slot, []).append(step.t)
+    return [_gated_words(slot, steps) for slot, steps in sorted(found.items())]
+
+
+def _gated_words(slot: str, steps: list[int]) -> Trouble:
+    where = f"outer step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+    text = f"its pseudogradient was too long at {where}, and counted as one of typical length (outer.norm_gate)"
+    advice = "compare its loss, data and device with the others'"
+    return trouble("gated", text, advice, step=steps[0], slot=slot)
+
+
+def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Replicas that wait for a slower one for a quarter of their time or more, and what that costs."""
+    known = [step for step in report.steps[-RECENT_STEPS:] if len(step.seconds) > 1]
+    if run_state(report) != "running" or len(known) < LEAST_WAITS:
+        return []
+    inner_s, shares = _inner_step_s(known), _wait_shares(known)
+    slowest = max(inner_s, key=lambda slot: inner_s[slot], default="")
+    idle = {slot: share for slot, share in shares.items() if share >= WAITS and slot != slowest}
+    if not idle or inner_s[slowest] < (1 + WAITS) * min(inner_s.values()):
+        return []
+    most = max(idle, key=lambda slot: idle[slot])
+    who = f"{most} waits" if len(idle) == 1 else f"{', '.join(sorted(idle))} wait, {most} the most:"
+    text = f"{who} {idle[most]:.0%} of its time for {slowest}, whose inner step takes {inner_s[slowest]:.1f} s, where"
+    text += f" that of {most} takes {inner_s[most]:.1f} s"
+    if spent is not None and spent.usd_per_hour > 0:
+        text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
+    advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"
+    return [trouble("waits", text, advice, step=known[0].t)]
+
+
+def _inner_step_s(steps: list[Step]) -> dict[str, float]:
+    """Slot -> seconds of one inner step, by the time and number of those that the steps count."""
+    spent, counts = defaultdict[str, float](float), Counter[str]()
+    for step in steps:
+        for slot, parts in step.seconds.items():
+            if step.h.get(slot):
+                spent[slot] += parts.get("inner_s", 0.0)
+                counts[slot] += step.h[slot]
+    return {slot: spent[slot] / counts[slot] for slot in counts}
+
+
+def _wait_shares(steps: list[Step]) -> dict[str, float]:
+    """Slot -> the part of its time in which it waited for a decision."""
+    waited, whole = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in steps:
+        for slot, parts in step.seconds.items():
+            waited[slot] += parts.get("wait_s", 0.0)
+            whole[slot] += sum(parts.get(name, 0.0) for name in PARTS)
+    return {slot: waited[slot] / whole[slot] for slot in whole if whole[slot] > 0}
+
+
+def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find a newest snapshot of more than two periods ago: a joining replica has to replay all steps since."""
+    every = report.setting("outer", "snapshot_every", 0)
+    if run_state(report) != "running" or not report.steps or not every:
+        return []
+    newest = report.snapshot
+    behind = report.head - newest
+    if behind < 2 * every + SNAPSHOT_SLACK:
+        return []
+    troubles = [str(e["trouble"]) for e in report.of_kind("not_written") if e.get("trouble")][-1:]
+    text = f"the newest snapshot is of outer step {newest}, {behind} steps ago, where one is due every {every}"
+    advice = "`diloco doctor URL` tries whether large objects can be written"
+    return [trouble("snapshot_late", "; ".join([text, *troubles]), advice, step=newest + every)]

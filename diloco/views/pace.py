@@ -1,0 +1,101 @@
+"""The part of a run that the next look of a live view is about, so that views cost no more than RATE requests a second.
+
+    name            every    costs                           overdue = (now − asked) / every; the most overdue go first,
+    newest commit   LOOK_S   1, and SAMPLED offers of a new  as long as the budget lasts:  RATE × seconds since the last
+    supervisor      10 s     2   its log, a new claim of it  look, less what that one really cost
+    control         60 s     2   wishes, supervisor's beat
+    beat of a slot   5 s     1   replicas beat every five
+    log of a slot   60 s     6   once its beat is at another outer step than when its log was last read; how far the
+                                 log goes is found by probing
+    sessions        20 s     7   claims, goodbyes, log: where a beat is of a new session, says goodbye, or is old
+
+What is due and too dear for now makes the others wait, so that the budget is saved up for it.
+
+    4 replicas, a step in 43 s:   each beat every ten seconds, each log every other minute
+    32 replicas:                  each beat after a minute or two, each log every quarter of an hour: its newest objects
+    64 replicas:                  twice that
+
+Pure.  Not promised: that a view has seen every word of a large fleet's logs; `diloco report` reads them all.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from diloco.runlog.reader import Report, SessionSummary
+from diloco.runlog.scope import SAMPLED, Focus
+from diloco.views.overview import silent_s
+from rendezvous.records.records import Beat
+
+RATE = 1.0  # requests per second, of which a month at S3's price is a dollar
+LOOK_S = 5.0  # from one look to the next
+BURST_S = 2 * LOOK_S  # that much is saved up, at most
+EVERY = {"supervisor": 10.0, "control": 60.0, "beat": 5.0, "log": 60.0, "sessions": 20.0}
+COSTS_OF = {"supervisor": 2, "control": 2, "beat": 1, "log": 6, "sessions": 7}
+
+
+@dataclass(frozen=True)
+class AskedSoFar:
+    """Requests and their times, by (kind, slot); "" for no slot.   log_steps: slot -> its beat's step then."""
+
+    at: Mapping[tuple[str, str], float]
+    log_steps: Mapping[str, int]
+
+
+def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) -> Focus | None:
+    """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that may be made now."""
+    left = budget - 1  # the newest commit
+    if left < 0:
+        return None
+    chosen = set[tuple[str, str]]()
+    due = [((now - asked.at.get(item, 0.0)) / EVERY[item[0]], item) for item in _items(report, asked, now)]
+    for overdue, item in sorted(due, key=lambda pair: (-pair[0], pair[1])):
+        if overdue < 1 or COSTS_OF[item[0]] > left:
+            break
+        chosen.add(item)
+        left -= COSTS_OF[item[0]]
+    return Focus(
+        control=("control", "") in chosen,
+        supervisor=("supervisor", "") in chosen,
+        beats=_slots_of("beat", chosen),
+        sessions=_slots_of("sessions", chosen),
+        logs=_slots_of("log", chosen),
+        most=SAMPLED,
+    )
+
+
+def items_of(focus: Focus, report: Report) -> list[tuple[str, str]]:
+    """The (kind, slot) pairs that a look with this focus asks for."""
+    slots = report.wanted.slot_names
+    found = [("control", "")] * focus.control + [("supervisor", "")] * focus.supervisor
+    found += [("beat", slot) for slot in slots if focus.reads_beat(slot)]
+    found += [("sessions", slot) for slot in slots if focus.reads_sessions(slot)]
+    return found + [("log", slot) for slot in slots if slot in focus.logs or focus.reads_sessions(slot)]
+
+
+def _slots_of(kind: str, chosen: set[tuple[str, str]]) -> frozenset[str]:
+    return frozenset(slot for name, slot in chosen if name == kind)
+
+
+def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str, str]]:
+    """Everything that there may be something new of."""
+    yield from (("control", ""), ("supervisor", ""))
+    newest = {session.slot: session for session in report.sessions}
+    for slot in report.wanted.slot_names:
+        yield ("beat", slot)
+        beat = report.beats.get(slot)
+        session = newest.get(slot)
+        read_at = asked.at.get(("beat", slot), now)
+        if (
+            beat is None
+            or session is None
+            or not _is_settled(beat, session)
+            or read_at - beat.at > silent_s(report.url)
+        ):
+            yield ("sessions", slot)
+        elif beat.step != asked.log_steps.get(slot):
+            yield ("log", slot)
+
+
+def _is_settled(beat: Beat, session: SessionSummary) -> bool:
+    """Whether the beat is of the session that is known to live there."""
+    return beat.generation == session.generation and session.how == "running" and beat.phase != "left"

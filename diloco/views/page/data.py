@@ -1,0 +1,301 @@
+"""The data of a run's page, out of a report: a small head that changes, and chunks of outer steps.  Pure.
+
+    report ──▶ head      name, state, sessions, evaluations, events, costs, rollouts, config          rewritten
+           └─▶ chunk n   outer steps CHUNK·n … CHUNK·(n+1) − 1, by column: times, metrics, bytes      mostly final
+
+    head["chunks"][n] is the version of chunk n: a page asks for a chunk again only where it changed, the newest first.
+
+A number is rounded to five digits; one that is not finite is null.  Texts are as replicas wrote them, without control
+characters: a page must show them as text (assets/, freeze.py).
+
+Not promised: every event, every word of a rollout: NEWEST_EVENTS, LONGEST.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.events import KINDS, MARKED, ON_PAGE, event_text
+from diloco.runlog.evaluation import evaluation_dict
+from diloco.runlog.kept import kept_words
+from diloco.runlog.reader import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, checks, headline, shown
+from diloco.runlog.worth import worth, worth_words
+from diloco.views.overview import Overview, SessionRow, overview, place_of_host, step_values
+from diloco.views.page.contributions import contribution_rows, tally
+
+FORMAT = 1  # of head and chunks; a page shows only data of its own format
+CHUNK = 100  # outer steps
+NEWEST_EVENTS = 300
+LONGEST = 2000  # characters of one text of the config, or of an event
+MARKS = 2000
+OUTER = (*NUMBERS, "outer_lr")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """All that a page shows beside its report.   costs: as `diloco costs --json`.   early, late: rollouts.
+
+    troubles: found in the report, worst first.   read_at: slot -> when its beat was read.   partial: more is to come.
+    stale: "", or since when there is nothing new.   poll_s: seconds until a page asks again, 0: never.
+    """
+
+    costs: Mapping[str, Any] | None = None
+    early: Sequence[Mapping[str, Any]] = ()
+    late: Sequence[Mapping[str, Any]] = ()
+    troubles: Sequence[Mapping[str, Any]] = ()
+    read_at: Mapping[str, float] | None = None
+    partial: bool = False
+    stale: str = ""
+    poll_s: float = 0.0
+
+
+def page_data(report: Report, now: float, beside: Beside | None = None) -> dict[str, Any]:
+    """{"head": …, "chunks": […]}.   now: Unix time."""
+    chunks = chunks_of(report)
+    return {"head": head_of(report, now, beside or Beside(), encode_chunks(chunks)), "chunks": chunks}
+
+
+def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks") -> dict[str, Any]:
+    seen = overview(report, now, read_at=beside.read_at)
+    began = report.began  # looks at every event
+    return {
+        "format": FORMAT,
+        "made": now,
+        "poll_s": beside.poll_s,
+        "partial": beside.partial,
+        "stale": beside.stale,
+        **_numbers_of(seen, report, began),
+        "headline": headline(report),
+        "worth": worth_words(worth(report)),
+        "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
+        "troubles": list(beside.troubles),
+        "remarks": _remarks(report),
+        "slots": report.slots,
+        "sessions": _sessions(report, seen, began),
+        "counted": chunks.counted,
+        "marks": _marks(report, began),
+        "evaluations": [evaluation_dict(evaluation) for evaluation in report.evaluations],
+        "events": _events(report, began),
+        "explanations": {kind: about.text for kind, about in KINDS.items() if kind in ON_PAGE},
+        "costs": beside.costs,
+        "parent": report.config.get("parent"),
+        "config": _shortened({k: v for k, v in report.config.items() if k != "parent"}),
+        "early": list(beside.early),
+        "late": list(beside.late),
+        "chunk": CHUNK,
+        "chunks": chunks.versions,
+    }
+
+
+def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
+    return {
+        "name": seen.name,
+        "url": seen.url,
+        "state": seen.state,
+        "step": seen.step,
+        "steps": seen.steps,
+        "began": began,
+        "last_sign": report.last_sign,
+        "elapsed_s": brief(seen.elapsed_s),
+        "step_s": brief(seen.step_s),
+        "eta_s": brief(seen.eta_s),
+        "snapshot": seen.snapshot,
+        "snapshot_age_s": brief(seen.snapshot_age_s),
+        "replicas": report.wanted.replicas,
+        "min_replicas": report.wanted.min_replicas,
+    }
+
+
+def _remarks(report: Report) -> list[str]:
+    found = [report.damage] if report.damage else []
+    if report.passed_over:
+        found.append(f"{report.passed_over} lines or objects under log/ are no events; passed over")
+    return [*found, *kept_words(report)]
+
+
+# -------------------------------------------------------------------- sessions, events
+
+
+def _sessions(report: Report, seen: Overview, began: float) -> list[dict[str, Any]]:
+    rows = {(row.slot, row.generation): row for row in seen.rows}
+    return [_session(session, rows.get((session.slot, session.generation)), began) for session in report.sessions]
+
+
+def _session(session: SessionSummary, row: SessionRow | None, began: float) -> dict[str, Any]:
+    return {
+        "name": session.name,
+        "slot": session.slot,
+        "place": place_of_host(session.host),
+        "device": session.device,
+        "claimed": brief(session.claimed - began),
+        "joined": None if session.joined is None else brief(session.joined - began),
+        "joined_step": session.joined_step,
+        "ended": None if session.ended is None else brief(session.ended - began),
+        "bad": session.how in BAD_ENDS,
+        "end": session.end,
+        "why": session.why,
+        "counted": len(session.commits),
+        **_live_numbers(row),
+    }
+
+
+def _live_numbers(row: SessionRow | None) -> dict[str, Any]:
+    if row is None or not row.is_live:
+        return {"phase": ""}
+    return {
+        "phase": row.phase,
+        "inner": row.inner,
+        "inner_steps": row.inner_steps,
+        "samples_per_s": brief(row.samples_per_s),
+        "beat_age_s": brief(row.beat_age_s),
+        "note": row.note,
+    }
+
+
+def _marks(report: Report, began: float) -> list[dict[str, Any]]:
+    """The ends and returns that curves are marked with, by time."""
+    found = list[tuple[float, str, str]]()
+    for session in report.sessions:
+        if session.how in BAD_ENDS and session.ended is not None:
+            found.append((session.ended, "lost", f"{session.name} {session.how}"))
+        if session.joined is not None and (session.generation > 1 or session.joined_step > 0):
+            words = "is back" if session.generation > 1 else "joined"
+            found.append((session.joined, "joined", f"{session.name} {words}"))
+    times = [step.at for step in report.steps]
+    return [
+        {"at": brief(at - began), "step": brief(_step_at(times, at)), "kind": kind, "text": text}
+        for at, kind, text in sorted(found)[-MARKS:]
+    ]
+
+
+def _step_at(ends: Sequence[float], at: float) -> float:
+    """Place of a time on the axis of outer steps: step t's point is drawn at t, when it was committed."""
+    t = sum(end <= at for end in ends)
+    if t == 0 or t == len(ends):
+        return t - 0.5
+    return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
+
+
+def _events(report: Report, began: float) -> list[dict[str, Any]]:
+    """The newest, the newest first."""
+    known = [e for e in report.events if e["event"] in ON_PAGE][-NEWEST_EVENTS:]
+    return [
+        {
+            "at": brief(e["at"] - began),
+            "kind": e["event"],
+            "who": e["who"],
+            "slot": e["slot"],
+            "loud": e["event"] in MARKED,
+            "text": _shortened(event_text(e)),
+        }
+        for e in reversed(known)
+    ]
+
+
+def _shortened(value: Any) -> Any:
+    """Return the same value as plain data whose texts are printable and not endless."""
+    if isinstance(value, str):
+        text = shown(value)
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    if isinstance(value, Mapping):
+        return {str(shown(str(k))): _shortened(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shortened(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, int | None) else str(value)
+
+
+# -------------------------------------------------------------------- outer steps
+
+
+@dataclass(frozen=True)
+class EncodedChunks:
+    """bodies: by the chunk's number.   versions: of every number, None where a chunk has not been read.
+
+    counted: slot -> how often its work was fresh, gated, late, lost."""
+
+    bodies: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    versions: Sequence[str | None] = ()
+    counted: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
+
+
+def encode_chunks(chunks: Sequence[Mapping[str, Any]]) -> EncodedChunks:
+    bodies = {chunk["first"] // CHUNK: json_bytes(chunk) for chunk in chunks}
+    versions = [version_of(bodies[n]) if n in bodies else None for n in range(max(bodies, default=-1) + 1)]
+    return EncodedChunks(bodies, versions, tally([(chunk["slots"], chunk["who"]) for chunk in chunks]))
+
+
+def chunks_of(report: Report) -> list[dict[str, Any]]:
+    """Return the chunks of the steps that were read; a first glance has the newest alone."""
+    slots = report.slots
+    who = contribution_rows(report, slots)
+    began = report.began
+    numbers = sorted({step.t // CHUNK for step in report.steps})
+    at = [[i for i, step in enumerate(report.steps) if step.t // CHUNK == n] for n in numbers]
+    return [_chunk(report.steps[i[0] : i[-1] + 1], began, slots, who[i[0] : i[-1] + 1]) for i in at]
+
+
+def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
+    """Columns of equal length.   who: a letter per slot (contributions.py).   by_slot: the reward of each replica."""
+    metrics = [step_values(step) | {"grad_norm": _mean_of(step, "grad_norm")} for step in steps]
+    by_slot = {slot: [brief(_headline_of(step, slot)) for step in steps] for slot in slots}
+    return {
+        "format": FORMAT,
+        "first": steps[0].t,
+        "slots": list(slots),
+        "at": [round(step.at - began, 3) for step in steps],
+        "by": [step.by for step in steps],
+        "who": list(who),
+        "empty": [step.t for step in steps if step.empty],
+        "metrics": _columns(metrics),
+        "numbers": _columns([{k: v for k, v in step.numbers.items() if k in OUTER} for step in steps]),
+        "seconds": _columns([{part: step.part(part) for part in PARTS} if step.seconds else {} for step in steps]),
+        "up": [sum(step.up.values()) for step in steps],
+        "down": [sum(step.down.values()) for step in steps],
+        "by_slot": {slot: values for slot, values in by_slot.items() if any(v is not None for v in values)},
+    }
+
+
+def _headline_of(step: Step, slot: str) -> float | None:
+    reward = step.reward.get(slot)
+    return reward if reward is not None else step.learned.get(slot, {}).get("loss") if not step.reward else None
+
+
+def _mean_of(step: Step, name: str) -> float | None:
+    values = [numbers[name] for numbers in step.learned.values() if name in numbers]
+    return sum(values) / len(values) if values else None
+
+
+def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    """One list per name that any row has a value of."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if brief(value) is not None)
+    return {name: [brief(row.get(name)) for row in rows] for name in names}
+
+
+def brief(value: float | None) -> float | None:
+    """Round to five digits; None for a value that is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    if abs(value) >= 1e5:
+        return round(value, 1)
+    return float(f"{value:.5g}")
+
+
+# -------------------------------------------------------------------- as bytes
+
+
+def json_bytes(data: Mapping[str, Any]) -> bytes:
+    """Plain ASCII; nothing in it ends a <script> or begins a comment, wherever it is put."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("ascii")
+
+
+def version_of(body: bytes) -> str:
+    """Other bytes have another version."""
+    return hashlib.sha256(body).hexdigest()[:12]

@@ -1,0 +1,143 @@
+"""A run's curves, written to its trackers as they come: the loop around runlog/curves.py.
+
+    bucket ──Reader──▶ report ──▶ which rows are complete? ──▶ for each tracker: row after row, from where it stands
+                                                                 └─ it fails: closed, and opened again after a pause
+
+Reads the bucket and never writes to it.  A tracker that fails keeps no other from its rows.
+
+Not promised: that a writer on another machine is refused; the lock is this machine's.
+"""
+
+import fcntl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from diloco.runlog.reader import Reader, Report
+from diloco.views.curves import CurvePoint, LoggedSteps, complete_rows, curve_point, is_over, read_logged_steps
+from diloco.views.samples import SampleReader
+from diloco.views.trackers.tracker import CurveTracker, TrackedRun, TrackerBusy, TrackerError
+from rendezvous.clock import Clock
+from rendezvous.stores.cache import cache_root
+
+RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
+
+
+@dataclass
+class TrackerState:
+    """One tracker and where it stands.   next_row: None while it is not open.   written: rows, by this process."""
+
+    tracker: CurveTracker
+    next_row: int | None = None
+    written: int = 0
+    trouble: str = ""
+    failures: int = 0
+    again_at: float = 0.0  # by the clock's now()
+
+
+@dataclass
+class Feed:
+    """reader, samples: of the run.   say: tells a person."""
+
+    run: TrackedRun
+    reader: Reader
+    samples: SampleReader
+    trackers: Sequence[CurveTracker]
+    clock: Clock
+    say: Callable[[str], None]
+    states: list[TrackerState] = field(init=False)
+    waiting: int = 0  # committed rows whose logs have not all come yet
+    _over: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.states = [TrackerState(tracker) for tracker in self.trackers]
+
+    def open_all(self) -> None:
+        """Open all trackers.   Raises TrackerError for the first that a person must mend, before a row is written."""
+        for state in self.states:
+            self._open(state, patient=False)
+
+    def look(self) -> Report:
+        """One look at the run; every complete row goes to each tracker that has not got it."""
+        report = self.reader.refresh()
+        logged = read_logged_steps(report.events)
+        for state in self.states:
+            if state.next_row is None and self.clock.now() >= state.again_at:
+                self._open(state)
+        open_rows = [state.next_row for state in self.states if state.next_row is not None]
+        if open_rows:
+            first = min(open_rows)
+            end = complete_rows(report, logged, start=first, now=self.clock.wall(), over=self._over)
+            self.waiting = len(report.steps) + 1 - end
+            self._write_rows(report, logged, first, end)
+        self._over = frozenset(s.name for s in report.sessions if s.how != "running")
+        return report
+
+    def has_all(self, report: Report) -> bool:
+        return all(s.next_row is not None and is_over(report, s.next_row) for s in self.states)
+
+    def close(self) -> None:
+        for state in self.states:
+            self._close(state)
+
+    def _write_rows(self, report: Report, logged: LoggedSteps, first: int, end: int) -> None:
+        if first < end:
+            self.samples.read_from(first)
+        for row in range(first, end):
+            point = curve_point(report, logged, row)
+            for state in self.states:
+                if state.next_row == row and (point is None or self._write(state, point)):
+                    state.next_row = row + 1
+        self.samples.forget_before(end)
+
+    def _write(self, state: TrackerState, point: CurvePoint) -> bool:
+        try:
+            state.tracker.write(point, self.samples.samples_of(point.step))
+        except Exception as error:  # a tracker is other people's code, and their network
+            self._fail(state, error)
+            return False
+        state.written += 1
+        state.failures = 0
+        state.trouble = ""
+        return True
+
+    def _open(self, state: TrackerState, patient: bool = True) -> None:
+        try:
+            state.next_row = state.tracker.open(self.run) + 1
+        except Exception as error:
+            if isinstance(error, TrackerError) and not patient:
+                raise
+            self._fail(state, error)
+
+    def _fail(self, state: TrackerState, error: Exception) -> None:
+        state.failures += 1
+        pause_s = min(RETRY_MOST_S, RETRY_S * 2 ** (state.failures - 1))
+        state.again_at = self.clock.now() + pause_s
+        state.trouble = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._close(state)
+        self.say(f"{state.tracker.name}: {state.trouble}; again in {pause_s:.0f} s")
+
+    def _close(self, state: TrackerState) -> None:
+        state.next_row = None
+        try:
+            state.tracker.close()
+        except Exception as error:
+            self.say(f"{state.tracker.name}: {error}")
+
+
+def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
+    """Locks, one per tracker, which end with this process.  TrackerBusy if another process of this machine writes."""
+    folder = cache_root().parent / "trackers"
+    folder.mkdir(parents=True, exist_ok=True)
+    held = list[IO[str]]()
+    for name in names:
+        lock = open(Path(folder / f"{run.label}-{name}.lock"), "a")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TrackerBusy(
+                f"another process of this machine writes this run to {name} already. End it first, or let it go on"
+            ) from None
+        held.append(lock)
+    return held

@@ -1,0 +1,46 @@
+"""Everything that a person must hear of a run, as data: one detector per kind, in one table.  Pure; no torch here.
+
+    Report, now, Spending ──▶ find_troubles ──▶ [Trouble, …]     `diloco status`, `diloco watch`, `--alert URL`
+
+    docs/troubles.md has a section for each kind; a test compares them.
+
+Costs are an argument: prices are known to executors (executors/supervision/costs.py), and executors add what only they
+know of: platforms, disks, rewards that are asked again (executors/supervision/remarks.py).
+
+Not promised: a verdict.  A detector says what it saw.
+"""
+
+from collections.abc import Callable, Mapping
+
+from diloco.runlog.reader import Report
+from diloco.views import fleet_troubles as fleet
+from diloco.views import learning_troubles as learning
+from diloco.views.learning_troubles import flagged_steps as flagged_steps
+from diloco.views.trouble import PAGE as PAGE
+from diloco.views.trouble import Spending as Spending
+from diloco.views.trouble import Trouble as Trouble
+
+Detector = Callable[[Report, float, Spending | None], list[Trouble]]
+DETECTORS: Mapping[str, Detector] = {  # the most urgent first
+    "diverged": fleet.diverged,
+    "forged": fleet.forged,
+    "stalled": fleet.stalled,
+    "slot_lost": fleet.slot_lost,
+    "budget": fleet.budget,
+    "no_signal": learning.no_signal,
+    "reward_broken": learning.reward_broken,
+    "reward_hacking": learning.reward_hacking,
+    "overfitting": learning.overfitting,
+    "held_out_differs": learning.held_out_differs,
+    "tool_failures": learning.tool_failures,
+    "masked": learning.masked,
+    "bad_records": fleet.bad_records,
+    "gated": fleet.gated,
+    "waits": fleet.waits,
+    "snapshot_late": fleet.snapshot_late,
+}
+
+
+def find_troubles(report: Report, now: float, spent: Spending | None = None) -> list[Trouble]:
+    """Return the run's troubles at a moment.   now: Unix time.   spent: the run's costs; None where unknown."""
+    return [found for detector in DETECTORS.values() for found in detector(report, now, spent)]
