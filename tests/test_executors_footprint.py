@@ -7,6 +7,10 @@ import pytest
 from diloco.run import footprint as sizes
 from diloco.run.config import RunConfig
 from diloco.run.sizing import BUILT_IN
+from executors.preflight.outlook import rate_line
+from inner import InnerConfig
+from inner.settings.lora import LoraSettings
+from inner.settings.task import DataSettings, RewardSettings, ScheduleSettings
 from rendezvous.codecs import get_codec
 from rendezvous.keeping.garbage import parse_blob_key
 from tests.fleet import Fleet
@@ -107,3 +111,20 @@ def test_the_words() -> None:
     assert "stay (fleet.keep)" in sizes.lines(found, 40, keep=1_000_000)[1]
     assert "what a replica may need, up to" in sizes.lines(found, 40, keep=0)[1]
     assert "at an assumed 1 Gbit/s up and down" in sync and "diloco doctor" in sync
+
+
+def test_plan_says_the_rate_that_so_many_replicas_train_with() -> None:
+    whole = InnerConfig(model="toolworld")
+    adapter = InnerConfig(
+        model="a/model", data=DataSettings(prompts="p.jsonl"), rewards=RewardSettings(function="r.py:f"),
+        lora=LoraSettings(r=4, alpha=8.0),
+    )  # fmt: skip
+    assert rate_line(RunConfig(inner=whole), 4).startswith(
+        "learning rate 0.002: inner.lr = 0.001 is one machine's, × √4"
+    )
+    assert rate_line(RunConfig(inner=whole), 1) == "learning rate 0.001"
+    assert rate_line(RunConfig(inner=adapter), 4) == "learning rate 0.0001, as for one machine, for 4 replicas"
+    linear = InnerConfig(model="toolworld", schedule=ScheduleSettings(lr_replicas="linear", lr_warmup=3))
+    assert rate_line(RunConfig(inner=linear), 4).startswith(
+        "learning rate 0.004: inner.lr = 0.001 is one machine's, × 4 for"
+    )

@@ -31,12 +31,15 @@ from trials import Trial, area, at_step, first_step, paired, read_rows, run_miss
 from worlds import WORLDS
 
 STEPS = 3
+ONE_RATE = {"schedule": {"lr_replicas": "constant"}}  # a study's arm says its rate itself
 RULES = effective_step.RULES  # fixed, matched, root
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    found = Fleet(tmp_path_factory.mktemp("real"), fleet={"replicas": 2, "min_replicas": 2, "steps": STEPS})
+    found = Fleet(
+        tmp_path_factory.mktemp("real"), inner=ONE_RATE, fleet={"replicas": 2, "min_replicas": 2, "steps": STEPS}
+    )
     found.start_all()
     assert found.wait() == {"r00": [0], "r01": [0]}, found.logs()
     return found
@@ -59,7 +62,7 @@ def test_it_has_the_bits_of_a_real_fleet(fleet: Fleet, tmp_path: Path) -> None:
 
 def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Path) -> None:
     """r01 dies with a durable pseudogradient; its replacement begins with an empty Adam and a shorter round."""
-    real = Fleet(tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 5})
+    real = Fleet(tmp_path, inner=ONE_RATE, fleet={"replicas": 2, "min_replicas": 2, "steps": 5})
     real.start("r00")
     real.start("r01", die="after:create:/offer/@2").join()
     real.start("r01")
@@ -249,13 +252,20 @@ def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
     assert process.table(rows) in page and process.comparisons(rows) in page
 
 
-@pytest.mark.parametrize("world", ["text"])
-def test_the_pages_of_tuned_rates_and_unequal_machines_have_the_tables_of_their_rows(world: str) -> None:
+@pytest.mark.parametrize("world", ["text", "toolworld"])
+def test_the_page_of_tuned_rates_has_the_tables_of_its_rows(world: str) -> None:
     tuning, judging = (read_rows(ROWS / f"tuned-{world}-{part}.jsonl") for part in ("tuning", "judging"))
-    assert (len(tuning), len(judging)) == (260, 67 * 8)
+    assert (len(tuning), len(judging)) == (260, (67 + (world == "toolworld")) * 8)
     page, here = (ROWS.parent / "tuned.md").read_text(), WORLDS[world]
     assert tuned.tuning_table(here, tuning) in page
     assert tuned.judging_table(here, judging, tuned.choose(here, tuning)) in page
+    judged = {name: read_rows(ROWS / f"tuned-{name}-judging.jsonl") for name in tuned.NO_WORSE}
+    assert tuned.decision_table(judged) in page
+
+
+@pytest.mark.parametrize("world", ["text"])
+def test_the_page_of_unequal_machines_has_the_table_of_its_rows(world: str) -> None:
+    here = WORLDS[world]
     elastic_rows = read_rows(ROWS / f"elastic-{world}.jsonl")
     assert {(row["arm"], row["seed"]) for row in elastic_rows} == {(a, s) for a in elastic.ARMS for s in elastic.SEEDS}
     assert elastic.table(here, elastic_rows) in (ROWS.parent / "elastic.md").read_text()

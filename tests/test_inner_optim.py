@@ -9,6 +9,8 @@ from torch import nn
 
 from inner import InnerConfig, InnerError
 from inner.models.optim import MuonAndAdamW, RunSchedule, make_optimizer
+from inner.settings.inner import lr_factor
+from inner.settings.lora import LoraSettings
 
 SUPERVISED: dict[str, Any] = {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}}
 
@@ -56,10 +58,17 @@ def test_the_shapes() -> None:
 def test_the_rate_grows_with_the_replicas_that_are_averaged() -> None:
     """inner.lr is one machine's; 0 replicas, before the first outer step of a session alone, count as one."""
     for way, expected in {"constant": [1, 1, 1, 1], "sqrt": [1, 1, 2, 3], "linear": [1, 1, 4, 9]}.items():
-        settings = config_with(schedule={"lr_replicas": way}).schedule
-        assert [settings.lr_factor(5, n) for n in (0, 1, 4, 9)] == expected
-    both = config_with(schedule={"lr_replicas": "sqrt", "lr_warmup": 3}).schedule
-    assert both.lr_factor(1, 4) == 2 * 0.5
+        settings = config_with(schedule={"lr_replicas": way})
+        assert [lr_factor(settings, 5, n) for n in (0, 1, 4, 9)] == expected
+    both = config_with(schedule={"lr_replicas": "sqrt", "lr_warmup": 3})
+    assert lr_factor(both, 1, 4) == 2 * 0.5
+
+
+def test_by_default_it_grows_with_the_root_and_for_adapters_not_at_all() -> None:
+    """docs/studies/tuned.md, T5 and T6; of adapters docs/studies/pretrained.md decides, whose trials have not ended."""
+    assert lr_factor(config_with(), 5, 4) == 2
+    adapter = InnerConfig(lora=LoraSettings(r=4, alpha=8.0))
+    assert lr_factor(adapter, 5, 4) == 1
 
 
 def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None:

@@ -37,6 +37,7 @@ EVERY = (1, 5, 20)
 TUNED_ON, JUDGED_ON = (104, 105), range(8, 16)
 LINKED = [0.5 * 2 ** (k / 2) for k in range(10)]
 FLEET = [(scale, *outer) for outer in ((0.7, 0.5), (1.0, 0.0)) for scale in (1.0, 2.0, 4.0, 8.0, 16.0)]
+ONE_MACHINE = "alone x1"  # the default of one machine, judged beside the chosen settings
 GOOD_ENOUGH = {"toolworld": 0.05, "text": 0.02}  # reward; share of the loss
 NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: the same
 
@@ -105,7 +106,7 @@ def main() -> None:
     settings = dict(named for arm in tunings().values() for named in arm)
     chosen = choose(world, read_rows(tuning)) if given.part == "judge" else {}
     if chosen:
-        settings = {name: settings[name] for name in chosen.values()} | rules()
+        settings = {name: settings[name] for name in (*chosen.values(), ONE_MACHINE)} | rules()
     seeds = TUNED_ON if given.part == "tune" else JUDGED_ON
     trials = [Trial(name, seed) for seed in seeds for name in settings if given.arms in name]
     path = tuning if given.part == "tune" else judging

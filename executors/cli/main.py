@@ -253,12 +253,13 @@ def _plan(args: Namespace) -> int:
     offer = _make_quote(
         args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs(), config
     )
-    sizes = outlook.size_lines(
-        config, checked.model, _replicas_from(args) or config.fleet.replicas, args.steps or config.fleet.steps
-    )
+    replicas = _replicas_from(args) or config.fleet.replicas
+    sizes = outlook.size_lines(config, checked.model, replicas, args.steps or config.fleet.steps)
+    rate = outlook.rate_line(config, replicas)
     notes = [note for note in (*checked.notes, bucket.note) if note]
-    data = {"run": url, **offer.to_dict(), "sizes": sizes, "notes": notes}
-    _print_answer(args, data, *offer.lines(), *sizes, *notes, "nothing was started")
+    data = {"run": url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}
+    lines = [*offer.lines(), rate, *sizes, *notes]
+    _print_answer(args, data, *lines, "nothing was started")
     if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
         return 0
     _say(f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here")

@@ -18,6 +18,7 @@ from diloco.run.superseded import current_url
 from diloco.units import byte_size
 from executors.platforms.multi import Place
 from inner.models.known import ASK_S
+from inner.settings.inner import lr_factor
 from inner.settings.task import reward_model_parts
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.errors import RendezvousError
@@ -76,6 +77,21 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
 
     found = footprint(config, parameters, replicas, steps, trained_parameters_of(config, model))
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
+
+
+def rate_line(config: RunConfig, replicas: int) -> str:
+    """Return the learning rate that this many replicas train with, in words."""
+    inner = config.inner
+    factor = lr_factor(inner, 0, replicas) / lr_factor(inner, 0, 1)
+    if factor == 1:
+        return f"learning rate {inner.learning_rate:g}" + f", as for one machine, for {replicas} replicas" * (
+            replicas > 1
+        )
+    root = "√" if abs(factor - replicas) > 1e-6 else ""
+    return (
+        f"learning rate {inner.learning_rate * factor:.3g}: inner.lr = {inner.learning_rate:g} is one machine's, "
+        f"× {root}{replicas} for {replicas} replicas (inner.schedule.lr_replicas)"
+    )
 
 
 def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:

@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from inner.errors import InnerError
-from inner.settings.inner import InnerConfig
+from inner.settings.inner import InnerConfig, lr_factor
 
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in the names of matrices that Muon is not for
 
@@ -99,7 +99,7 @@ class RunSchedule(LambdaLR):
 
         def factor(s: int) -> float:
             t, n = (run[0][0](), run[0][1]()) if run else (start + s, 1)
-            return config.schedule.lr_factor(t, n) * min(1.0, (s + 1) / self._warmup)
+            return lr_factor(config, t, n) * min(1.0, (s + 1) / self._warmup)
 
         super().__init__(optimizer, factor)
 

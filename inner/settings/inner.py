@@ -33,6 +33,7 @@ from inner.settings.objectives import find_objective, po_settings
 from inner.settings.process import WHOLE_SEQUENCE_LOSSES, ProcessSettings
 from inner.settings.tables import Table, list_settings, refuse_unknown, setting
 from inner.settings.task import (
+    LR_REPLICAS,
     POLICY_KNOBS,
     DataSettings,
     GrpoSettings,
@@ -439,6 +440,12 @@ ROLLOUTS_ONLY = (
     *(key for key in _keys_of(GrpoSettings) if key != "grpo.weight"),
 )  # fmt: skip
 WORLD_ONLY = _keys_of(ToolworldSettings)
+
+
+def lr_factor(config: InnerConfig, step: int, replicas: int) -> float:
+    """Return the factor of the learning rate at outer step `step`, where the newest one averaged `replicas`."""
+    way = config.schedule.lr_replicas or ("sqrt" if config.lora is None else "constant")
+    return config.schedule.lr_factor(step) * LR_REPLICAS[way](max(1, replicas))
 
 
 class InnerLoop(Protocol):

@@ -36,10 +36,10 @@ class ScheduleSettings(Table):
     lr_steps: int | None = setting(
         None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
     )
-    lr_replicas: str = setting(
-        "constant",
-        "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1, "
-        '√n ("sqrt") or n ("linear").',
+    lr_replicas: str | None = setting(
+        None,
+        "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1 "
+        '("constant"), √n ("sqrt") or n ("linear").  Left out: √n, and 1 for adapters.',
         one_of=tuple(LR_REPLICAS),
     )
     lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
@@ -60,11 +60,8 @@ class ScheduleSettings(Table):
                 'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
             )
 
-    def lr_factor(self, step: int, replicas: int = 1) -> float:
-        """The factor of inner.lr at committed outer step `step`, where the newest one averaged `replicas`."""
-        return self._factor_at(step) * LR_REPLICAS[self.lr_replicas](max(1, replicas))
-
-    def _factor_at(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
+        """Return the factor of inner.lr at committed outer step `step`."""
         rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
         if self.lr_shape == "constant" or self.lr_steps is None:
             return rise
