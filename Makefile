@@ -34,7 +34,7 @@ MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
 OPENENV := $(VENV)/openenv
 DOCS := $(VENV)/docs
-VLLM_PINS := executors/platforms/constraints-vllm.txt
+VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
-from executors.cli.foreground import supervise_here
+from executors.cli.starting.foreground import supervise_here
 from executors.platforms.base import ExecutorError
 from executors.platforms.multi import Place
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor

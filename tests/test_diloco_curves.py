@@ -464,8 +464,8 @@ def test_the_command_reads_a_bucket_that_nobody_may_write_to(tmp_path, monkeypat
         store.put(key, run.store.get(key) or b"")
     shelf: dict[int, list] = {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("executors.cli.track.check_tracker", lambda name: None)
-    monkeypatch.setattr("executors.cli.track.make_tracker", lambda name, folder: ListTracker(shelf))
+    monkeypatch.setattr("executors.cli.writing.track.check_tracker", lambda name: None)
+    monkeypatch.setattr("executors.cli.writing.track.make_tracker", lambda name, folder: ListTracker(shelf))
     for verb in ("put", "create", "delete"):
         monkeypatch.setattr(FileStore, verb, lambda *_: pytest.fail("it wrote"))
     monkeypatch.setattr("signal.signal", lambda *_: None)

@@ -10,10 +10,12 @@ from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_END
 from diloco.process.journal import Journal
 from diloco.runlog.reader import BAD_ENDS, read_report
 from diloco.views.page.data import page_data
-from executors.cli.status import Lines, status_dict, status_table
-from executors.cli.watch_words import event_lines
-from executors.supervision import costs, launches, reward_waits, unserved
-from executors.supervision.remarks import all_troubles
+from executors.cli.looking.status import Lines, status_dict, status_table
+from executors.cli.watch.words import event_lines
+from executors.supervision import costs
+from executors.supervision.notices import reward_waits
+from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.slots import launches, unserved
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore
 from tests.test_diloco_report import T0, Bucket, killed_and_replaced

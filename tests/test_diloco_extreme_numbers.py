@@ -14,8 +14,8 @@ from diloco.process.journal import event_of, rollout_head, rollout_line
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main
-from executors.cli.watch_app import WatchApp
-from executors.cli.watch_looks import RunLooks
+from executors.cli.watch.app import WatchApp
+from executors.cli.watch.looks import RunLooks
 from rendezvous.clock import SystemClock
 from tests.puppets import PuppetRun
 from tests.test_executors_watch_view import play, screen, whole
@@ -81,7 +81,7 @@ def test_the_view_shows_what_it_can(extreme: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_pane_that_fails_leaves_the_others(played: PuppetRun, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = RunLooks(open_view(played.url, COSTS), SystemClock())
-    monkeypatch.setattr("executors.cli.watch_words.metric_line", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("executors.cli.watch.words.metric_line", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(WatchApp, "_draw_curves", lambda self, picture: 1 / 0)
 
     async def script(app: WatchApp, pilot: object) -> None:

@@ -136,7 +136,7 @@ LINES = [
 def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> None:
     """Seen at decbfac: `read_report`, with which every command begins, raised for 8 of these 14."""
     from executors.supervision.costs import costs
-    from executors.supervision.slot_state import past
+    from executors.supervision.slots.slot_state import past
 
     clock = ManualClock()
     store, a, b = pair(clock)

@@ -23,11 +23,11 @@ from diloco.process.output import asking_signals
 from diloco.process.scratch import remove_left_behind
 from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
+from executors.cli.looking.status import status_table
 from executors.cli.main import VERBS, main
-from executors.cli.status import status_table
 from executors.platforms.base import ReplicaSpec, Unavailable
 from executors.platforms.container import run_replica
-from executors.platforms.full_disk import full_words, room_for
+from executors.platforms.machine.full_disk import full_words, room_for
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_host.forkserver import ForkServer
 from rendezvous.agreement.membership import write_control

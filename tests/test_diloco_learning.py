@@ -23,7 +23,7 @@ from diloco.runlog.learning import (
 from diloco.runlog.reader import curve_of, read_report, summary
 from diloco.views.page.charts import draw_figure
 from diloco.views.page.data import page_data
-from executors.cli.status import Lines, status_dict, status_table
+from executors.cli.looking.status import Lines, status_dict, status_table
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 

@@ -26,7 +26,7 @@ from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.outer.safety import is_zero
 from diloco.run.config import CODECS
 from diloco.runlog.reader import read_report, summary
-from executors.cli.status import status_table
+from executors.cli.looking.status import status_table
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing

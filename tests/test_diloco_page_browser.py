@@ -10,9 +10,9 @@ import pytest
 
 from diloco.runlog.reader import read_report
 from diloco.views.page.freeze import write_frozen
-from executors.cli import web
-from executors.cli.report import whole_page
-from executors.cli.web_looks import PageLooks
+from executors.cli.looking.report import whole_page
+from executors.cli.web import server as web
+from executors.cli.web.looks import PageLooks
 from rendezvous import layout
 from rendezvous.errors import StoreUnclear
 from tests.chromium import Chromium, require_chromium

@@ -25,8 +25,8 @@ from diloco.run.footprint import footprint, lines
 from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import read_report, summary
 from diloco.units import byte_size
+from executors.cli.looking.status import status_dict, status_table
 from executors.cli.main import _best_step
-from executors.cli.status import status_dict, status_table
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

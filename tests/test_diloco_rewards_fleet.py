@@ -11,7 +11,7 @@ import pytest
 
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
-from executors.cli.status import status_table
+from executors.cli.looking.status import status_table
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fleet import Fleet

@@ -22,7 +22,7 @@ from diloco.runlog.reader import Reader, Report, read_report
 from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
 from diloco.views.page.charts import draw_figure
 from executors.cli import main as cli
-from executors.cli import status
+from executors.cli.looking import status
 from executors.supervision.costs import costs
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -5,7 +5,7 @@ import random
 from diloco.runlog.reader import read_report, summary
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sparkline import sparkline
-from executors.cli.status import status_table
+from executors.cli.looking.status import status_table
 from tests.test_diloco_report import Bucket
 
 DICE = random.Random(3)

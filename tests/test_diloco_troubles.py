@@ -12,7 +12,7 @@ from diloco.run.record import RunRecord
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.scope import STATUS
 from diloco.views.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
-from executors.supervision import remarks
+from executors.supervision.notices import remarks
 from rendezvous import layout
 from rendezvous.agreement.membership import decode_or_none, write_control
 from rendezvous.records.records import Beat, Offer

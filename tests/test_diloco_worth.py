@@ -8,7 +8,7 @@ import pytest
 
 from diloco.runlog.reader import Report, SessionSummary, Step, read_report, summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
-from executors.cli.status import status_dict, status_table
+from executors.cli.looking.status import status_dict, status_table
 from rendezvous.agreement.membership import Wanted
 from tests.test_diloco_report import T0, killed_and_replaced
 

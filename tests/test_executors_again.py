@@ -10,8 +10,8 @@ from diloco.run import superseded
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
-from executors.cli import again
 from executors.cli import main as cli
+from executors.cli.starting import again
 from executors.preflight.run_url import UsageError
 from executors.supervision.lease import Lease
 from rendezvous import layout

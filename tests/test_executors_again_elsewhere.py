@@ -10,7 +10,7 @@ from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
 from diloco.run.superseded import Superseded
-from executors.cli import again
+from executors.cli.starting import again
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control

@@ -16,8 +16,8 @@ from diloco.runlog.reader import Report, read_report
 from executors.platforms.multi import Place
 from executors.preflight.alert_url import take_alert
 from executors.preflight.run_url import UsageError
-from executors.supervision.alerts import VARIABLE, Alerts, alerts_of, changes, host_of, post, told
-from executors.supervision.remarks import all_troubles, remark_lines
+from executors.supervision.notices.alerts import VARIABLE, Alerts, alerts_of, changes, host_of, post, told
+from executors.supervision.notices.remarks import all_troubles, remark_lines
 from rendezvous.agreement.membership import write_control
 from tests.test_diloco_report import T0, Bucket, FixedClock
 

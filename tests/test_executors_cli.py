@@ -16,8 +16,8 @@ from diloco.run.founding import open_run
 from diloco.run.record import Run
 from diloco.runlog.reader import read_report
 from diloco.views.overview import overview
-from executors.cli import demo
 from executors.cli import main as cli
+from executors.cli.starting import demo
 from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control

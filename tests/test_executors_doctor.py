@@ -10,8 +10,8 @@ import pytest
 
 from diloco.run import sizing
 from diloco.run.config import ConfigError, RunConfig
-from executors.cli import doctor
 from executors.cli import main as cli
+from executors.cli.checking import doctor
 from inner import InnerConfig
 from tests.s3_server import S3Server
 

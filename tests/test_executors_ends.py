@@ -9,9 +9,9 @@ import pytest
 from diloco.runlog.ends import LONGEST, joined_words, most_telling_line, observed_words, own_words
 from diloco.runlog.reader import checks, headline, read_report, summary
 from diloco.runlog.scope import COSTS, STATUS
-from executors.cli import status
 from executors.cli.completion import slots_of
-from executors.cli.status import Screen, status_table
+from executors.cli.looking import status
+from executors.cli.looking.status import Screen, status_table
 from executors.platforms.base import Handle
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
@@ -104,7 +104,7 @@ def test_a_goodbye_that_was_asked_for_needs_no_reason() -> None:
 
 
 def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
-    from executors.cli.report import write_page
+    from executors.cli.looking.report import write_page
 
     store = out_of_memory().store
     report = read_report(store)

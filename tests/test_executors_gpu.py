@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from diloco.process import exitcodes
-from executors.platforms.gpu import Driver, TorchBuild, asked_for, device_name, driver_here, missing_gpu, torch_build
-from executors.platforms.portable import portable_requirement
+from executors.platforms.machine.gpu import (
+    Driver,
+    TorchBuild,
+    asked_for,
+    device_name,
+    driver_here,
+    missing_gpu,
+    torch_build,
+)
+from executors.platforms.packages.portable import portable_requirement
 from tests.modal_venv import stub_driver
 
 CUDA, CPU_ONLY = TorchBuild("2.13.0", cuda="12.6"), TorchBuild("2.13.0+cpu")
@@ -46,7 +54,8 @@ def test_a_gpu_that_is_there_and_its_name() -> None:
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
     look = (
-        "import sys; from executors.platforms.gpu import torch_build as t; print(t().version, 'torch' in sys.modules)"
+        "import sys; from executors.platforms.machine.gpu import torch_build as t; "
+        "print(t().version, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     version, imported = done.stdout.split()
@@ -54,7 +63,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
 
 
 def test_the_driver_is_asked_by_its_own_library(tmp_path: Path) -> None:
-    look = "from executors.platforms.gpu import driver_here; print(driver_here())"
+    look = "from executors.platforms.machine.gpu import driver_here; print(driver_here())"
     env = {**os.environ, "LD_LIBRARY_PATH": str(stub_driver(tmp_path))}
     done = subprocess.run([sys.executable, "-c", look], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(Driver(13000, ("NVIDIA Stub 16GB",)))

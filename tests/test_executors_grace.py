@@ -12,8 +12,8 @@ from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision import shutdown, supervisor
 from executors.supervision.grace import FINISH_S, leave_s, lost_work
-from executors.supervision.plan import Cancel, Desired, Drain, Observation, plan
 from executors.supervision.shutdown import stop_run
+from executors.supervision.slots.plan import Cancel, Desired, Drain, Observation, plan
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock

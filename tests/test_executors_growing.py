@@ -12,7 +12,7 @@ import pytest
 from diloco.process import exitcodes
 from diloco.runlog.reader import Report, checks, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.supervision.plan import Limits
+from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import PRELOAD, Supervisor
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

@@ -24,7 +24,7 @@ from executors.platforms.on_hf_jobs.client import HubJob, run_label
 from executors.platforms.on_hf_jobs.executor import END_LINES, HFJobsExecutor
 from executors.platforms.on_hf_jobs.executor import ended as how_it_ended
 from executors.platforms.on_hf_jobs.job_spec import START_S
-from executors.platforms.wheel import pack_code
+from executors.platforms.packages.wheel import pack_code
 from executors.supervision.hosted import start_hosted
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore

@@ -25,7 +25,7 @@ from executors.platforms.base import ReplicaSpec, State
 from executors.platforms.multi import Place, build_executor
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.supervision.hosted import start_hosted
-from executors.supervision.plan import Limits
+from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

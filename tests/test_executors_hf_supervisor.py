@@ -18,7 +18,7 @@ from executors.platforms.on_hf_jobs.executor import WATCHES, HFJobsExecutor, end
 from executors.supervision.costs import costs
 from executors.supervision.hosted import is_cut_off, start_hosted
 from executors.supervision.lease import Lease
-from executors.supervision.slot_state import LOST_LEASE
+from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.clock import SystemClock
@@ -32,7 +32,7 @@ __all__ = ["hub", "s3"]  # fixtures
 def test_a_supervisor_whose_host_dies_again_and_again_takes_over_and_launches_nobody_twice(
     tmp_path: Path, hub, s3, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 2.0)
     run = founded(tmp_path, s3, n=2)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     hub.plain = {"HF_ENDPOINT": hub.endpoint}

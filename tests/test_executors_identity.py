@@ -24,7 +24,7 @@ from executors.platforms.entrypoint import create_process_file
 from executors.platforms.on_host.executor import LocalProcessExecutor, make_process_folder
 from executors.supervision.lease import SUPERVISOR, Lease, Supervised, supervisor_of
 from executors.supervision.shutdown import stop_run
-from executors.supervision.slot_state import handle_in, past
+from executors.supervision.slots.slot_state import handle_in, past
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock

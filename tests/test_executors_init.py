@@ -9,7 +9,7 @@ import pytest
 
 from diloco.run.config import load_config
 from diloco.run.eval_config import check_held_out
-from executors.cli.init import TASKS
+from executors.cli.checking.init import TASKS
 from executors.cli.main import main
 from inner.usercode.check import check_inner
 

@@ -30,7 +30,7 @@ from diloco.run.founding import open_run
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import checks, read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.supervision.plan import Limits
+from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing

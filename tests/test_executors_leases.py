@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from executors.cli.foreground import supervise_here
+from executors.cli.starting.foreground import supervise_here
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.multi import Place
 from executors.supervision.costs import LEASE_S
@@ -230,7 +230,7 @@ def test_a_terminal_looks_after_who_still_runs_where_the_run_lived_before(tmp_pa
         built.append(places)
         raise ExecutorError("enough")
 
-    monkeypatch.setattr("executors.cli.foreground.build_executor", build)
+    monkeypatch.setattr("executors.cli.starting.foreground.build_executor", build)
     with pytest.raises(ExecutorError, match="enough"):
         supervise_here(world.run)
     ((present, former),) = built

@@ -19,7 +19,7 @@ from diloco.process import exitcodes
 from diloco.runlog.ends import restarted_by
 from diloco.runlog.reader import read_report, summary
 from executors.cli import main as cli
-from executors.cli import status as watch
+from executors.cli.looking import status as watch
 from executors.platforms.base import ReplicaSpec, State, Unavailable
 from executors.platforms.multi import Place
 from executors.platforms.on_modal import executor as on_modal_executor

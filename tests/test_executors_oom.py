@@ -1,4 +1,4 @@
-"""Out of memory is a replica's own fault, however a platform says it (executors/platforms/oom.py)."""
+"""Out of memory is a replica's own fault, however a platform says it (executors/platforms/machine/oom.py)."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
 from executors.platforms.container import read_end
+from executors.platforms.machine import oom
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import ended
 from executors.platforms.on_host.executor import LocalProcessExecutor

@@ -19,8 +19,8 @@ from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.supervision.notices.remarks import remark_lines
 from executors.supervision.outage import REPORT_S, Outages
-from executors.supervision.remarks import remark_lines
 from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import SystemClock

@@ -4,7 +4,7 @@ import pytest
 
 from diloco.process import exitcodes
 from executors.platforms.base import State
-from executors.supervision.plan import (
+from executors.supervision.slots.plan import (
     Cancel,
     Desired,
     Drain,

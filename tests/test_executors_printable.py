@@ -14,11 +14,11 @@ from diloco.process.output import PlainOutput, print_plainly, survive_lost_outpu
 from diloco.runlog.opening import open_view
 from diloco.runlog.reader import shown
 from diloco.runlog.scope import COSTS
-from executors.cli import logs, status
+from executors.cli.looking import logs, status
 from executors.cli.main import VERBS, main
-from executors.cli.watch_app import WatchApp
-from executors.cli.watch_looks import RunLooks
-from executors.cli.watch_windows import TextWindow
+from executors.cli.watch.app import WatchApp
+from executors.cli.watch.looks import RunLooks
+from executors.cli.watch.windows import TextWindow
 from inner.printable import printable
 from rendezvous.clock import SystemClock
 from tests.puppets import PuppetRun

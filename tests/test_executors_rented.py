@@ -6,15 +6,15 @@ import pytest
 
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
-from executors.cli.status import status_table
+from executors.cli.looking.status import status_table
 from executors.platforms.base import State
 from executors.platforms.multi import Place
 from executors.supervision.costs import END_S, LEASE_S, costs
-from executors.supervision.remarks import all_troubles
-from executors.supervision.reward_waits import reward_waits
+from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices.reward_waits import reward_waits
 from executors.supervision.shutdown import stop_run
-from executors.supervision.slot_state import past
-from executors.supervision.unserved import unserved
+from executors.supervision.slots.slot_state import past
+from executors.supervision.slots.unserved import unserved
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_control, write_control
 from rendezvous.errors import Fenced

@@ -20,8 +20,8 @@ from diloco.runlog.reader import SUPERVISOR, Report, checks, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.lease import Lease, Supervised, supervisor_of
-from executors.supervision.plan import Limits
 from executors.supervision.shutdown import stop_run
+from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor, main
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, read_control, write_control

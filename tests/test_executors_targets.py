@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executors.cli.init import init
+from executors.cli.checking.init import init
 from executors.cli.main import main
 from executors.cli.target import MARK, mark_export, refuse_export
 from executors.preflight.run_url import UsageError, make_folder, refuse_foreign_files

@@ -13,8 +13,8 @@ from diloco.runlog.reader import read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.preflight.checks import preflight
 from executors.preflight.run_url import UsageError
-from executors.supervision import tracking
-from executors.supervision.tracking import TrackerChild, pause_after, track_command
+from executors.supervision.notices import tracking
+from executors.supervision.notices.tracking import TrackerChild, pause_after, track_command
 from rendezvous.clock import SystemClock
 from tests import test_executors_supervisor as toys
 

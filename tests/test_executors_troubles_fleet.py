@@ -11,7 +11,7 @@ import pytest
 from diloco.runlog.reader import Report, read_report
 from diloco.views.troubles import find_troubles
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.supervision.remarks import remark_lines
+from executors.supervision.notices.remarks import remark_lines
 from executors.supervision.supervisor import Supervisor
 from rendezvous.stores.open import open_store
 from tests.fleet import ENDLESS, Fleet

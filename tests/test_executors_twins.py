@@ -19,7 +19,7 @@ from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_hf_jobs.jobs import job_that_counts, second_jobs
 from executors.supervision.costs import costs
 from executors.supervision.lease import Lease
-from executors.supervision.slot_state import begin_fields, past
+from executors.supervision.slots.slot_state import begin_fields, past
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -187,7 +187,7 @@ def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
 @pytest.mark.slow
 def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
     """The launcher died before it wrote down anything but that it launches; no replica has claimed; the lists lag."""
-    monkeypatch.setattr("executors.supervision.launches.LAG_S", 8.0)
+    monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 8.0)
     run = founded(tmp_path, s3, n=1)
     hub.grace_s = 1.0
     lose(hub)
@@ -207,7 +207,7 @@ def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path,
 
 
 def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 2.0)
     run = founded(tmp_path, s3, n=1)
     lease = Lease.seize(run.store, SystemClock())
     journal = Journal(run.store, SystemClock(), SUPERVISOR, lease.generation)

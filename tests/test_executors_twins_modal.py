@@ -87,7 +87,7 @@ def test_costs_count_a_second_call_and_stop_proves_zero(
     platform, run, bucket, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.platforms.on_modal.twins.LOOK_S", 0.5)
-    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 2.0)
     found = founded(run, bucket, tmp_path, fleet={"replicas": 1, "min_replicas": 1})
     found.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     platform.lose_reply()

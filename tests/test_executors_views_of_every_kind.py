@@ -20,11 +20,11 @@ from diloco.run.record import read_run
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main
-from executors.cli.watch import write_lines
-from executors.cli.watch_app import WatchApp
-from executors.cli.watch_looks import RunLooks
-from executors.cli.web_looks import PageLooks
-from executors.supervision.remarks import key_values
+from executors.cli.watch.app import WatchApp
+from executors.cli.watch.looks import RunLooks
+from executors.cli.watch.run import write_lines
+from executors.cli.web.looks import PageLooks
+from executors.supervision.notices.remarks import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

@@ -19,8 +19,15 @@ from executors.platforms.on_hf_jobs.job_spec import CONTAINER, MOUNT
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import fingerprint, pinned_requirements
-from executors.platforms.vllm_pins import CHECK, EXTRAS, NEEDS, check_command, pinned_version, vllm_requirements
-from executors.platforms.wheel import pack_code
+from executors.platforms.packages.vllm_pins import (
+    CHECK,
+    EXTRAS,
+    NEEDS,
+    check_command,
+    pinned_version,
+    vllm_requirements,
+)
+from executors.platforms.packages.wheel import pack_code
 from executors.preflight.place_faults import notes_about, place_faults
 from executors.preflight.quote import fitted_places
 from tests.modal_fixtures import executor, platform, run, spec  # noqa: F401

@@ -8,9 +8,9 @@ import pytest
 
 from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import STATUS
-from executors.cli import status
-from executors.cli.demo import extra_checks, is_kill_due, next_commands
-from executors.cli.status import Lines, Screen, status_table, step_fields, view_for
+from executors.cli.looking import status
+from executors.cli.looking.status import Lines, Screen, status_table, step_fields, view_for
+from executors.cli.starting.demo import extra_checks, is_kill_due, next_commands
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat

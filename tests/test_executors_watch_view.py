@@ -23,14 +23,14 @@ from diloco.runlog.scope import COSTS
 from diloco.views.overview import MetricCurve, SessionRow, overview
 from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
-from executors.cli import watch_actions
-from executors.cli import watch_words as words
-from executors.cli.watch import check_textual, write_lines
-from executors.cli.watch_app import WatchApp
-from executors.cli.watch_looks import Picture, RunLooks, with_beats_as_read
-from executors.cli.watch_windows import AskWindow, NumberWindow, TextWindow
+from executors.cli.watch import actions as watch_actions
+from executors.cli.watch import words
+from executors.cli.watch.app import WatchApp
+from executors.cli.watch.looks import Picture, RunLooks, with_beats_as_read
+from executors.cli.watch.run import check_textual, write_lines
+from executors.cli.watch.windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.costs import costs
-from executors.supervision.remarks import key_values
+from executors.supervision.notices.remarks import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import StoreUnclear
@@ -560,7 +560,7 @@ def test_without_textual_a_line_says_how_to_get_it(monkeypatch) -> None:
 
 
 def test_nothing_but_the_view_imports_textual() -> None:
-    modules = "executors.cli.main, executors.cli.watch, executors.cli.parser as p"
+    modules = "executors.cli.main, executors.cli.watch.run, executors.cli.parser as p"
     code = f"import sys, {modules}; p.make_parser(); sys.exit(bool({{'textual', 'rich'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0
 

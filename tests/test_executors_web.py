@@ -21,11 +21,11 @@ from diloco.runlog.opening import View
 from diloco.runlog.reader import read_report
 from diloco.views.page.publish import Publisher
 from executors.cli import main as cli
-from executors.cli import web
+from executors.cli.looking.report import publish_page
 from executors.cli.parser import make_parser
-from executors.cli.report import publish_page
-from executors.cli.watch_page import PageWriter, watch_page
-from executors.cli.web_looks import PageLooks
+from executors.cli.web import server as web
+from executors.cli.web.looks import PageLooks
+from executors.cli.web.run import PageWriter, watch_page
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
 from rendezvous.errors import StoreRefused, StoreUnclear
@@ -368,7 +368,7 @@ def test_a_published_run_that_is_over_ends_the_command(capsys: Any) -> None:
     b = killed_and_replaced()
     args = Namespace(web=False, publish=True, port=None, bind="127.0.0.1", json=False)
     b.store.url = "memory://over"  # type: ignore[misc]
-    from executors.cli import watch_page as module
+    from executors.cli.web import run as module
 
     original = module.open_view
     module.open_view = lambda url, scope: view_of(b.store)  # type: ignore[assignment]

@@ -1,18 +1,18 @@
 """The rules of CONTRIBUTING.md that a machine can check, over the source of all four rooms.
 
 a public class name means one class · four things by position at most six · functions of at most 60 lines
-a class of at most 25 methods, but for those in LARGE, each with its reason · executors has floors, not a flat folder
+a class of at most 25 methods, but for those in LARGE, each with its reason · folders of at most 14 files
 no circle of files, also not through imports inside functions
 """
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
-MOST_METHODS, MOST_LINES, MOST_POSITIONAL = 25, 60, 6
+MOST_METHODS, MOST_LINES, MOST_POSITIONAL, MOST_FILES = 25, 60, 6, 14
 LARGE: dict[str, str] = {}
 CALLS_BY_POSITION = {"_encode", "_add"}  # Triton kernels
 
@@ -71,8 +71,11 @@ def _called(call: ast.Call) -> str:
     return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
 
 
-def test_executors_is_floors_and_no_flat_folder() -> None:
+def test_rooms_are_wings_and_no_flat_folders() -> None:
+    """`executors` has none but wings; no folder of any room has more files than a reader takes in at once."""
     assert [p.name for p in (ROOT / "executors").glob("*.py")] == ["__init__.py"]
+    files = Counter(path.parent for path, _ in _trees())
+    assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

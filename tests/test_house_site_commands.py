@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from executors.cli.init import MODEL
+from executors.cli.checking.init import MODEL
 from inner.settings.inner import InnerConfig
 from inner.train.build import publish_model
 from tests.hf_models import HubModels

@@ -8,7 +8,7 @@ from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
 from executors.platforms.multi import Place
 from executors.supervision.costs import Costs, costs
-from executors.supervision.plan import Limits
+from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -5,7 +5,7 @@
     docs/troubles.md has a section for each kind; a test compares them.
 
 Costs are an argument: prices are known to executors (executors/supervision/costs.py), and executors add what only they
-know of: platforms, disks, rewards that are asked again (executors/supervision/remarks.py).
+know of: platforms, disks, rewards that are asked again (executors/supervision/notices/remarks.py).
 
 Not promised: a verdict.  A detector says what it saw.
 """

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.process import processes
-from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
 from executors.platforms.container import ENDED, STARTED, read_end
 from executors.platforms.executor import Executor
-from executors.platforms.logfile import LogFile
+from executors.platforms.machine import oom
+from executors.platforms.machine.logfile import LogFile
 from executors.platforms.platform import NotStarted, missing_secret
 from rendezvous.clock import Clock
 

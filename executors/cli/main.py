@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.process.output import print_plainly
-from executors.cli.looking_back import split_command
+from executors.cli.looking.back import split_command
 from executors.cli.parser import make_parser
 from executors.cli.wrapping import fit_lines
 from executors.preflight import run_url
@@ -95,7 +95,7 @@ def _short_form(args: Namespace) -> int | None:
     url = getattr(args, "run", None) or ""
     if not url or args.command in ("train", "plan", "setup", "demo", "completion"):
         return None
-    from executors.cli import short_runs
+    from executors.cli.looking import short_runs
     from executors.cli.opening import ask_again
     from rendezvous.clock import SystemClock
 
@@ -164,8 +164,8 @@ def _read_config(args: Namespace) -> "RunConfig":
 
 def _train(args: Namespace) -> int:
     from diloco.run.founding import open_run
-    from executors.cli.foreground import say
-    from executors.cli.scale import finished_words
+    from executors.cli.changing.scale import finished_words
+    from executors.cli.starting.foreground import say
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control
     from rendezvous.clock import SystemClock
@@ -183,7 +183,7 @@ def _train(args: Namespace) -> int:
     if not over and not _is_agreed(args, offer):
         return 130
     if args.again:
-        from executors.cli.again import found_again
+        from executors.cli.starting.again import found_again
 
         url = args.run = found_again(config, url, SystemClock(), say)
     run_url.make_folder(url)
@@ -216,7 +216,7 @@ def _begin_fork(run: "Run", fork: "Fork", args: Namespace) -> None:
 
 def _resume(args: Namespace) -> int:
     from diloco.run.record import read_run
-    from executors.cli.scale import finished_words
+    from executors.cli.changing.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
     from rendezvous.clock import SystemClock
@@ -328,7 +328,7 @@ def _spent_so_far(url: str) -> "Costs":
 
 
 def _is_agreed(args: Namespace, offer: "Quote") -> bool:
-    from executors.cli.foreground import say
+    from executors.cli.starting.foreground import say
     from executors.preflight import quote
 
     if not offer.free:
@@ -339,8 +339,8 @@ def _is_agreed(args: Namespace, offer: "Quote") -> bool:
 def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
     from diloco.process.output import survive_lost_output
     from diloco.run.founding import solo_warning
-    from executors.cli import foreground
-    from executors.cli.status import view_for
+    from executors.cli.looking.status import view_for
+    from executors.cli.starting import foreground
 
     if text := solo_warning(wanted):
         foreground.say(f"warning: {text}")
@@ -362,8 +362,8 @@ def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
 
 
 def _supervise_detached(run: "Run", args: Namespace) -> int:
-    from executors.cli.detached import hand_over
-    from executors.cli.foreground import say
+    from executors.cli.starting.detached import hand_over
+    from executors.cli.starting.foreground import say
     from rendezvous.clock import SystemClock
 
     found = hand_over(run, SystemClock(), say)
@@ -384,7 +384,7 @@ def _status(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
     from diloco.runlog.reader import Reader
     from diloco.runlog.scope import STATUS
-    from executors.cli import status
+    from executors.cli.looking import status
     from executors.supervision.costs import costs
     from executors.supervision.health import describe_supervision
     from rendezvous.clock import SystemClock
@@ -407,16 +407,16 @@ def _watch(args: Namespace) -> int:
     from rendezvous.clock import SystemClock
 
     if args.web or args.publish:
-        from executors.cli.watch_page import watch_page
+        from executors.cli.web.run import watch_page
 
         return watch_page(args, run_url.checked_url(args.run), SystemClock())
-    from executors.cli.watch import watch
+    from executors.cli.watch.run import watch
 
     return watch(run_url.checked_url(args.run), SystemClock(), as_json=args.json, out=sys.stdout)
 
 
 def _logs(args: Namespace) -> int:
-    from executors.cli import logs
+    from executors.cli.looking import logs
     from executors.cli.opening import reach_run
     from rendezvous.agreement.membership import read_control
 
@@ -435,7 +435,7 @@ def _costs(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
     from diloco.runlog.reader import Reader
     from diloco.runlog.scope import COSTS
-    from executors.cli import status
+    from executors.cli.looking import status
     from executors.supervision.costs import costs
 
     view = open_view(run_url.checked_url(args.run), COSTS)
@@ -450,7 +450,7 @@ def _costs(args: Namespace) -> int:
 
 
 def _scale(args: Namespace) -> int:
-    from executors.cli import scale
+    from executors.cli.changing import scale
     from executors.cli.opening import reach_run
     from rendezvous.clock import SystemClock
 
@@ -464,7 +464,7 @@ def _scale(args: Namespace) -> int:
 
 
 def _drain(args: Namespace) -> int:
-    from executors.cli import scale
+    from executors.cli.changing import scale
     from executors.cli.opening import reach_run
     from rendezvous.clock import SystemClock
 
@@ -477,7 +477,7 @@ def _drain(args: Namespace) -> int:
 def _stop(args: Namespace) -> int:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
-    from executors.cli import scale
+    from executors.cli.changing import scale
     from executors.cli.opening import reach_store
     from executors.supervision.purge import purge_run
     from executors.supervision.shutdown import stop_run
@@ -574,7 +574,7 @@ def _explain(args: Namespace) -> int:
 
 
 def _bisect(args: Namespace) -> int:
-    from executors.cli.looking_back import bisect_answer
+    from executors.cli.looking.back import bisect_answer
     from executors.cli.opening import reach_run
 
     data, lines = bisect_answer(reach_run(args.run), args, _say)
@@ -583,7 +583,7 @@ def _bisect(args: Namespace) -> int:
 
 
 def _blame(args: Namespace) -> int:
-    from executors.cli.looking_back import blame_answer
+    from executors.cli.looking.back import blame_answer
     from executors.cli.opening import reach_run
 
     data, lines = blame_answer(reach_run(args.run), args)
@@ -592,7 +592,7 @@ def _blame(args: Namespace) -> int:
 
 
 def _gc(args: Namespace) -> int:
-    from executors.cli.looking_back import gc_answer
+    from executors.cli.looking.back import gc_answer
     from executors.cli.opening import reach_run
 
     data, lines = gc_answer(reach_run(args.run), args, _is_deletion_agreed)
@@ -669,9 +669,9 @@ def _report(args: Namespace) -> int:
     from diloco.runlog.opening import open_view
     from diloco.runlog.reader import Reader, summary
     from diloco.runlog.scope import EVERYTHING
-    from executors.cli import status
+    from executors.cli.looking import status
+    from executors.cli.looking.report import publish_page, write_page
     from executors.cli.opening import patient_store
-    from executors.cli.report import publish_page, write_page
 
     view = open_view(run_url.checked_url(args.run), EVERYTHING)
     report = Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh()
@@ -718,8 +718,8 @@ def _traces(args: Namespace) -> int:
 
 
 def _track(args: Namespace) -> int:
-    from executors.cli.foreground import say
-    from executors.cli.track import track
+    from executors.cli.starting.foreground import say
+    from executors.cli.writing.track import track
     from rendezvous.clock import SystemClock
 
     url = run_url.checked_url(args.run)
@@ -729,7 +729,7 @@ def _track(args: Namespace) -> int:
 
 
 def _doctor(args: Namespace) -> int:
-    from executors.cli.doctor import doctor
+    from executors.cli.checking.doctor import doctor
 
     table, good = doctor(run_url.checked_url(args.url), args.parameters, args.config, args.replicas)
     _print_answer(args, {"url": args.url, "good": good, "table": table.splitlines()}, table)
@@ -737,7 +737,7 @@ def _doctor(args: Namespace) -> int:
 
 
 def _setup(args: Namespace) -> int:
-    from executors.cli import setup
+    from executors.cli.checking import setup
     from executors.preflight.quote import yes
     from rendezvous.clock import SystemClock
 
@@ -757,7 +757,7 @@ def _setup(args: Namespace) -> int:
 
 
 def _init(args: Namespace) -> int:
-    from executors.cli.init import init
+    from executors.cli.checking.init import init
 
     names = init(Path(args.folder), model=args.model, task=args.task)
     steps = [
@@ -775,7 +775,7 @@ def _init(args: Namespace) -> int:
 def _check(args: Namespace) -> int:
     from dataclasses import asdict
 
-    from executors.cli.check import check_lines
+    from executors.cli.checking.check import check_lines
     from inner.usercode.trial import try_reward
 
     config = _read_config(args)
@@ -808,7 +808,7 @@ def _objectives(args: Namespace) -> int:
 
 
 def _demo(args: Namespace) -> int:
-    from executors.cli.demo import demo
+    from executors.cli.starting.demo import demo
 
     if args.run and not run_url.is_folder(args.run):
         raise run_url.UsageError(

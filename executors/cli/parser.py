@@ -17,8 +17,8 @@ import sys
 from typing import Any
 
 from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
+from executors.cli.checking.init import MODEL, TASKS
 from executors.cli.completion import SLOTS
-from executors.cli.init import MODEL, TASKS
 from executors.platforms import EXECUTORS
 from executors.preflight.mistyped import Parser
 

@@ -36,8 +36,8 @@ from diloco.process.disk_space import full_disk_words, is_full
 from diloco.process.host import PLACE_ENV
 from diloco.process.processes import describe_exit
 from executors.platforms import entrypoint as entry
-from executors.platforms import oom
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
+from executors.platforms.machine import oom
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log

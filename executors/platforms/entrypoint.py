@@ -29,8 +29,8 @@ from diloco.process import exitcodes, run_marks
 from diloco.process.host import DEVICE_ENV
 from diloco.process.own_files import APPENDED, open_own, part_of, read_json, write_json
 from diloco.process.processes import is_named_alive, start_ticks
-from executors.platforms import gpu
 from executors.platforms.base import REPLICA, load_name
+from executors.platforms.machine import gpu
 from rendezvous.layout import is_slot, slot_index
 
 LAUNCHERS = ".launchers"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
-from executors.platforms.logfile import LogFile
+from executors.platforms.machine.logfile import LogFile
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import MutableMapping, Sequence
 
 from executors.platforms.multi import Place
 from executors.preflight.run_url import UsageError
-from executors.supervision.alerts import VARIABLE, host_of
+from executors.supervision.notices.alerts import VARIABLE, host_of
 
 HOSTS = {
     "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",

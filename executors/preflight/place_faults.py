@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.multi import Place
-from executors.platforms.vllm_pins import pinned_version, vllm_requirements
+from executors.platforms.packages.vllm_pins import pinned_version, vllm_requirements
 from executors.preflight.platform_options import options_fault
 from executors.preflight.task_packages import named_packages, task_fault
 from inner.models.gguf_header import is_gguf_file

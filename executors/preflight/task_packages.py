@@ -15,7 +15,7 @@ from importlib import metadata
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.multi import Place
-from executors.platforms.vllm_pins import pinned_version
+from executors.platforms.packages.vllm_pins import pinned_version
 from inner.tasks.spec import MODULES
 
 BUILT_IN = "verifiers.v1.tasksets"

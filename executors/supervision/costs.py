@@ -24,7 +24,7 @@ from typing import Any
 from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary
 from diloco.units import dollars
 from executors.platforms.base import Plain
-from executors.supervision.slot_state import native_of
+from executors.supervision.slots.slot_state import native_of
 from rendezvous.agreement.membership import Wanted, launch_of
 from rendezvous.records.records import Beat
 

@@ -23,7 +23,7 @@ from executors.platforms import container
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.multi import Place, make_executor, places_of
 from executors.supervision.lease import supervisor_of
-from executors.supervision.slot_state import LOST_LEASE
+from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError
 from rendezvous.stores.signed import open_signed

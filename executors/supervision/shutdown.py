@@ -27,10 +27,10 @@ from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
-from executors.supervision.launches import LAG_S, Launches
 from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
-from executors.supervision.slot_state import begin_fields, end_fields
+from executors.supervision.slots.launches import LAG_S, Launches
+from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous.agreement.membership import read_beat, read_control
 from rendezvous.agreement.salvage import write_stop
 from rendezvous.clock import Clock

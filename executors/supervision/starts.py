@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from diloco.runlog.reader import Report
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, Refused, ReplicaSpec, Unavailable
-from executors.platforms.gpu import asked_for
+from executors.platforms.machine.gpu import asked_for
 from executors.platforms.multi import Place, place_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import Lease
 from executors.supervision.outage import LAUNCH
-from executors.supervision.slot_state import SlotState
-from executors.supervision.slots import PUBLISH, Slots
+from executors.supervision.slots.slot_state import SlotState
+from executors.supervision.slots.slots import PUBLISH, Slots
 
 PUBLISHER = "executors.supervision.supervisor:publish_model"
 Start = tuple[SlotState, str]  # the slot, and why

@@ -42,19 +42,30 @@ from executors.platforms.base import (
 )
 from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.multi import build_executor, former_places, places_of
-from executors.supervision.alerts import VARIABLE as ALERT
-from executors.supervision.alerts import alerts_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks
+from executors.supervision.notices.alerts import VARIABLE as ALERT
+from executors.supervision.notices.alerts import alerts_of
+from executors.supervision.notices.tracking import end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
-from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.supervision.records_watch import RecordsWatch
-from executors.supervision.slot_state import LOST_LEASE, SlotState
-from executors.supervision.slots import Slots, wanted_slots
+from executors.supervision.slots.plan import (
+    Action,
+    Cancel,
+    Desired,
+    Drain,
+    Fence,
+    GiveUp,
+    Launch,
+    Limits,
+    Replace,
+    plan,
+)
+from executors.supervision.slots.slot_state import LOST_LEASE, SlotState
+from executors.supervision.slots.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
-from executors.supervision.tracking import end_with_run, tracker_child
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, newest_claim, read_control
 from rendezvous.clock import Clock, SystemClock

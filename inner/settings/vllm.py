@@ -20,7 +20,7 @@ from inner.settings.tables import Table, setting
 ENGINE_DTYPES = ("float32", "bfloat16")
 OFF = "off"
 IMPORTANCE_MODES = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate", OFF)
-INSTALL = "pip install -c executors/platforms/constraints-vllm.txt -e '.[vllm]'"
+INSTALL = "pip install -c executors/platforms/packages/constraints-vllm.txt -e '.[vllm]'"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _measure(run: LongRun, s3: S3Server, server: Server, home: str, seconds: int
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     print(title, flush=True)
     subprocess.run([*COMMAND, "--help"], env=env, capture_output=True, check=True)
-    code = "import executors.cli.watch_app, executors.cli.watch"
+    code = "import executors.cli.watch.app, executors.cli.watch.run"
     subprocess.run([sys.executable, "-c", code], env=env, check=True)  # compiles
     step = run.steps
     view = None

@@ -2,7 +2,7 @@
 
     assets/page.html   {styles} {scripts} {data}           page.css · vendor/uPlot · words, source, curves, …, page
       └─▶ frozen    data inlined; opens from disk; makes no request
-      └─▶ live      asks for data/head.json, data/{n}.json: of a server (executors/cli/web.py) or a bucket (publish.py)
+      └─▶ live      asks for data/head.json, data/{n}.json: of a server (cli/web/server.py) or a bucket (publish.py)
 
 A content security policy names the digests of the very scripts and styles that are in it: nothing else runs, also from
 a rollout's text.  Data stand in a <script type="application/json">, in which json_bytes leaves no "<".

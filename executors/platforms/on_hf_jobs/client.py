@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from executors.platforms.base import ExecutorError, Handle, Refused, Unavailable, short_name
-from executors.platforms.wheel import Shipment
+from executors.platforms.packages.wheel import Shipment
 from rendezvous.clock import Clock, SystemClock
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from typing import Any
 from diloco.process import processes
 from diloco.runlog.reader import SUPERVISOR
 from diloco.units import dollars
-from executors.platforms import oom
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
 from executors.platforms.container import ENDED, STARTED, TAIL, read_end, replica_lines
 from executors.platforms.executor import Executor, Launch, launch_of
+from executors.platforms.machine import oom
 from executors.platforms.on_hf_jobs.client import (
     Hub,
     HubJob,

@@ -39,11 +39,11 @@ from diloco.process.own_files import (
     state_folder,
 )
 from executors.platforms import entrypoint as child
-from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_name, unanswered
 from executors.platforms.executor import Executor
-from executors.platforms.full_disk import launches_wait, room_for
-from executors.platforms.logfile import LogFile
+from executors.platforms.machine import oom
+from executors.platforms.machine.full_disk import launches_wait, room_for
+from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status, Unavailable
 from executors.platforms.container import with_times
+from executors.platforms.machine import oom
 from executors.platforms.on_modal.app import Register
 from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock

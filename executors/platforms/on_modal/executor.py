@@ -39,8 +39,8 @@ from executors.platforms.on_modal.client import (
 from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
 from executors.platforms.on_modal.twins import Twins, count_inputs
+from executors.platforms.packages.vllm_pins import pinned_version
 from executors.platforms.platform import NotStarted
-from executors.platforms.vllm_pins import pinned_version
 from rendezvous.clock import Clock
 
 AT_ONCE = 32

@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
-from executors.platforms.portable import portable_requirement
-from executors.platforms.vllm_pins import check_command, vllm_requirements
+from executors.platforms.packages.portable import portable_requirement
+from executors.platforms.packages.vllm_pins import check_command, vllm_requirements
 
 PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")

@@ -46,8 +46,8 @@ from executors.platforms.base import (
     short_name,
 )
 from executors.platforms.executor import Executor
-from executors.platforms.full_disk import launches_wait
-from executors.platforms.logfile import LogFile
+from executors.platforms.machine.full_disk import launches_wait
+from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_slurm.job import (
     CANCELLED,
     CARD,

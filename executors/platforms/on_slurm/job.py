@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from diloco.process import exitcodes, processes
 from diloco.process.own_files import read_json, write_json
-from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times
+from executors.platforms.machine import oom
 from rendezvous.records.schema import from_json
 
 NAME = "slurm"

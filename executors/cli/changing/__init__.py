@@ -1,0 +1,1 @@
+"""Verbs that change what a running fleet should be: its size."""

@@ -1,0 +1,1 @@
+"""Verbs that check before a run: settings, accounts, buckets; and a new project to begin with."""

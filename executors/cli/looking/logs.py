@@ -1,0 +1,169 @@
+"""Print the output of a replica, wherever it runs.
+
+    run, r01 ────find──▶ handle ──▶ lines · follow        the newest launch of a slot
+    run, r01-1 ──log───▶ handle ──▶ lines · follow        one session, dead or alive, by the launch that it came from
+                 └─ no handle, or its platform keeps no log: what the bucket has of it (its events, its last lines)
+    run, supervisor                                       the detached one's own log
+
+Not promised: where one launch had two sessions (its platform started it again), the lines of one of them alone.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.process.journal import read_log
+from diloco.run.record import read_run
+from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, read_report, shown
+from diloco.runlog.scope import COSTS
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle
+from executors.platforms.machine.logfile import LogFile
+from executors.platforms.multi import build_executor
+from executors.platforms.on_host.executor import process_folder
+from executors.preflight.quote import slots_of
+from executors.preflight.run_url import UsageError
+from executors.supervision.lease import supervisor_of
+from executors.supervision.slots.slot_state import handle_in, is_from_launch
+from rendezvous import layout
+from rendezvous.agreement.membership import Wanted
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.store import Store
+from rendezvous.stores.ahead import Ahead
+from rendezvous.stores.cache import cache_of
+from rendezvous.stores.open import open_store
+
+PAUSE_S = 0.2
+SESSION = re.compile(r"(r\d+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class ReplicaLog:
+    executor: FleetExecutor
+    found: Handle
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        return self.found.to_dict()
+
+    def lines(self, tail: int | None) -> list[str]:
+        return self.executor.logs(self.found, tail)
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return self.executor.follow(self.found, tail)
+
+
+@dataclass(frozen=True)
+class SupervisorLog:
+    """The log of a supervisor that is a process of this machine."""
+
+    url: str
+    file: LogFile
+    clock: Clock
+
+    handle = None
+
+    def lines(self, tail: int | None) -> list[str]:
+        return self.file.lines(tail)
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return self.file.follow(tail, lambda: supervisor_of(open_store(self.url)) is None, self.clock, PAUSE_S)
+
+
+@dataclass(frozen=True)
+class BucketLog:
+    """The events that a replica wrote into the bucket, and the last log lines that its supervisor kept."""
+
+    words: tuple[str, ...]
+
+    handle = None
+
+    def lines(self, tail: int | None) -> list[str]:
+        return list(self.words if tail is None else self.words[-tail:] if tail > 0 else ())
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return iter(self.lines(tail))
+
+
+AnyLog = ReplicaLog | SupervisorLog | BucketLog
+
+
+@contextmanager
+def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
+    """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "" and for an unknown name."""
+    if not slot:
+        there = ", ".join(slots_of(wanted.replicas))
+        raise UsageError(
+            f"of whom? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and supervisor if detached"
+        )
+    executor = build_executor(wanted.places, wanted.former)
+    try:
+        if SESSION.fullmatch(slot):
+            yield _log_of_session(url, slot, executor)
+            return
+        found = {h.slot: h for h in executor.find(url)}
+        own = process_folder(url) / "supervisor.log"
+        if slot in found:
+            yield ReplicaLog(executor, found[slot])
+        elif slot == SUPERVISOR and own.exists():
+            yield SupervisorLog(url, LogFile(own), SystemClock())
+        else:
+            raise UsageError(_why_no_log(slot, wanted, found))
+    finally:
+        executor.close()
+
+
+# -------------------------------------------------------------------- one session
+
+
+def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog | BucketLog:
+    run = read_run(url)
+    report = read_report(run.store, COSTS, cache_of(run.store, run.record.nonce))
+    session = next((x for x in report.sessions if x.name == name), None)
+    if session is None:
+        sessions = ", ".join(x.name for x in report.sessions) or "none yet"
+        raise UsageError(f"no session {name} has joined this run; there have been {sessions}")
+    handle = _launch_of(session, report)
+    if handle is not None and _has_a_log(executor, handle):
+        return ReplicaLog(executor, handle)
+    return BucketLog(tuple(_session_in_words(session, report, run.store)))
+
+
+def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
+    """The launch of the session, as the log tells it; None where no launch is known."""
+    launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
+    return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
+
+
+def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
+    try:
+        return bool(executor.logs(handle, 1))
+    except ExecutorError:  # its platform does not keep it, or cannot be asked
+        return False
+
+
+def _session_in_words(session: SessionSummary, report: Report, store: Store) -> Iterator[str]:
+    why = f", {session.why}" if session.why else ""
+    yield f"({session.name}: {session.how}{why}; this is what the bucket has of it)"
+    keys = [
+        key for key in store.list(layout.logs_prefix(session.slot, session.generation)) if not layout.is_rollouts(key)
+    ]
+    ahead = Ahead(store)
+    ahead.ask(keys)
+    for key in keys:
+        yield from (json.dumps(shown(e), ensure_ascii=False) for e in read_log(ahead, key).events)
+    for e in report.of_kind("lost"):
+        if (e["slot"], e["generation"]) == (session.slot, session.generation) and isinstance(e.get("tail"), list):
+            yield from map(str, e["tail"])
+
+
+def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
+    there = sorted({*slots_of(wanted.replicas), *found})
+    if slot in there:
+        return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
+    if slot == SUPERVISOR:
+        return "no detached supervisor of this run has written a log on this machine"
+    return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and sessions, as r00-1)"

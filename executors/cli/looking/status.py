@@ -1,0 +1,347 @@
+"""The picture of a running run, drawn from the bucket alone.
+
+    a terminal        a small table, redrawn in place
+    not a terminal    one key=value line per committed step and per event; one for all steps before it began
+
+    demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
+      slot   phase  step  inner  reward  counted   beat
+      r00-1  train     5    3/6   0.412        5   0.1 s
+      r01-1  -                    killed at 12.2 s in step 4
+      r01-2  heal      5                       0   0.1 s
+    ! r02 has offers of ['r02'], needs min_replicas=2
+
+Not promised: that a line is the newest truth; the bucket is, and it is read a few times per second.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol, TextIO
+
+from diloco.events import SHOWN
+from diloco.process.output import raw_output
+from diloco.runlog.ends import never_began, observed_words
+from diloco.runlog.evaluation import evaluation_dict, evaluation_words
+from diloco.runlog.kept import kept_words
+from diloco.runlog.learning import is_shown, learning_words, newest_numbers, over_replicas
+from diloco.runlog.reader import (
+    SUPERVISOR,
+    Report,
+    SessionSummary,
+    Step,
+    brief_name,
+    curve_of,
+    first_and_last,
+    outer_words,
+    solo_words,
+)
+from diloco.runlog.sparkline import sparkline
+from diloco.runlog.worth import worth, worth_dict, worth_words
+from diloco.units import dollars, duration
+from diloco.views.overview import inner_steps_per_round, phase_of
+from executors.supervision.costs import Costs
+from executors.supervision.notices.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
+from inner.printable import printable
+from rendezvous.agreement.membership import Wanted
+
+OLD_SESSIONS = 4
+INDENT = " " * 12
+
+
+class StatusView(Protocol):
+    def show(self, report: Report) -> None:
+        """Show the run as it is now."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show a message with the next picture.  Safe in a signal handler."""
+        ...
+
+
+def view_for(out: TextIO) -> StatusView:
+    return Screen(out) if out.isatty() else Lines(out, from_now=True)
+
+
+class Lines:
+    """One line per committed step and per event, each once.   form: makes the text of a line of its fields.
+
+    from_now: outer steps before the first picture are one line; not all of their numbers were read.
+    """
+
+    def __init__(
+        self, out: TextIO, form: Callable[[dict[str, Any]], str] | None = None, *, from_now: bool = False
+    ) -> None:
+        self._out = out
+        self._form = form or key_values
+        self._pass_over_past = from_now
+        self._steps = 0
+        self._events = set[tuple[Any, ...]]()
+        self._said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def show(self, report: Report) -> None:
+        while self._said:
+            self._write({"note": self._said.pop(0)})
+        if self._pass_over_past:
+            self._write_past(report)
+            self._pass_over_past = False
+        news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
+        news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*SHOWN) if self._is_new(e)]
+        for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
+            self._write(fields)
+        self._steps = report.head
+
+    def _write_past(self, report: Report) -> None:
+        if not report.head:
+            return
+        ends = first_and_last(report)
+        rewards = {} if ends is None else {"first_reward": round(ends[0], 4), "newest_reward": round(ends[1], 4)}
+        self._write({"steps_before": report.head, "of": report.wanted.steps, **rewards})
+        self._steps = report.head
+        begun = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)]
+        since = max([*begun, *(s.at for s in report.steps[-1:])], default=0.0)
+        for event in report.of_kind(*SHOWN):
+            if event["at"] < since:
+                self._is_new(event)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        print(self._form(fields), file=self._out, flush=True)
+
+    def _is_new(self, event: dict[str, Any]) -> bool:
+        mark = (event["who"], event["at"], event["event"], event["slot"])
+        known = mark in self._events
+        self._events.add(mark)
+        return not known
+
+
+def step_fields(step: Step, report: Report) -> dict[str, Any]:
+    mean = {} if step.mean_reward is None else {"mean_reward": round(step.mean_reward, 4)}
+    late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
+    rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
+    fresh = ",".join(step.fresh)
+    gated = {"gated": ",".join(step.gated)} if step.gated else {}
+    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items() if is_shown(k, v)}
+    fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
+    fields |= numbers
+    return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
+
+
+class Screen:
+    """A table that is drawn over itself."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._drawn = 0
+        self._said = ""
+
+    def say(self, text: str) -> None:
+        self._said = text
+
+    def show(self, report: Report) -> None:
+        size = shutil.get_terminal_size()
+        words = [f"! {self._said}"] if self._said else []
+        lines = [
+            line[: size.columns - 1] for line in [*status_table(report, width=size.columns)[: size.lines - 2], *words]
+        ]
+        up = f"\x1b[{self._drawn}F" if self._drawn else ""
+        drawn = "".join(f"{printable(line)}\x1b[K\n" for line in lines)
+        raw_output(self._out).write(f"{up}{drawn}\x1b[J")
+        self._out.flush()
+        self._drawn = len(lines)
+
+
+def status_table(report: Report, now: float | None = None, width: int = 80) -> list[str]:
+    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's).   width: in columns."""
+    now = now or max((b.at for b in report.beats.values()), default=report.ended)
+    lines = [
+        _title_line(report, now, width),
+        f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
+    ]
+    shown = _sessions_to_show(report)
+    failed = _failed_starts(report)
+    unclaimed = "never started" if report.done else "starting"
+    for slot in report.wanted.slot_names:
+        sessions = [
+            line
+            for x in shown
+            if x.slot == slot
+            for line in [_session_line(x, report, now), *_reason_lines(x.why, width)]
+        ]
+        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} {unclaimed}"]
+    learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
+    numbers = [f"  {learning}"] if learning else []
+    numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
+    outer = outer_words(report)
+    numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
+    numbers += [f"  {words}" for words in worth_words(worth(report))]
+    kept = [f"  {words}" for words in kept_words(report)]
+    return [*lines, *numbers, *_device_lines(report), *kept, *remark_lines(report, now)]
+
+
+def _device_lines(report: Report) -> list[str]:
+    """A line with each device and the slots that train on it; none where all of them are on CPUs."""
+    live = [x for x in report.sessions if x.how == "running" and x.device]
+    names = sorted({x.device for x in live})
+    if not names or names == ["cpu"]:
+        return []
+    shared = [f"{name}: {', '.join(x.slot for x in live if x.device == name)}" for name in names]
+    return [f"  on {'; '.join(shared)}"]
+
+
+def _reason_lines(words: str, width: int) -> list[str]:
+    """The reason, below the session that ended; one line, whose end may be cut off."""
+    room = max(40, width - 1) - len(INDENT)
+    return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
+
+
+def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
+    """Per slot, the newest launch that ended before it could claim the slot."""
+    newest = {x.slot: x.claimed for x in report.sessions}
+    return never_began(report.events, {(x.slot, x.host) for x in report.sessions}, newest)
+
+
+def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> list[str]:
+    if end is None:
+        return []
+    when = f"at {end['at'] - report.began:.1f} s"
+    head = f"  {end['slot']:9s} launch {end.get('attempt', 1)} ended before it joined, {when}"
+    return [head, *_reason_lines(observed_words(end), width)]
+
+
+def _sessions_to_show(report: Report) -> list[SessionSummary]:
+    """Every slot's newest session, and the latest few of those before."""
+    newest = {x.slot: x for x in report.sessions}
+    before = sorted((x for x in report.sessions if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[
+        -OLD_SESSIONS:
+    ]
+    return [x for x in report.sessions if x is newest[x.slot] or x in before]
+
+
+def _title_line(report: Report, now: float, width: int) -> str:
+    """The first line; its curve takes the room that the words leave."""
+    line = curve_of(report)
+    curve = ""
+    known = line.known
+    head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
+    time = f"  {duration(_elapsed_seconds(report, now))}"
+    if known:
+        first = f"  {line.name} {known[0]:.2f} "
+        last = f" {known[-1]:.2f}"
+        room = min(24, width - 1 - len(head + first + last + time))
+        curve = f"{first}{sparkline(line.mean, room)}{last}" if room > 0 else f"  {line.name}{last}"
+    return f"{head}{curve}{time}"
+
+
+def _elapsed_seconds(report: Report, now: float) -> float:
+    """Seconds on the run's clock, which stands once no replica runs any more."""
+    if report.done:
+        return report.seconds
+    beating = any(is_listening(b, report, now) for b in report.beats.values())
+    return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
+
+
+def _session_line(session: SessionSummary, report: Report, now: float) -> str:
+    beat = report.beats.get(session.slot)
+    if beat is None or beat.generation != session.generation or session.how != "running":
+        when = "" if session.ended is None else f" at {session.ended - report.began:.1f} s"
+        return f"  {session.name:9s} {session.end}{when}, counted in {len(session.commits)} steps"
+    mine = curve_of(report).by_slot.get(session.slot, [])
+    shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
+    phase = phase_of(beat, report.url, now)
+    inner = f"{beat.inner}/{inner_steps_per_round(report)}" if phase == "train" else ""
+    age = f"{max(0.0, now - beat.at):.1f} s"
+    return f"  {session.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(session.commits):8d}  {age}"
+
+
+def status_dict(report: Report, now: float) -> dict[str, Any]:
+    """The answer of `diloco status --json`."""
+    ends = first_and_last(report)
+    return {
+        "name": report.name,
+        "url": report.url,
+        "outer_step": report.head,
+        "steps": report.wanted.steps,
+        "done": report.done,
+        "stop": report.wanted.stop,
+        "replicas": report.wanted.replicas,
+        "min_replicas": report.wanted.min_replicas,
+        "mean_reward": None if ends is None else ends[1],
+        "learning": newest_numbers(report.steps),
+        "held_out": [evaluation_dict(evaluation) for evaluation in report.evaluations],
+        "solo": bool(solo_words(report)),
+        "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
+        "worth": worth_dict(worth(report)),
+        "sessions": [_session_status(x, report, now) for x in report.sessions],
+        "kept": " · ".join(kept_words(report)),
+        "remarks": remark_lines(report, now),
+        "troubles": [asdict(trouble) for trouble in all_troubles(report, now)],
+    }
+
+
+def _session_status(session: SessionSummary, report: Report, now: float) -> dict[str, Any]:
+    beat = report.beats.get(session.slot)
+    mine = beat if beat is not None and beat.generation == session.generation else None
+    newest = {}
+    if mine is not None:
+        newest = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
+        newest["beat_age_s"] = round(now - mine.at, 2)
+    fixed = {
+        "slot": session.slot,
+        "generation": session.generation,
+        "pid": session.pid,
+        "host": session.host,
+        "how": session.how,
+    }
+    return {
+        **fixed,
+        "device": session.device,
+        "counted_in": len(session.commits),
+        "end": session.end,
+        "why": session.why,
+        **newest,
+    }
+
+
+# -------------------------------------------------------------------- money
+
+
+def cost_line(spent: Costs, wanted: Wanted) -> str:
+    limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
+    unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
+    return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
+
+
+def cost_limits(wanted: Wanted) -> str:
+    """ "$50.00 and 12 h", "" for no limit."""
+    limits = [f"{dollars(wanted.max_usd)}"] if wanted.max_usd else []
+    return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
+
+
+def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
+    """The costs and their limits, for `--json`."""
+    numbers = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
+    return {**numbers, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
+
+
+def cost_table(spent: Costs, report: Report) -> list[str]:
+    """`diloco costs`: one line per slot and place."""
+    rows = []
+    for slot, executor in sorted({(b.slot, b.executor) for b in spent.bills}):
+        bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]
+        hours = sum(b.seconds for b in bills) / 3600
+        usd = sum(b.usd for b in bills)
+        price = "unknown" if any(b.usd_per_hour is None for b in bills) else dollars(usd)[1:]
+        now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
+        rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
+    if spent.unlogged:
+        rows.append(
+            f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  a control record has it, the log is gone"
+        )
+    if spent.untold:
+        rows.append(f"  the log of their launch is gone, so their cost is unknown: {', '.join(spent.untold)}")
+    each = f", {dollars(spent.usd / report.head)} each" if report.head and spent.usd else ""
+    steps = f"; {report.head} outer steps{each}"
+    head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"
+    return [f"{report.name}: {cost_line(spent, report.wanted)}{steps}", *([head] if rows else []), *rows]

@@ -1,0 +1,185 @@
+"""A supervisor that outlives this process, and the proof that it works before the terminal is left.
+
+    all replicas on one platform that can   its own small CPU function or job      (supervision/hosted.py)
+    else                                    a process of this machine, in a session of its own
+
+    lives already? ──yes──▶ nothing is started            by a beat that moves, or a process of this machine
+         └─no─▶ detach ─▶ wait ─┬─▶ its first look at the run is over: it supervises
+                                └─▶ it ended: its last words and its exit code, also in the run's log
+
+Not promised: that a detached process survives this machine's sleep; replicas elsewhere go on, and the run resumes.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from diloco.process import exitcodes
+from diloco.process.host import host_words
+from diloco.process.journal import Journal
+from diloco.process.own_files import appended
+from diloco.run.record import Run
+from diloco.runlog.reader import SUPERVISOR
+from executors.platforms.base import FleetExecutor, Handle
+from executors.platforms.machine.logfile import LogFile
+from executors.platforms.multi import build_executor
+from executors.platforms.on_host.executor import make_process_folder
+from executors.supervision import lease
+from executors.supervision.hosted import start_hosted
+from executors.supervision.lease import Lease, Supervised
+from executors.supervision.supervisor import Outcome
+from rendezvous.agreement.membership import read_control
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced
+from rendezvous.store import Store
+
+TAIL = 12
+LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two words about the wait
+SILENT_MOST_S = 600.0  # a call that "runs" and says nothing for so long is ended, and another one follows
+NOT_HEARD = (
+    "it runs, but has not been heard for {:.0f} s; `diloco status {}` shows whether it comes, `diloco logs {} "
+    "supervisor` what it says"
+)
+
+
+@dataclass(frozen=True)
+class Detached:
+    """A supervisor in a place of its own.   where: in words.   native: its id on a platform, "" for a local process.
+
+    found: it was there before.   ended: how it ended, None while it runs.   cancel: ends it.
+    """
+
+    where: str
+    pid: int = 0
+    native: str = ""
+    log: str = ""
+    found: bool = False
+    ended: Callable[[], Outcome | None] = field(default=lambda: None, repr=False)
+    cancel: Callable[[], None] = field(default=lambda: None, repr=False)
+
+
+@dataclass(frozen=True)
+class Handover:
+    """text: the supervisor that works now, or why none does.   code: for the shell.   started: None if one lived."""
+
+    text: str
+    code: int
+    started: Detached | None = None
+
+
+def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
+    """Start a supervisor unless one lives; return when it supervises, or has ended."""
+    before = lease.latest_beat(run.store)
+    if (other := lease.living_supervisor(run.store, clock)) is not None:
+        return Handover(
+            f"process {other.pid} on {host_words(other.host)} supervises this run already; it has heard your wishes", 0
+        )
+    executor = build_executor(read_control(run.store).places)
+    try:
+        started = detach(run, executor)
+        outcome = _wait_until_watching(run, clock, started, before, say)
+        if outcome is not None and started.found:  # the supervisor that the platform still had is over by now
+            started = detach(run, executor)
+            outcome = _wait_until_watching(run, clock, started, before, say)
+    finally:
+        executor.close()
+    if outcome is None:
+        word = "resumed" if run.resumed else "started"
+        return Handover(f"{word} {run.url}, supervised by {started.where}", 0, started)
+    if outcome.code != exitcodes.DONE and not lease.left_since(run.store, before):
+        write_end(run.store, clock, outcome)
+    return Handover(f"its supervisor, {started.where}, has ended: {outcome.text}", outcome.code, started)
+
+
+def detach(run: Run, executor: FleetExecutor) -> Detached:
+    """Start a supervisor that outlives this process and its terminal; or take the one that its platform still has."""
+    if not executor.hosts_supervisor:
+        return _start_process(run)
+    there = {h.native for h in executor.find(run.url) if h.slot == SUPERVISOR}
+    handle = start_hosted(executor, run.url)
+    return Detached(
+        f"{handle.executor} ({handle.native or 'not started'})",
+        native=handle.native,
+        found=handle.native in there,
+        ended=lambda: _end_of(executor, handle),
+        cancel=lambda: executor.cancel([handle], 0.0),
+    )
+
+
+def _start_process(run: Run) -> Detached:
+    log = make_process_folder(run.url) / "supervisor.log"
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from executors.supervision.supervisor import main; sys.exit(main())",
+        run.url,
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    began = log.stat().st_size if log.exists() else 0
+    with appended(log) as out:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
+        )
+
+    child.returncode = 0  # it may go on without us: no warning about that
+
+    def ended() -> Outcome | None:
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        said = LogFile(log).lines_from(began)
+        return Outcome(code if code >= 0 else 128 - code, "\n".join(said[-TAIL:]) or f"exit code {code}")
+
+    return Detached(f"pid {child.pid}, log {log}", child.pid, log=str(log), ended=ended, cancel=child.kill)
+
+
+def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
+    """The outcome of a platform's supervisor, with its last words from its log; None while it may still run."""
+    status = executor.poll([handle])[0]
+    if status.stale or not status.state.ended:
+        return None
+    with suppress(Exception):  # the log is a help; how it ended is known without
+        tail = [line for line in executor.logs(handle, TAIL) if line.strip()]
+        if status.reason not in "\n".join(tail):
+            tail.append(status.reason)
+        return Outcome(_shell_code(status.exit_code), "\n".join(tail))
+    return Outcome(_shell_code(status.exit_code), status.reason)
+
+
+def _shell_code(code: int | None) -> int:
+    return exitcodes.CRASHED if code is None else code if code >= 0 else 128 - code
+
+
+def _wait_until_watching(
+    run: Run, clock: Clock, started: Detached, before: lease.LatestBeat, say: Callable[[str], None]
+) -> Outcome | None:
+    """Wait; return None once it supervises, else its outcome."""
+    began = said_at = clock.now()
+    while (outcome := started.ended()) is None:
+        if lease.has_looked_since(run.store, before):
+            return None
+        waited = clock.now() - began
+        if clock.now() - said_at >= SAY_S:
+            said_at = clock.now()
+            say(f"waiting for the supervisor ({started.where}) since {waited:.0f} s; Ctrl-C leaves it to itself")
+        if waited >= SILENT_MOST_S:
+            if not started.found:
+                return Outcome(exitcodes.GAVE_UP, NOT_HEARD.format(waited, shlex.quote(run.url), shlex.quote(run.url)))
+            started.cancel()
+        clock.sleep(LOOK_S)
+    return outcome
+
+
+def write_end(store: Store, clock: Clock, outcome: Outcome) -> None:
+    """Write the last words of a supervisor that could not write them itself, for `diloco status`."""
+    with suppress(Supervised, Fenced):  # another one has come meanwhile
+        mine = Lease.take(store, clock)
+        journal = Journal(store, clock, SUPERVISOR, mine.generation)
+        journal.emit("stopped", code=outcome.code, text=outcome.text)
+        journal.flush()
+        mine.beat("left")

@@ -1,0 +1,108 @@
+"""`diloco train` in a terminal: this process supervises (with --detach another one does, detached.py).
+
+    Ctrl-C asks the replicas to leave, a second one kills them
+    another process supervises already: look on
+
+Not promised: that a viewer hears of a supervisor's death at once; its beat stands still, and `show` says so.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diloco.process import exitcodes, processes
+from diloco.process.output import asking_signals
+from diloco.run.founding import refuse_lost_run
+from diloco.run.record import Run
+from diloco.runlog.reader import Reader, Report
+from diloco.runlog.scope import STATUS
+from diloco.units import duration
+from diloco.views.overview import end_words
+from executors.cli.looking.status import StatusView, view_for
+from executors.platforms.multi import build_executor
+from executors.supervision.lease import Supervised, supervisor_of
+from executors.supervision.notices.alerts import VARIABLE as ALERT
+from executors.supervision.supervisor import Outcome, Supervisor
+from rendezvous.agreement.membership import read_control
+from rendezvous.clock import Clock, SystemClock
+
+Tick = Callable[[Supervisor, Report], None]
+
+
+def do_nothing(supervisor: Supervisor, report: Report) -> None:
+    """A hook that does nothing."""
+
+
+def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
+    """Supervise the run to its end in this process.  If another process supervises it, look on."""
+    view = view or view_for(sys.stdout)
+    wanted = read_control(run.store)
+    executor = build_executor(
+        wanted.places, wanted.former
+    )  # replicas at former places of the run are looked after, too
+    try:
+        supervisor = Supervisor(
+            run,
+            executor,
+            SystemClock(),
+            parent=processes.process_name(os.getpid()),
+            alert=os.environ.get(ALERT, ""),
+            show=view.show,
+            each_tick=each_tick,
+        )
+        with _handled_signals(supervisor, view):
+            return supervisor.supervise()
+    except Supervised as other:
+        say(f"{other}; watching it (Ctrl-C ends the watching only)")
+        return look_on(run, SystemClock(), view)
+    finally:
+        executor.close()
+
+
+def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
+    """Show a run that another process supervises, until the run or that supervisor ends."""
+    reader = Reader(run.store, STATUS)
+    while True:
+        supervisor = supervisor_of(run.store)
+        report = reader.refresh()
+        view.show(report)
+        if report.done:
+            refuse_lost_run(run, records=report.wanted.records, head=report.head)
+            return Outcome(exitcodes.DONE, end_words(report))
+        if supervisor is None:
+            return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.head} of {report.wanted.steps}")
+        clock.sleep(0.5)
+
+
+@contextmanager
+def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
+    """Handle Ctrl-C (SIGTERM, SIGHUP of a closed terminal): the first asks, the second kills, the third ends us."""
+    asked = 0
+
+    def asked_again(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            view.say(
+                "asking the replicas to leave; each ends its inner step and offers what it has first, within "
+                f"{duration(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that)"
+            )
+            supervisor.leave()
+        elif asked == 2:
+            supervisor.kill()
+        else:
+            raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, asked_again) for n in asking_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Print a word to the person, beside the data."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""`diloco watch`: one screen that follows a run, with actions."""

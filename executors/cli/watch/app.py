@@ -1,0 +1,320 @@
+"""The terminal of `diloco watch`, on textual: one screen, a thread that reads, and the keys.
+
+    ┌ header: step, ETA, pace, money, snapshot, who supervises, how fresh ┐      thread:  next_picture ─▶ show
+    │ one row per session                                      ↑↓ chooses │                    └ wait pause_s, or `r`
+    │ curves                        the chosen one, drawn larger        m │      keys:    never wait for the bucket:
+    │ what it waits for, troubles, the newest events with advice          │               each opens a window that
+    └ l log · o rollout · e events · m metric · a all · d drain · s · q   ┘               fills when the answer comes
+
+A look that fails leaves the picture as it is, with "stale" in the header; after a failure the pauses grow.
+
+Not promised: colours; every state stands there as a word, too.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.events import Resize
+from textual.widgets import Footer, OptionList, Static
+from textual.widgets.option_list import Option
+
+from diloco.views.overview import SessionRow, aged
+from diloco.views.troubles import flagged_steps
+from executors.cli.watch import words
+from executors.cli.watch.actions import DrainAction, EventsAction, LogAction, RolloutAction, ScaleAction
+from executors.cli.watch.looks import Picture, RunLooks, error_words
+from executors.cli.watch.plain import PlainApp
+from executors.cli.watch.windows import TextWindow
+
+SMALLEST = (40, 10)  # columns and lines
+CURVES_FROM = 20  # lines of a terminal that has room for curves
+TALL_FROM = 36
+STYLES = {
+    "train": "#5fd75f", "wait": "#d7af5f", "silent": "bold #ff5f5f", "heal": "#5fd7d7", "starting": "#5fd7d7",
+}  # fmt: skip
+ALARM = "bold #ff5f5f"
+BAD = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
+
+
+class WatchApp(PlainApp):
+    """The screen of one run."""
+
+    TITLE = "diloco watch"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { layout: vertical; }
+    #header { height: 3; }
+    #head { height: 1; text-style: bold underline; }
+    #rows { height: auto; min-height: 3; border: none; padding: 0; background: $background; }
+    #rows > .option-list--option { padding: 0; }
+    #rows > .option-list--option-highlighted { background: $background; color: $foreground; text-style: none; }
+    #rows:focus > .option-list--option-highlighted { background: $background; color: $foreground; text-style: none; }
+    #rows:focus { background: $background; background-tint: $background 0%; }
+    #curves { height: 7; }
+    #metrics { width: 1fr; height: 7; }
+    #chart { width: 1fr; height: 7; padding-left: 2; }
+    #events { height: 1fr; min-height: 3; }
+    #small { display: none; }
+    .short #curves { display: none; }
+    .tall #curves { margin-top: 1; }
+    .small #small { display: block; }
+    .small #header, .small #head, .small #rows, .small #curves, .small #events, .small Footer { display: none; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l,enter", "log", "log"),
+        Binding("o", "rollout", "rollout"),
+        Binding("e", "events", "events"),
+        Binding("m", "metric", "metric"),
+        Binding("a", "everything", "all"),
+        Binding("d", "drain", "drain"),
+        Binding("s", "scale", "scale"),
+        Binding("r", "look", "read now", show=False),
+        Binding("q,ctrl+c", "leave", "quit"),
+    ]
+
+    def __init__(self, looks: RunLooks, *, reads: bool = True) -> None:
+        """reads: start the thread that reads (a test shows pictures itself)."""
+        super().__init__()
+        self.looks = looks
+        self.picture: Picture | None = None
+        self.trouble = ""
+        self.metric = 0
+        self.everything = False
+        self._reads = reads
+        self._drawn: list[str] = []
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+
+    # ------------------------------------------------------------------ screen
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="header", markup=False)
+        yield Static(id="head", markup=False)
+        yield OptionList(id="rows", markup=False)
+        with Horizontal(id="curves"):
+            yield Static(id="metrics", markup=False)
+            yield Static(id="chart", markup=False)
+        yield Static(id="events", markup=False)
+        yield Static(
+            f"This terminal is too small: {SMALLEST[0]} columns and {SMALLEST[1]} lines are needed.", id="small"
+        )
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one("#header", Static).update("reading …")
+        self.query_one("#rows", OptionList).focus()
+        self.set_interval(1.0, self.draw_ages)
+        if self._reads:
+            threading.Thread(target=self._read_on, name="looks", daemon=True).start()
+            _leave_on(signal.SIGTERM, signal.SIGHUP, leave=lambda: self.call_from_thread(self.action_leave))
+
+    def on_resize(self, event: Resize) -> None:
+        columns, lines = event.size.width, event.size.height
+        screen = self.screen_stack[0]
+        screen.set_class(columns < SMALLEST[0] or lines < SMALLEST[1], "small")
+        screen.set_class(lines < CURVES_FROM, "short")
+        screen.set_class(lines >= TALL_FROM, "tall")
+        others = sum((3, 1, 1, 7 * (lines >= CURVES_FROM), lines >= TALL_FROM))  # header, head, footer, curves, air
+        self._rows.styles.max_height = max(3, (lines - others) * 2 // 3 if lines < TALL_FROM else lines - others - 8)
+        self._drawn = []
+        self.call_after_refresh(self.draw)
+
+    # ------------------------------------------------------------------ reading
+
+    def _read_on(self) -> None:
+        """Read pictures, in a thread of its own, which ends with the process."""
+        while not self._ended.is_set():
+            try:
+                picture, trouble = self.looks.next_picture(), ""
+            except Exception as error:  # the picture stays, and says since when it is stale
+                if os.environ.get("DILOCO_DEBUG"):
+                    raise
+                picture, trouble = None, error_words(error)
+            if self._ended.is_set():
+                return
+            with suppress(RuntimeError):  # it has ended meanwhile
+                self.call_from_thread(self.show, picture, trouble)
+            self._wake.wait(self.looks.pause_s)
+            self._wake.clear()
+
+    def show(self, picture: Picture | None, trouble: str = "") -> None:
+        """Show a picture.   picture: None for the present one."""
+        self.picture = picture or self.picture
+        self.trouble = trouble
+        self.draw()
+
+    # ------------------------------------------------------------------ drawing
+
+    def draw(self) -> None:
+        self.draw_ages()
+        picture = self.picture
+        for pane, draw in (("#metrics", self._draw_curves), ("#events", self._draw_events)):
+            if picture is None:
+                return
+            try:
+                draw(picture)
+            except Exception as error:  # the other panes are drawn all the same
+                if os.environ.get("DILOCO_DEBUG"):
+                    raise
+                self._static(pane).update(f"! this pane cannot be drawn: {error_words(error)}")
+
+    def draw_ages(self) -> None:
+        """Redraw the ages, which grow by themselves."""
+        width = self.screen_stack[0].size.width
+        if self.picture is None:
+            text = f"! {self.trouble}; asking again" if self.trouble else "reading …"
+            self._static("#header").update(words.cut(text, 2 * width))
+            return
+        age_s = max(0.0, self.looks.clock.wall() - self.picture.at)
+        seen = aged(self.picture.seen, age_s)
+        fresh = words.freshness_line(age_s, self.trouble, width)
+        more = " · curves are on their way" if self.picture.partial and not self.trouble else ""
+        parts = [words.phases_words(seen), self.picture.supervision, f"{fresh}{more}"]
+        last = fresh if self.trouble else words.cut(" · ".join(part for part in parts if part), width)
+        head = Text("\n").join(
+            [
+                *(
+                    Text(line, "bold")
+                    for line in words.header_lines(seen, self.picture.spent, self.picture.wanted, width)
+                ),
+                Text(last, ALARM if self.trouble else "dim"),
+            ]
+        )
+        self._static("#header").update(head)
+        self._draw_rows(list(seen.rows), width)
+
+    def _draw_rows(self, rows: list[SessionRow], width: int) -> None:
+        self._static("#head").update(words.head_line(width))
+        listed = self._rows
+        shown = words.rows_to_show(rows, everything=self.everything)
+        ends = words.last_ends(rows, shown)
+        names = [row.name for row in shown]
+        if names != self._drawn:
+            chosen = self.chosen
+            listed.clear_options()
+            listed.add_options([Option("", id=name) for name in names])
+            listed.highlighted = names.index(chosen) if chosen in names else 0 if names else None
+            self._drawn = names
+        for row in shown:
+            line = _styled(row, words.row_line(row, ends, width - 2), width, chosen=row.name == self.chosen)
+            listed.replace_option_prompt(row.name, line)
+
+    def _draw_curves(self, picture: Picture) -> None:
+        curves = picture.seen.series
+        metrics, chart = (self._static(name) for name in ("#metrics", "#chart"))
+        if not curves:
+            metrics.update("no outer step has told its numbers yet" if not picture.partial else "")
+            chart.update("")
+            return
+        chosen = self.metric % len(curves)
+        room = max(20, metrics.size.width)
+        lines = [words.metric_line(curve, room, chosen=i == chosen) for i, curve in enumerate(curves)]
+        metrics.update("\n".join(lines))
+        height = max(3, chart.size.height - 1)  # a line of air above the events
+        chart.update("\n".join(words.chart_lines(curves[chosen], max(20, chart.size.width), height)))
+
+    def _draw_events(self, picture: Picture) -> None:
+        events = self._static("#events")
+        width = max(20, events.size.width)
+        told = [f"! {self.trouble}"] if self.trouble else []
+        told += [*words.trouble_lines(picture.troubles, width), *picture.remarks]
+        styled = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in told]
+        lines = [*styled, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        events.update(Text("\n").join(lines) if lines else "nothing has happened yet")
+
+    def _static(self, name: str) -> Static:
+        """A part of the picture, also while a window is open above it."""
+        return self.screen_stack[0].query_one(name, Static)
+
+    @property
+    def _rows(self) -> OptionList:
+        return self.screen_stack[0].query_one("#rows", OptionList)
+
+    # ------------------------------------------------------------------ keys
+
+    @property
+    def chosen(self) -> str:
+        """The session in the chosen row: r01-2, or r01 for a slot without a claim."""
+        rows = self._rows
+        return self._drawn[rows.highlighted] if rows.highlighted is not None and self._drawn else ""
+
+    def on_option_list_option_highlighted(self) -> None:
+        self.draw_ages()
+
+    def on_option_list_option_selected(self) -> None:
+        self.action_log()
+
+    def action_log(self) -> None:
+        if self.picture is not None and self.chosen:
+            log = LogAction(self.looks.run, self.picture.wanted, self.chosen)
+            self.push_screen(TextWindow(log, from_end=True))
+
+    def action_rollout(self) -> None:
+        if self.chosen and self.picture is not None:
+            flagged = flagged_steps(self.picture.troubles, self.picture.seen.step)
+            self.push_screen(TextWindow(RolloutAction(self.looks.run, self.chosen, flagged)))
+
+    def action_events(self) -> None:
+        if self.picture is not None:
+            told = [f"! {found.line}" for found in self.picture.troubles]
+            self.push_screen(TextWindow(EventsAction((*told, *self.picture.remarks, *self.picture.events))))
+
+    def action_metric(self) -> None:
+        self.metric += 1
+        self.draw()
+
+    def action_everything(self) -> None:
+        self.everything = not self.everything
+        self.draw_ages()
+
+    def action_drain(self) -> None:
+        if self.chosen:
+            DrainAction(self, self.chosen.partition("-")[0]).begin()
+
+    def action_scale(self) -> None:
+        if self.picture is not None:
+            ScaleAction(self, self.picture.wanted.replicas).begin()
+
+    def action_look(self) -> None:
+        self._wake.set()
+
+    def action_leave(self) -> None:
+        self._ended.set()
+        self._wake.set()
+        self.exit(0)
+
+
+def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
+    text = Text(line.ljust(width - 2) if chosen else line, "reverse" if chosen else "" if row.is_live else "dim")
+    style = STYLES.get(row.phase, "") if row.is_live else ALARM if row.phase in BAD and row.is_newest else ""
+    text.stylize(style, *words.phase_cell(width))
+    return text
+
+
+def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> None:
+    """Let a signal end the picture as `q` does, so that the terminal is as it was."""
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            signal.signal(number, lambda *_: threading.Thread(target=leave, daemon=True).start())
+
+
+def run_app(looks: RunLooks) -> int:
+    """Show the screen until the person leaves; -> exit code."""
+    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would believe them for ever
+        os.environ.pop(name, None)
+    code = WatchApp(looks).run() or 0
+    if threading.active_count() > 1:  # a request without an answer would hold the process for a minute
+        sys.stdout.flush()
+        os._exit(code)
+    return code

@@ -1,0 +1,120 @@
+"""The looks of `diloco watch` at a run, one after the other, each of which gives a Picture.
+
+    bucket ──LiveReader──▶ report ──▶ Picture ──▶ a terminal: executors/cli/watch/app.py
+       └─ an error: the next look goes on, after 5, 10, 20 … 60 s
+
+A Picture is whole and never changes, so that the thread that reads and the one that draws share nothing else.
+Reads the run only; killing and starting it again changes nothing there.
+
+Not promised: a picture that is newer than its bucket; what is stale says since when.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from diloco.runlog.opening import View
+from diloco.runlog.reader import Report
+from diloco.views.live import LiveReader
+from diloco.views.overview import Overview, overview
+from diloco.views.trouble import Spending, Trouble
+from diloco.views.troubles import find_troubles
+from executors.cli.watch.words import event_lines
+from executors.supervision.costs import Costs, costs
+from executors.supervision.health import describe_supervisor
+from executors.supervision.notices.remarks import remark_lines
+from rendezvous.agreement.membership import Wanted
+from rendezvous.clock import Clock
+from rendezvous.errors import RendezvousError
+
+LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything that is shown.   at: when it was read, Unix time.   partial: the curves are still to come.
+
+    supervision: the run's supervisor, in words.   remarks: its waits, and warnings.   events: the newest first.
+    """
+
+    at: float
+    seen: Overview
+    spent: Costs
+    wanted: Wanted
+    supervision: str
+    troubles: tuple[Trouble, ...]
+    remarks: tuple[str, ...]
+    events: tuple[str, ...]
+    partial: bool = False
+
+
+class RunLooks:
+    """The looks at one run, one after the other.   failures: in a row."""
+
+    def __init__(self, view: View, clock: Clock) -> None:
+        self.run = view.run
+        self.clock = clock
+        self._live = LiveReader(view, clock)
+        self._glanced = False
+        self._begun: Future[Report] | None = None
+        self.failures = 0
+        self.report: Report | None = None
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next look; none between the first two."""
+        if self.failures:
+            return min(LONGEST_PAUSE_S, self._live.pause_s * 2 ** (self.failures - 1))
+        return self._live.pause_s if self._live.is_whole else 0.0
+
+    def begin(self) -> None:
+        """Begin the first look, beside the import of the code that will draw it."""
+        self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.glance)
+
+    def next_picture(self) -> Picture | None:
+        """Look once; None where nothing new was asked for.   Raises the store's errors; the next call goes on."""
+        self.failures += 1
+        report = self._live.look() if self._glanced else self._glance()
+        self._glanced = True
+        self.failures = 0
+        if report is None:
+            return None
+        self.report = report
+        return self._picture_of(report)
+
+    def _glance(self) -> Report:
+        begun = self._begun
+        self._begun = None
+        return self._live.glance() if begun is None else begun.result()
+
+    def _picture_of(self, report: Report) -> Picture:
+        now = self.clock.wall()
+        spent = costs(report, now)
+        spending = Spending(spent.usd, spent.hours, spent.rate)
+        as_read = with_beats_as_read(report, self._live.read_at, now)
+        troubles = find_troubles(as_read, now, spending) if self._live.is_whole else []
+        told = {found.line for found in troubles}
+        return Picture(
+            at=now,
+            seen=overview(report, now, read_at=self._live.read_at),
+            spent=spent,
+            wanted=report.wanted,
+            supervision=describe_supervisor(self._live.supervisor_beat, self.clock, report)[0],
+            troubles=tuple(troubles),
+            remarks=tuple(line.strip() for line in remark_lines(as_read, now) if line.lstrip("! ") not in told),
+            events=tuple(event_lines(report)),
+            partial=not self._live.is_whole,
+        )
+
+
+def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float) -> Report:
+    """The report with each beat as old as it was when it was read: a beat not read since does not count as silent."""
+    beats = {slot: replace(beat, at=beat.at + now - read_at.get(slot, now)) for slot, beat in report.beats.items()}
+    return replace(report, beats=beats)
+
+
+def error_words(error: BaseException) -> str:
+    """A line for people; an unexpected error says its kind."""
+    expected = isinstance(error, RendezvousError | OSError)
+    words = " ".join(str(error).split())
+    return words if expected and words else f"{type(error).__name__}: {words}"

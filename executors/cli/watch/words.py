@@ -1,0 +1,304 @@
+"""The words of `diloco watch`, cut to the terminal's width.  Pure: no terminal, no bucket.
+
+    Overview, Costs ──▶ header_lines   mine · outer step 40 of 500 · 43 s per step · ETA 5 h 30 min
+                    ──▶ row_line       r01-2   modal   H100  train   3/6   4.4/s    2 s  after lost: preempted by Modal
+                    ──▶ metric_line    › reward      0.10 ▁▂▃▅▆▇ 0.41
+                    ──▶ chart_lines    the chosen metric, some lines high
+    troubles        ──▶ trouble_lines  ! no outer step for 6 min … · the next thing to do
+    events          ──▶ event_lines    12:03:11 r01-1 lost: preempted by Modal · its supervisor starts it again
+
+A cell that does not fit ends with "…".  Nothing is said by colour alone.
+
+Not promised: a word of advice for every event; what an event says itself is not said again.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
+from diloco.runlog.ends import observed_words, own_words
+from diloco.runlog.reader import Report
+from diloco.runlog.sparkline import sparkline, squeezed
+from diloco.units import dollars, duration
+from diloco.views.overview import MetricCurve, Overview, SessionRow
+from diloco.views.trouble import PAGE, Trouble
+from executors.cli.looking.status import cost_limits
+from executors.platforms.machine.full_disk import found_room
+from executors.supervision.costs import Costs
+from rendezvous.agreement.membership import Wanted
+
+OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
+UNREAD_S = 10.0  # a beat that was read longer ago is marked
+MOST_EVENTS = 400
+TOGETHER_S = 30.0  # the same event of several replicas is one line
+LABEL = 9  # columns of a metric's name
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Columns of the cells of a row; the last cell takes the rest."""
+
+    name: int = 8
+    place: int = 8
+    device: int = 7
+    phase: int = 9
+    step: int = 0
+    inner: int = 6
+    rate: int = 7
+    counted: int = 0
+    beat: int = 8
+
+
+NARROW = Widths()
+WIDE = Widths(name=10, place=16, device=18, phase=10, step=7, inner=8, rate=10, counted=9, beat=10)
+
+
+def widths_for(columns: int) -> Widths:
+    return WIDE if columns >= 120 else NARROW
+
+
+def cut(text: str, width: int) -> str:
+    """The text, cut to at most `width` characters."""
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
+
+
+# -------------------------------------------------------------------- header
+
+
+def header_lines(seen: Overview, spent: Costs, wanted: Wanted, width: int) -> list[str]:
+    """Two lines; parts that find no room go, the last ones first."""
+    of = f" of {seen.steps}" if seen.steps else ""
+    pace = [] if seen.step_s is None else [f"{duration(seen.step_s)} per step"]
+    first = [f"outer step {seen.step}{of}", *_state_parts(seen), *pace]
+    name = cut(seen.name, max(8, width - len(" · ".join(["", *first]))))
+    second = [_clock_part(seen), *_money_parts(spent, wanted), *_snapshot_parts(seen)]
+    return [_joined([name, *first], width), _joined([part for part in second if part], width)]
+
+
+def _state_parts(seen: Overview) -> list[str]:
+    if seen.state != "running":
+        return [seen.state]
+    return [] if seen.eta_s is None else [f"ETA {duration(seen.eta_s)}"]
+
+
+def _clock_part(seen: Overview) -> str:
+    if seen.state == "not begun":
+        return "no replica has joined yet"
+    verb = {"running": "running for", "done": "took", "stopped": "ran for"}[seen.state]
+    return f"{verb} {duration(seen.elapsed_s)}"
+
+
+def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
+    if not (spent.usd or spent.unknown or wanted.max_usd or wanted.max_hours):
+        return []
+    limit = cost_limits(wanted)
+    unknown = f" and {len(spent.unknown)} launches of unknown price" if spent.unknown else ""
+    return [f"{dollars(spent.usd)}{f' of {limit}' if limit else ''}{unknown}, {dollars(spent.rate)}/h"]
+
+
+def _snapshot_parts(seen: Overview) -> list[str]:
+    if seen.snapshot is None:
+        return []
+    age = "" if seen.snapshot_age_s is None else f", {duration(seen.snapshot_age_s)} old"
+    return [f"snapshot {seen.snapshot}{age}"]
+
+
+def _joined(parts: Sequence[str], width: int) -> str:
+    kept = list(parts)
+    while len(kept) > 1 and len(" · ".join(kept)) > width:
+        kept.pop()
+    return cut(" · ".join(kept), width)
+
+
+def phases_words(seen: Overview) -> str:
+    """ "60 train, 3 wait, 1 silent": the newest sessions that live, by phase."""
+    phases = Counter(row.phase for row in seen.rows if row.is_live and row.is_newest)
+    return ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
+
+
+def freshness_line(read_s: float, trouble: str, width: int) -> str:
+    """read_s: since the newest look that ended well.   trouble: why the last one did not, "" if it did."""
+    if trouble:
+        return cut(f"! stale: nothing new for {duration(read_s)}; {trouble}", width)
+    return f"read {duration(read_s)} ago"
+
+
+# -------------------------------------------------------------------- rows
+
+
+def rows_to_show(rows: Sequence[SessionRow], *, everything: bool) -> list[SessionRow]:
+    """Each slot's newest session and the latest few that ended before, or all."""
+    before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
+    late = {row.name for row in before[-OLD_SESSIONS:]}
+    return [row for row in rows if everything or row.is_newest or row.name in late]
+
+
+def head_line(width: int) -> str:
+    """The names of the cells."""
+    w = widths_for(width)
+    cells = [
+        ("session", w.name), ("place", w.place), ("device", w.device), ("phase", w.phase), ("step", -w.step),
+        ("inner", -w.inner), ("samp/s", -w.rate), ("counted", -w.counted), ("beat", -w.beat),
+    ]  # fmt: skip
+    return cut("".join(_cell(text, size) for text, size in cells) + "  last end", width)
+
+
+def row_line(row: SessionRow, ends: Mapping[str, str], width: int) -> str:
+    """ends: slot -> how its session before the newest ended."""
+    w = widths_for(width)
+    inner = "" if row.inner is None else f"{row.inner}/{row.inner_steps}"
+    rate = "" if row.samples_per_s is None else f"{row.samples_per_s:.3g}"
+    cells = [
+        (row.name, w.name), (row.place, w.place), (short_device(row.device), w.device), (row.phase, w.phase),
+        ("" if row.step is None else str(row.step), -w.step), (inner, -w.inner), (rate, -w.rate),
+        (str(row.counted), -w.counted), (_beat_age(row), -w.beat),
+    ]  # fmt: skip
+    return cut("".join(_cell(text, size) for text, size in cells) + "  " + _end_cell(row, ends), width)
+
+
+def phase_cell(width: int) -> tuple[int, int]:
+    """The first column of a row's phase, and the one after its last."""
+    w = widths_for(width)
+    start = w.name + w.place + w.device
+    return start, start + w.phase
+
+
+def _cell(text: str, size: int) -> str:
+    """size: negative for a number, which stands on the right; 0: not shown here."""
+    text = cut(text, max(0, abs(size) - 1))
+    return text.rjust(-size) if size < 0 else text.ljust(size)
+
+
+def _beat_age(row: SessionRow) -> str:
+    """ "2 s"; "~40 s" where it was not looked at since, and may be younger."""
+    if row.beat_age_s is None:
+        return ""
+    age = f"{row.beat_age_s:.0f} s" if row.beat_age_s < 100 else f"{row.beat_age_s / 60:.0f} min"
+    age = age if row.beat_age_s < 6000 else f"{row.beat_age_s / 3600:.0f} h"
+    return f"~{age}" if row.beat_unread_s > UNREAD_S else age
+
+
+def _end_cell(row: SessionRow, ends: Mapping[str, str]) -> str:
+    if row.is_live:
+        return row.note or (f"after {ends[row.slot]}" if row.slot in ends and row.is_newest else "")
+    return _end_words(row)
+
+
+def last_ends(rows: Iterable[SessionRow], shown: Iterable[SessionRow]) -> dict[str, str]:
+    """Slot -> how its session before the newest ended, with the reason, where that has no row of its own."""
+    newest = {row.slot: row for row in rows if not row.is_newest}
+    listed = {row.name for row in shown}
+    return {slot: _end_words(row) for slot, row in newest.items() if row.name not in listed}
+
+
+def _end_words(row: SessionRow) -> str:
+    if row.why.startswith(row.end):
+        return row.why
+    return f"{row.end}: {row.why}" if row.why else row.end
+
+
+def short_device(name: str) -> str:
+    """ "NVIDIA H100 80GB HBM3" -> "H100 80GB HBM3" """
+    return name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("GeForce ")
+
+
+# -------------------------------------------------------------------- curves
+
+
+def metric_line(curve: MetricCurve, width: int, *, chosen: bool) -> str:
+    """ "› reward   0.10 ▁▂▃▅ 0.41": first, curve, newest."""
+    mark = "› " if chosen else "  "
+    first, last = (number_words(value) for value in (curve.values[0], curve.values[-1]))
+    head = f"{mark}{cut(curve.label, LABEL):{LABEL}s} {first:>7s} "
+    room = width - len(head) - 8
+    return cut(f"{head}{sparkline(curve.values, room) if room > 0 else ''} {last}", width)
+
+
+def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
+    """The curve over outer steps: its highest and lowest value on the left, the first and newest step below."""
+    labels = [number_words(value) for value in (max(curve.values), min(curve.values))]
+    margin = max(map(len, labels)) + 1
+    room = max(1, width - margin)
+    values = stretched(squeezed(curve.values, room), room)
+    low, high = min(values), max(values)
+    levels = [8 * (height - 1) * (v - low) / (high - low) if high > low else 4 * (height - 1) for v in values]
+    levels = [max(1.0, level) for level in levels]  # the lowest value is a line, too
+    rows = ["".join(BLOCKS[int(max(0, min(8, level - 8 * row)))] for level in levels) for row in range(height - 1)]
+    left = [labels[0], *[""] * (height - 3), labels[1]] if height > 2 else labels[: height - 1]
+    lines = [f"{label:>{margin - 1}s} {row}" for label, row in zip(left, reversed(rows), strict=True)]
+    steps = f"{curve.label} by outer step, {curve.points[0][0]} to {curve.points[-1][0]}"
+    return [*lines, cut(" " * margin + steps, width)]
+
+
+def stretched(values: Sequence[float], width: int) -> list[float]:
+    """The values, repeated to one per column."""
+    return [values[len(values) * i // width] for i in range(width)]
+
+
+def number_words(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.1e}"
+
+
+# -------------------------------------------------------------------- troubles and events
+
+
+def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
+    """The finding, and the next thing to do: in one line where there is room, else in two."""
+    lines = list[str]()
+    for found in troubles:
+        about = f"{found.slot}: " if found.slot else ""
+        seen, advice = f"! {about}{found.text}", f"{found.advice} ({PAGE}#{found.page})"
+        whole = f"{seen} · {advice}"
+        lines += [whole] if len(whole) <= width else [cut(seen, width), cut(f"  → {found.advice}", width)]
+    return lines
+
+
+def event_lines(report: Report) -> list[str]:
+    """The events in words, the newest first."""
+    events = [e for e in report.of_kind(*SHOWN) if not found_room(e, report)]
+    groups = list[list[Mapping[str, Any]]]()
+    for event in reversed(events[-MOST_EVENTS:]):
+        if groups and _is_alike(groups[-1][-1], event):
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return [event_line(group) for group in groups]
+
+
+def _is_alike(later: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Whether both say the same of two replicas, one right after the other."""
+    return later["at"] - event["at"] < TOGETHER_S and _event_words(later) == _event_words(event)
+
+
+def event_line(events: Sequence[Mapping[str, Any]]) -> str:
+    """ "12:03:11 r01-1 lost: exit code 1 · its supervisor starts it again"; for several alike the names of all."""
+    when = time.strftime("%H:%M:%S", time.localtime(events[0]["at"]))
+    names = list(dict.fromkeys(_name_in(e) for e in reversed(events)))
+    about = ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]} ({len(names)} of them)"
+    advice = advice_on(events[0])
+    return f"{when} {about} {_event_words(events[0])}" + (f" · {advice}" if advice else "")
+
+
+def _name_in(event: Mapping[str, Any]) -> str:
+    generation = f"-{event['generation']}" if event["generation"] else ""
+    return f"{event['slot']}{generation}" if event["slot"] else str(event["who"])
+
+
+def _event_words(event: Mapping[str, Any]) -> str:
+    said = _said(event)
+    return event["event"].replace("_", " ") + (f": {said}" if said else "")
+
+
+def _said(event: Mapping[str, Any]) -> str:
+    if event["event"] in LAUNCH_ENDS:
+        return observed_words(event)
+    if event["event"] == "joined":
+        return f"at outer step {event.get('step', 0)}"
+    if event["event"] == "launched":
+        return f"on {event.get('executor', 'local')}, attempt {event.get('attempt', 1)}"
+    said = event.get("text") or event.get("cause") or event.get("trouble") or own_words(event)
+    return " ".join(str(said).split())

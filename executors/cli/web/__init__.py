@@ -1,0 +1,1 @@
+"""`diloco watch --web`: the same as a page, served on this machine."""

@@ -1,0 +1,1 @@
+"""Verbs that write what a run has learned somewhere else: trackers."""

@@ -1,0 +1,129 @@
+"""`diloco track`: a run's curves into wandb, trackio or TensorBoard, from any machine that can read its bucket.
+
+    names ─▶ package and login there? ─▶ lock ─▶ open each ─▶ look, write, look …    --follow: until the run is done
+                 └─ TrackerError, nothing written                └─ SIGTERM, Ctrl-C: what is written is handed over
+
+A supervisor runs the same command as a child (supervision/notices/tracking.py), so a tracker that hangs or crashes
+touches nothing of the run.
+
+Not promised: that --follow ends for a run that was stopped and never goes on; `diloco resume` may come.
+"""
+
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from diloco.process.processes import is_alive
+from diloco.run.log_config import PROJECT
+from diloco.runlog.opening import open_view
+from diloco.runlog.reader import Reader, Report
+from diloco.runlog.scope import EVERYTHING
+from diloco.views.samples import SampleReader
+from diloco.views.trackers.feed import Feed, hold_alone
+from diloco.views.trackers.make import check_tracker, make_tracker
+from diloco.views.trackers.tracker import TrackedRun
+from executors.cli.opening import ask_again
+from rendezvous.clock import Clock
+
+LOOK_S = 5.0  # between two looks at a run that goes on
+FAR_LOOK_S = 20.0  # the same where every look has a price
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """The result of `track`, for people and for programs."""
+
+    lines: list[str]
+    data: dict[str, Any]
+    good: bool
+
+
+def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -> Tracked:
+    """Write a run's curves to its trackers.   Raises TrackerError before anything is written."""
+    names = list(dict.fromkeys(args.to))
+    for name in names:
+        check_tracker(name)
+    view = ask_again(lambda: open_view(url, EVERYTHING), clock)
+    record = view.run.record
+    run = TrackedRun(
+        name=str(record.config.get("name", "run")),
+        nonce=record.nonce,
+        project=args.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        config={**record.config, "run": url},
+    )
+    locks = hold_alone(run, names)
+    feed = Feed(
+        run=run,
+        reader=Reader(view.run.store, EVERYTHING, view.cache, view.answers),
+        samples=SampleReader(view.run.store, args.samples),
+        trackers=[make_tracker(name, Path(args.folder)) for name in names],
+        clock=clock,
+        say=say,
+    )
+    must_end = _ending_signals(args.parent)
+    near = getattr(view.run.store, "near", False)
+    try:
+        feed.open_all()
+        report = _feed_until(feed, must_end, args.follow, LOOK_S if near else FAR_LOOK_S)
+    finally:
+        feed.close()
+        for lock in locks:
+            lock.close()
+    return _in_words(feed, report, names)
+
+
+def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, look_s: float) -> Report:
+    """Look twice, or until the run is done: the second look knows which sessions were over at the first.
+
+    A last look follows a request to end: a supervisor asks when all replicas have left.
+    """
+    feed.look()
+    report = feed.look()
+    while follow and not feed.has_all(report):
+        follow = not must_end(look_s)
+        report = feed.look()
+    return report
+
+
+def _ending_signals(parent: str) -> Callable[[float], bool]:
+    """Return a function that waits so many seconds; -> whether we must end.
+
+    parent: "PID:START" of a process that we do not outlive, or "".
+    """
+    asked = threading.Event()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
+    pid, _, started = parent.partition(":")
+
+    def must_end(seconds: float) -> bool:
+        gone = bool(parent) and not is_alive(int(pid), int(started))
+        return gone or asked.wait(seconds)
+
+    return must_end
+
+
+def _in_words(feed: Feed, report: Report, names: Sequence[str]) -> Tracked:
+    states = dict(zip(names, feed.states, strict=True))
+    lines = [
+        f"{name}: {s.trouble}; run the same command again, it goes on where {name} stands"
+        if s.trouble
+        else f"{name}: {s.written} rows written, up to outer step {report.head - max(0, feed.waiting)} of {report.head}"
+        for name, s in states.items()
+    ]
+    if feed.waiting > 0:
+        lines.append(f"{feed.waiting} outer steps wait for the logs of their replicas; --follow waits for them")
+    told = {name: {"written": s.written, "trouble": s.trouble} for name, s in states.items()}
+    good = not any(s.trouble for s in states.values())
+    return Tracked(lines, {"outer_step": report.head, "waiting": max(0, feed.waiting), "trackers": told}, good)

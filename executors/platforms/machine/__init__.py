@@ -1,0 +1,1 @@
+"""The rented machine: its GPU, a disk or a memory that is full, the log file of a process."""

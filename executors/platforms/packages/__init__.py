@@ -1,0 +1,1 @@
+"""The packages that a rented machine gets: our wheel, and pinned versions of others."""

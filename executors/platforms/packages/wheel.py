@@ -1,0 +1,135 @@
+"""This installation as a wheel, and the versions that it runs with, for a rented machine that runs the same code.
+
+    diloco, executors, inner, rendezvous (+ yours) ─▶ serverless_diloco-0.1.0-py3-none-any.whl  ┐
+    every distribution that is installed here      ─▶ constraints.txt    name==version          ├─▶ digest
+    the wheel, with its extras                     ─▶ requirements.txt   -c constraints.txt     ┘
+    vllm: the versions of constraints-vllm.txt, and vLLM beside the wheel
+
+Same files, same bytes, same digest.  The files are those that Python imports here, so an editable tree is shipped as
+it is now, and an installed distribution as it was installed; nothing is built and no network is needed.
+
+Not promised: that another Python or another platform finds the same versions on its package index, or that the index
+gives the same files for them (decision 072).
+"""
+
+import base64
+import hashlib
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from executors.platforms.base import ExecutorError
+from executors.platforms.packages import vllm_pins
+from executors.platforms.packages.portable import portable_requirement
+
+PROJECT = "serverless-diloco"
+PACKAGES = ("diloco", "executors", "inner", "rendezvous")
+EXTRAS = "train,diloco,replay,serverless"
+_KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx|jks|kdbx)", re.IGNORECASE)
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the first second of a zip
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Files by name.   digest: of all of them.   wheel: the name of the one that is the code.
+
+    left_out: hidden files and keys of your packages, which stay here."""
+
+    files: dict[str, bytes]
+    digest: str
+    wheel: str
+    left_out: tuple[str, ...] = ()
+
+
+def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -> Shipment:
+    """The files to put under `mount`/{digest}/.   packages: top-level names of your own that go along."""
+    project = _own_distribution()
+    wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
+    code = _build_wheel(project, [*PACKAGES, *packages])
+    pins = vllm_pins.PINS.read_bytes() if vllm else _constraints_file()
+    digest = hashlib.sha256(code + pins).hexdigest()[:16]
+    extras = vllm_pins.EXTRAS if vllm else EXTRAS
+    others = vllm_pins.NEEDS if vllm else ()
+    seal = hashlib.sha256(code).hexdigest()
+    needs = f"-c constraints.txt\n{PROJECT}[{extras}] @ file://{mount}/{digest}/{wheel}#sha256={seal}\n"
+    needs += "".join(f"{name}\n" for name in others)
+    files = {wheel: code, "constraints.txt": pins, "requirements.txt": needs.encode()}
+    return Shipment(files, digest, wheel, left_out(packages))
+
+
+def _own_distribution() -> metadata.Distribution:
+    try:
+        return metadata.distribution(PROJECT)
+    except metadata.PackageNotFoundError:
+        raise ExecutorError(
+            f"{PROJECT} is not installed here, so what it needs is not known: `pip install -e .` in its folder"
+        ) from None
+
+
+def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> bytes:
+    """A zip of the packages, with their metadata for pip."""
+    info = f"serverless_diloco-{project.version}.dist-info"
+    files = {name: path.read_bytes() for package in packages for name, path in _package_files(package)}
+    files[f"{info}/METADATA"] = (project.read_text("METADATA") or "").encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: diloco\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/entry_points.txt"] = (project.read_text("entry_points.txt") or "").encode()
+    files[f"{info}/RECORD"] = _record_file(files, f"{info}/RECORD")
+    body = io.BytesIO()
+    with zipfile.ZipFile(body, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name in sorted(files):
+            wheel.writestr(zipfile.ZipInfo(name, EPOCH), files[name], zipfile.ZIP_DEFLATED)
+    return body.getvalue()
+
+
+def _package_files(package: str) -> Iterator[tuple[str, Path]]:
+    """Yield (name in the wheel, file) of a top-level package or module, without the files that stay here."""
+    spec = util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations is None:
+        yield origin.name, origin
+        return
+    for path in sorted(origin.parent.rglob("*")):
+        name = path.relative_to(origin.parent)
+        if path.is_file() and path.suffix != ".pyc" and stays_here(name) is None:
+            yield f"{package}/{name.as_posix()}", path
+
+
+def stays_here(name: Path) -> Path | None:
+    """The hidden file or folder, or the key, that this name is or lies in."""
+    parts = [*reversed(name.parents), name]
+    return next((part for part in parts if part.name.startswith(".") or _KEY.fullmatch(part.name)), None)
+
+
+def left_out(packages: Sequence[str]) -> tuple[str, ...]:
+    """Name the files that stay here, of packages of your own."""
+    found = dict[str, None]()
+    for spec in filter(None, map(util.find_spec, packages)):
+        for folder in map(Path, spec.submodule_search_locations or ()):
+            kept = (stays_here(path.relative_to(folder)) for path in sorted(folder.rglob("*")))
+            found |= {f"{spec.name}/{part.as_posix()}": None for part in kept if part is not None}
+    return tuple(found)
+
+
+def _record_file(files: dict[str, bytes], own: str) -> bytes:
+    rows = [f"{name},sha256={_sha256_base64(body)},{len(body)}" for name, body in sorted(files.items())]
+    return "\n".join([*rows, f"{own},,", ""]).encode()
+
+
+def _sha256_base64(body: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
+
+
+def _constraints_file() -> bytes:
+    """One line per distribution that came from an index; "2.13.0+cpu" becomes "2.13.0", as does any other build."""
+    found: dict[str, str] = {}
+    for d in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
+        if name and d.read_text("direct_url.json") is None:
+            found.setdefault(name, portable_requirement(name, d.version))
+    return "".join(f"{found[name]}\n" for name in sorted(found) if "==" in found[name]).encode()

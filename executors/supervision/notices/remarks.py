@@ -1,0 +1,125 @@
+"""The one home of a run's messages to a person: its troubles, and lines about its waits.
+
+    find_troubles (diloco/views/troubles.py) ─┐
+    platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
+    newest loud events, notes of replicas ──────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
+
+Not promised: that all fits; `remark_lines` shows the most urgent.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco.events import WARNINGS, event_text
+from diloco.runlog.reader import Report, solo_words
+from diloco.views.overview import silent_s
+from diloco.views.trouble import trouble
+from diloco.views.troubles import Spending, Trouble, find_troubles
+from executors.platforms.machine.full_disk import found_room, full_words
+from executors.supervision.costs import costs
+from executors.supervision.notices.reward_waits import reward_waits
+from executors.supervision.outage import open_outages
+from executors.supervision.slots.unserved import unserved
+from rendezvous.records.records import Beat
+
+MOST_LINES = 8
+SAID = (
+    "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
+    "began_at", "ended_at",
+)  # fmt: skip
+
+
+def disk_full(report: Report, now: float) -> list[Trouble]:
+    words = full_words(report.url)
+    return [trouble("disk_full", words, "Free some space on it", step=report.head)] if words and not report.done else []
+
+
+def reward_failed(report: Report, now: float) -> list[Trouble]:
+    advice = "`diloco check CONFIG` tries the reward"
+    return [trouble("reward_failed", text, advice, step=report.head) for text in reward_waits(report, now)]
+
+
+def platform_silent(report: Report, now: float) -> list[Trouble]:
+    advice = "Replicas go on; none is replaced until it answers"
+    texts = open_outages(report.events, now)
+    return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
+
+
+def slot_unserved(report: Report, now: float) -> list[Trouble]:
+    advice = "`diloco logs RUN supervisor` has its words; `diloco resume RUN` where no supervisor lives"
+    return [trouble("slot_unserved", text, advice, step=report.head) for text in unserved(report, now)]
+
+
+def alerts_failed(report: Report, now: float) -> list[Trouble]:
+    """A trouble if the newest alert did not reach its webhook."""
+    newest = report.of_kind("alerted", "alert_failed")[-1:]
+    if not newest or newest[0]["event"] == "alerted":
+        return []
+    text = f"alerts do not reach {newest[0].get('host')}: {newest[0].get('text')}"
+    advice = "Try its address with curl, then `diloco resume RUN --alert URL`"
+    return [trouble("alerts_failed", text, advice, step=report.head)]
+
+
+DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
+    "disk_full": disk_full,
+    "reward_failed": reward_failed,
+    "platform_silent": platform_silent,
+    "slot_unserved": slot_unserved,
+    "alerts_failed": alerts_failed,
+}
+
+
+def all_troubles(report: Report, now: float) -> list[Trouble]:
+    """All troubles of a run, the most urgent first.   now: Unix time."""
+    own = [found for detector in DETECTORS.values() for found in detector(report, now)]
+    return [*own, *found_in_log(report, now)]
+
+
+def found_in_log(report: Report, now: float) -> list[Trouble]:
+    """Find the troubles that show in the log alone, and in the run's costs."""
+    spent = costs(report, now)
+    return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
+
+
+def remark_lines(report: Report, now: float) -> list[str]:
+    """Lines on troubles, the latest warnings and the notes of replicas, the most urgent first; MOST_LINES at most."""
+    lines = [f"! {report.damage}"] if report.damage else []
+    lines += [f"! {found.text}" for kind in DETECTORS for found in DETECTORS[kind](report, now)]
+    lines += [f"! {found.line}" for found in found_in_log(report, now)]
+    loud = [e for e in report.of_kind(*WARNINGS) if not found_room(e, report)]
+    lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
+    lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and is_listening(b, report, now)]
+    if report.passed_over:
+        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
+    if words := solo_words(report):
+        lines.append(f"! {words}")
+    if report.wanted.stop and not report.done:
+        lines.append("! a stop was asked for; `diloco resume` goes on")
+    return lines[:MOST_LINES]
+
+
+def is_listening(beat: Beat, report: Report, now: float) -> bool:
+    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
+
+
+# -------------------------------------------------------------------- an event in a line
+
+
+def event_line(event: dict[str, Any], began: float) -> str:
+    return key_values(event_fields(event, began))
+
+
+def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
+    about = {"slot": event["slot"]} if event["slot"] else {}
+    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
+    generation = {"generation": event["generation"]} if event["generation"] else {}
+    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
+
+
+def _value_in_words(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text

@@ -1,0 +1,230 @@
+"""The supervisor's next actions: a pure function of the desired and the observed state.
+
+    desired ─┐                    Launch    no replica runs this slot
+             ├─▶ plan ─▶ actions  Replace   its replica is gone, or stands still
+    observed ┘                    Fence     it was told to end for that, and does not
+                                  Drain     runs, and is not wanted any more
+                                  Cancel    the same, and it cannot hear or does not go
+                                  Wait      not now, and why
+                                  GiveUp    starting it again would change nothing
+
+A slot is one replica's place.  While the run has steps left, a wanted slot whose process has ended is started again,
+however it ended: DONE was said of fewer steps, and a cancel that this run did not ask for is a loss.  A slot that a
+newer generation holds is left alone as long as that one beats.  A platform may restart a process by itself: while it
+says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
+then started again.  A replica that waits for a machine (PENDING) is not silent.
+
+Not promised: that two supervisors never launch one slot twice.  They would; the supervisor's own claim prevents
+two of them, and the claim of the slot fences the older replica if all else fails.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.process import exitcodes
+from diloco.process.processes import describe_exit
+from executors.platforms.base import State
+from executors.supervision.slots.strikes import ENOUGH
+
+Holder = Literal["none", "unknown", "beating", "silent", "left"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
+
+    losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
+    reward_failures: ends in a row by a reward that has worked before (strikes.py).   reward_backoff_s: before the first
+    replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
+    silent_s: a running process of this machine whose beat stands still for so long is replaced.
+    restart_grace_s: the same on a platform, which may start it again by itself.   boot_s: before its first beat there.
+    fence_s: from telling it to end until its slot is taken from it.   drain_s: for leaving by itself, once asked.
+    """
+
+    failures: int = 3
+    losses: int = 10
+    reward_failures: int = 6
+    backoff_s: float = 1.0
+    backoff_most_s: float = 60.0
+    reward_backoff_s: float = 60.0
+    reward_backoff_most_s: float = 1800.0
+    silent_s: float = 120.0
+    restart_grace_s: float = 600.0
+    boot_s: float = 1800.0
+    fence_s: float = 60.0
+    drain_s: float = 60.0
+
+    def pause(self, losses: int) -> float:
+        """Seconds between the latest of `losses` ends in a row and the next start."""
+        return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
+
+    def reward_pause(self, failures: int) -> float:
+        """The same after the latest of `failures` ends in a row by the reward."""
+        return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
+
+
+@dataclass(frozen=True)
+class Desired:
+    """slots: those that should run.   done: the run has all its steps.   ending: we are to stop before that."""
+
+    slots: frozenset[str]
+    done: bool = False
+    ending: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One slot.   state, exit_code, reason: of the process launched last (None: none known).
+
+    holder: the state of the slot's newest generation, by its heartbeat, for any launcher.
+    silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    reward_failures: the same by the reward; 0 if the latest end was of another kind.
+    native: a platform runs it.   beaten: its heart has been heard.
+    replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
+    leave_s: what it may take to leave, by the pace of its inner steps.
+    """
+
+    slot: str
+    state: State | None = None
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    holder: Holder = "none"
+    silent_s: float = 0.0
+    losses: int = 0
+    failures: int = 0
+    reward_failures: int = 0
+    reason: str = ""
+    native: bool = False
+    beaten: bool = True
+    replacing_s: float | None = None
+    draining_s: float | None = None
+    leave_s: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self.state is not None and not self.state.ended
+
+
+@dataclass(frozen=True)
+class Action:
+    slot: str
+    why: str
+
+
+class Launch(Action):
+    """Start it."""
+
+
+class Replace(Action):
+    """End what is left of it, and start it again."""
+
+
+class Fence(Action):
+    """Take its slot from it, as it does not end."""
+
+
+class Drain(Action):
+    """Ask it to go."""
+
+
+class Cancel(Action):
+    """End it for good."""
+
+
+class Wait(Action):
+    """Do nothing yet."""
+
+
+class GiveUp(Action):
+    """End the run: this slot cannot be brought to life."""
+
+
+def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
+    """One action per slot that needs one; none for slots that are as desired."""
+    found = [_action_for(desired, one, now, limits) for one in observed]
+    return [action for action in found if action is not None]
+
+
+def _action_for(desired: Desired, s: Observation, now: float, limits: Limits) -> Action | None:
+    if s.running:
+        return _about_running(desired, s, limits)
+    if desired.done or desired.ending or s.slot not in desired.slots:
+        return None
+    if s.holder == "beating":
+        return Wait(s.slot, "a process that was launched elsewhere holds it")
+    if s.holder == "unknown":
+        return Wait(s.slot, "looking whether its heartbeat moves")
+    return _about_ended(s, now, limits)
+
+
+def _about_running(desired: Desired, s: Observation, limits: Limits) -> Action | None:
+    unwanted = s.slot not in desired.slots and not desired.done
+    if desired.ending or unwanted or (desired.done and s.state is State.PENDING):
+        return _about_unwanted(s, limits)
+    if desired.done:  # it may write a last snapshot
+        return None
+    if s.replacing_s is not None:
+        if s.replacing_s >= limits.fence_s:
+            return Fence(s.slot, f"it has not ended within {s.replacing_s:.0f} s")
+        return Wait(s.slot, "told to end, to be started again")
+    if s.state is State.RUNNING and s.silent_s >= _silence_limit_s(s, limits):
+        what = "its heartbeat has stood still" if s.beaten else "it runs without a heartbeat"
+        return Replace(s.slot, f"{what} for {s.silent_s:.0f} s")
+    return None
+
+
+def _about_unwanted(s: Observation, limits: Limits) -> Action:
+    if s.state is State.PENDING:
+        return Cancel(s.slot, "no longer wanted, and still waiting for a machine")
+    if s.draining_s is not None and s.draining_s >= max(limits.drain_s, s.leave_s):
+        return Cancel(s.slot, f"no longer wanted, and it has not left within {s.draining_s:.0f} s")
+    return Drain(s.slot, "no longer wanted")
+
+
+def _silence_limit_s(s: Observation, limits: Limits) -> float:
+    if not s.native:
+        return limits.silent_s
+    return limits.restart_grace_s if s.beaten else limits.boot_s
+
+
+def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
+    if s.state is None:
+        return Launch(s.slot, "no process runs it")
+    if (hopeless := _give_up_reason(s, limits)) is not None:
+        return GiveUp(s.slot, hopeless)
+    left = s.ended_at + max(limits.pause(s.losses), limits.reward_pause(s.reward_failures)) - now
+    if left > 0:
+        return Wait(s.slot, f"{_end_in_words(s)}; trying again in {left:.0f} s")
+    return Replace(s.slot, _end_in_words(s))
+
+
+def _end_in_words(s: Observation) -> str:
+    """The words for its end."""
+    if s.replacing_s is not None:
+        return "ended because it was silent"
+    if s.exit_code == exitcodes.FENCED:
+        return "fenced by a generation that is silent now"
+    if s.exit_code == exitcodes.DONE:
+        return "it ended well, and more outer steps are wanted"
+    if s.state is State.CANCELLED:
+        return "cancelled, and not by this run"
+    return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)
+
+
+def _give_up_reason(s: Observation, limits: Limits) -> str | None:
+    """The reason why another start would change nothing, or None."""
+    if s.exit_code == exitcodes.USER_ERROR:
+        return "its configuration, files or model are wrong"
+    if s.reward_failures >= limits.reward_failures:
+        return (
+            f"its reward failed in {s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its "
+            f"work ({_end_in_words(s)})"
+        )
+    if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
+        return "nothing moved for too long"
+    if s.failures >= limits.failures:
+        return f"failed {s.failures} times in a row ({_end_in_words(s)})"
+    if s.losses >= limits.losses:
+        return f"ended {s.losses} times in a row before its work counted ({_end_in_words(s)})"
+    return None

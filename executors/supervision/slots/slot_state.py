@@ -1,0 +1,306 @@
+"""The state of one slot, as far as a supervisor knows.
+
+    log in the bucket ──▶ past ──▶ SlotState ◀── polls (what the platform says)
+                                     │      ◀── beats (what the replica says)
+                                     └─▶ Observation, for the plan
+
+A heartbeat is a handle's if it comes from its place on a platform, or from its pid on this machine.
+
+Not promised: how a launch ended that no supervisor polled; it is counted when the next one finds it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco.process import exitcodes
+from diloco.runlog.reader import SUPERVISOR, SessionSummary
+from executors.platforms.base import Handle, State, Status
+from executors.supervision.slots.plan import Holder, Observation
+from executors.supervision.slots.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
+from rendezvous.machine import machine_name
+from rendezvous.records.records import Beat
+from rendezvous.records.schema import from_json
+
+LOCAL = "local"
+LOST_LEASE = 3  # the exit code of a supervisor when another one has taken over
+BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
+
+
+def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
+    """Whether this heartbeat or session comes from that launch."""
+    if handle.place:
+        return who.host == handle.place
+    return (who.host, who.pid) == (handle.host, handle.pid)
+
+
+def can_be_asked(handle: Handle) -> bool:
+    """Whether we can ask how it is.  Processes of other machines are known by their heartbeat alone."""
+    return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
+
+
+def begin_fields(handle: Handle) -> dict[str, Any]:
+    """The fields of a launch in the log, for the bill and for the next supervisor."""
+    about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
+    price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
+    return {**about, **price, "handle": handle.to_dict()}
+
+
+def end_fields(status: Status) -> dict[str, Any]:
+    """The fields of an end in the log."""
+    h = status.handle
+    about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
+    times = {"began_at": status.began_at, "ended_at": status.ended_at} if status.ended_at else {}
+    process = {"pid": h.pid} if h.pid and not h.native else {}
+    return {**about, **process, "native": h.native, "exit_code": status.exit_code, "reason": status.reason, **times}
+
+
+@dataclass(frozen=True)
+class History:
+    """A slot's past, from the log.
+
+    attempt: the highest number used.   strikes: ends in a row; the last one at `ended_at` (Unix time) left `state`.
+    open: launches without a written end.   pending: the newest of them waited for a machine.
+    """
+
+    attempt: int = 0
+    strikes: Strikes = NO_STRIKES
+    ended_at: float = 0.0
+    state: State | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    open: tuple[Handle, ...] = ()
+    pending: bool = False
+
+
+def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
+    """The past of each slot, from the events of supervisors (Report.events).   run: the log's own, for the handles.
+
+    Counting starts anew after an end that a person has seen: all replicas gone, or the run given up.
+    """
+    found: dict[str, History] = {}
+    for e in events:
+        if not e["who"].startswith(SUPERVISOR):
+            continue
+        kind = e["event"]
+        slot = e["slot"]
+        if kind == "gave_up_on" or (kind == "stopped" and e.get("code") != LOST_LEASE):
+            found = {s: History(p.attempt, open=p.open, pending=p.pending) for s, p in found.items()}
+        elif kind in ("pending", "running") and slot in found:
+            found[slot] = replace(found[slot], pending=kind == "pending")
+        elif kind in ("launched", "found", "lost", "ended"):
+            found[slot] = _history_after(found.get(slot, History()), e, run)
+    return found
+
+
+def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
+    attempt = e.get("attempt", p.attempt)
+    others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
+    if e["event"] in ("launched", "found"):
+        launched = handle_in(e, run)
+        still = (*others, *([launched] if launched else []))
+        return History(
+            attempt=max(p.attempt, attempt),
+            strikes=p.strikes,
+            ended_at=p.ended_at,
+            state=p.state,
+            exit_code=p.exit_code,
+            reason=p.reason,
+            open=still,
+        )
+    if e["event"] == "ended":
+        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else History(p.attempt, open=others)
+    state = State(e["state"]) if e.get("state") in list(State) else State.LOST
+    code = e.get("exit_code")
+    return History(
+        attempt=p.attempt,
+        strikes=count_end(p.strikes, end_in(e)),
+        ended_at=e["at"],
+        state=state,
+        exit_code=code,
+        reason=e.get("reason", ""),
+        open=others,
+    )
+
+
+def native_of(e: Mapping[str, Any]) -> str | None:
+    """The id, on its platform, of the process that an event speaks of; None where it does not say."""
+    handle = e.get("handle") or {}
+    found = e.get("native", handle.get("native"))
+    return found if isinstance(found, str) else None
+
+
+def same_process(native: str | None, other: str) -> bool:
+    """Whether an event speaks of this process; one that names none (None) speaks of any that its launch had."""
+    return native is None or native == other
+
+
+def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
+    """The launched handle, if the event has a valid one.
+
+    Any writer may have made the event: it speaks of its own slot and launch, and of the run of its log alone.
+    """
+    try:
+        found = from_json(Handle, e["handle"])
+    except (KeyError, ValueError):
+        return None
+    if (found.slot, found.attempt) != (e["slot"], e.get("attempt", found.attempt)):
+        return None
+    return replace(found, run=run or found.run)
+
+
+def end_in(e: Mapping[str, Any]) -> SessionEnd:
+    """The end that a "lost" event tells.  Older releases wrote no number of steps, the oldest not even `useful`."""
+    counted = e.get("counted", int(e.get("useful", True)))
+    return SessionEnd(counted, own_fault=e.get("own_fault", False), by_reward=e.get("by_reward", False))
+
+
+@dataclass
+class SlotState:
+    """The state of one slot.
+
+    handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
+    gone: a launch that is known to have ended.   beat: as last seen, since when, how often it moved.
+    running_since: when it was first seen to run.   ran: it may have, before us.
+    pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
+    replacing_at, draining_at: when we told it to end, to start it anew or for good.
+    cancelled: when we told the platform so, and with how much grace.
+    asked: its heartbeat when we asked it to leave.   lost: the work that died with it then, in words.
+    """
+
+    slot: str
+    handle: Handle | None = None
+    status: Status | None = None
+    attempt: int = 0
+    launches: int = 0
+    launched_at: float = 0.0
+    gone: Handle | None = None
+    ended_at: float = 0.0
+    strikes: Strikes = NO_STRIKES
+    beat: tuple[int, int] | None = None
+    beaten: bool = False
+    moves: int = 0
+    moved_at: float | None = None
+    still_since: float = 0.0
+    running_since: float | None = None
+    ran: bool = False
+    pending: bool = False
+    unseen: bool = False
+    replacing_at: float | None = None
+    draining_at: float | None = None
+    cancelled: tuple[float, float] | None = None
+    asked: Beat | None = None
+    lost: str = ""
+
+    @classmethod
+    def after(cls, slot: str, past: History, found: Status | None, clock_now: float, wall: float) -> "SlotState":
+        """A slot as it was before us: its process goes on if it runs; an end that is not counted yet is still to come.
+
+        found: the process that runs it, or the last that did.
+        """
+        number = max(past.attempt, found.handle.attempt if found else 0)
+        uncounted = found is not None and any(h.attempt == found.handle.attempt for h in past.open)
+        if found is not None and (not found.state.ended or uncounted):
+            state = cls(slot, found.handle, Status(found.handle, State.STARTING), number)
+            state.still_since = state.ended_at = clock_now
+            state.pending = past.pending
+            state.ran = not past.pending
+            state.unseen = True
+        else:
+            state = cls(slot, attempt=number, gone=found.handle if found else None)
+        state.strikes = past.strikes
+        if state.handle is None and past.state is not None:
+            ghost = found.handle if found else Handle("", slot, past.attempt, "")
+            state.status = Status(ghost, past.state, past.reason, past.exit_code)
+            state.ended_at = clock_now - max(0.0, wall - past.ended_at)
+        return state
+
+    @property
+    def running(self) -> bool:
+        return self.handle is not None and self.status is not None and not self.status.state.ended
+
+    def launched(self, handle: Handle, now: float) -> None:
+        """Note a new launch."""
+        self.handle = handle
+        self.status = Status(handle, State.STARTING)
+        self.attempt = handle.attempt
+        self.launches = self.launches + 1
+        self.launched_at = now
+        self.still_since = now
+        self.beaten = False
+        self.running_since = None
+        self.ran = False
+        self.pending = self.unseen = False
+        self.asked, self.lost = None, ""
+        self.replacing_at = self.draining_at = self.cancelled = None
+
+    def forget(self) -> None:
+        """Clear the slot: it is not desired any more, and its process has ended."""
+        self.handle = None
+        self.status = None
+        self.strikes = NO_STRIKES
+        self.replacing_at = self.draining_at = self.cancelled = None
+
+    def polled(self, status: Status, now: float) -> None:
+        """Note the platform's status."""
+        was_running = self.running
+        self.status = status
+        if status.state is State.RUNNING and self.running_since is None:
+            self.running_since = now
+            self.ran = True
+        if was_running and status.state.ended:
+            self.ended_at = now
+            self.gone = status.handle
+        else:
+            self.unseen = False
+
+    def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
+        """Note the slot's heartbeat, which knows better than a platform whether the replica runs."""
+        newest = (beat.generation, beat.n)
+        if newest != self.beat:
+            self.moves, self.moved_at = (0, None) if self.beat is None else (self.moves + 1, now)
+            self.beat = newest
+            self.still_since = now
+        if self.handle is None or beat.phase == "left" or not is_from_launch(self.handle, beat):
+            return
+        self.beaten = True
+        s = self.status
+        fresh = self.moved_at is not None and now - self.moved_at < fresh_s
+        if fresh and s is not None and s.state in (State.PENDING, State.STARTING):
+            self.polled(replace(s, state=State.RUNNING), now)
+
+    def observe(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
+        """The observation of this slot, for the plan."""
+        s = self.status
+        since = lambda at: None if at is None else now - at  # noqa: E731
+        return Observation(
+            slot=self.slot,
+            state=s.state if s else None,
+            exit_code=s.exit_code if s else None,
+            ended_at=self.ended_at,
+            holder=self._classify_holder(beat, now, fresh_s),
+            silent_s=self._silent_s(beat, now),
+            losses=self.strikes.losses,
+            failures=self.strikes.failures,
+            reward_failures=self.strikes.reward_failures if self.strikes.by_reward else 0,
+            reason=s.reason if s else "",
+            native=bool(self.handle and self.handle.native),
+            beaten=self.beaten,
+            replacing_s=since(self.replacing_at),
+            draining_s=since(self.draining_at),
+        )
+
+    def _silent_s(self, beat: Beat | None, now: float) -> float:
+        """Seconds for which its own heart has stood still, or not begun to beat."""
+        if self.handle is not None and beat is not None and is_from_launch(self.handle, beat):
+            return now - self.still_since
+        return 0.0 if self.running_since is None else now - self.running_since
+
+    def _classify_holder(self, beat: Beat | None, now: float, fresh_s: float) -> Holder:
+        if beat is None:
+            return "none"
+        if beat.phase == "left":
+            return "left"
+        if now - self.still_since >= fresh_s or (self.gone is not None and is_from_launch(self.gone, beat)):
+            return "silent"
+        return "beating" if self.moves else "unknown"

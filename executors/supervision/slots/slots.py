@@ -1,0 +1,290 @@
+"""The slots of a run as one supervisor sees them, and the launches that it must not lose sight of.
+
+    platforms ──find, poll──┐                                        ┌─▶ observed     for the plan
+    log: launched, ended ───┴──▶ by_slot: one SlotState each ────────┤
+                                 replaced: not yet seen to end       ├─▶ log: found, pending, running, lost, ended
+                                 twins: no launch of ours names them, or a second process of one
+
+Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
+process that a platform lists and no log names (the answer to its launch was lost) is written down, so that it is
+billed, and ended: of two processes of one launch the platform's executor keeps the oldest.
+
+Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from diloco.process import exitcodes
+from diloco.run.record import Run
+from diloco.runlog.reader import SUPERVISOR, Report
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
+from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
+from executors.supervision.outage import Outages, launch_name
+from executors.supervision.slots.plan import Limits, Observation
+from executors.supervision.slots.slot_state import (
+    BLAMELESS,
+    History,
+    SlotState,
+    begin_fields,
+    can_be_asked,
+    end_fields,
+    is_from_launch,
+    past,
+)
+from executors.supervision.slots.strikes import SessionEnd, count_end
+from rendezvous.clock import Clock
+
+PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
+AGAIN_S = 30.0  # between two words to a process that does not go
+
+
+class Slots:
+    """fresh_s: a heartbeat that has stood still for longer is silent.   emit: writes to the log.
+    limits: how long a slot whose reward has failed waits."""
+
+    def __init__(
+        self,
+        run: Run,
+        executor: FleetExecutor,
+        clock: Clock,
+        fresh_s: float,
+        emit: Callable[..., None],
+        limits: Limits,
+    ) -> None:
+        self.run = run
+        self.executor = executor
+        self.clock = clock
+        self.fresh_s = fresh_s
+        self.emit = emit
+        self.limits = limits
+        self.boundary = boundary_of(run)
+        self.by_slot: dict[str, SlotState] = {}
+        self.publisher = SlotState(PUBLISH)
+        self.replaced: dict[Handle, float] = {}  # and when we last told them to end
+        self.twins: dict[Handle, float] = {}  # the same
+        self.outages = Outages(clock)
+        self._past: dict[str, History] | None = None  # None: not looked yet
+        self._found: dict[str, Status] = {}
+
+    def all(self) -> list[SlotState]:
+        return [*self.by_slot.values(), self.publisher]
+
+    @property
+    def anybody(self) -> bool:
+        return bool(self.replaced or self.twins) or any(t.running for t in self.all())
+
+    def ask(self, read: Callable[[], Report]) -> dict[Handle, Status]:
+        """Ask the platforms, before the report is read: then an end is judged by a report that is younger than it."""
+        if self._past is None:
+            self._look_back(read())
+        handles = [*(t.handle for t in self.all() if t.handle is not None and t.running), *self.replaced]
+        return dict(zip(handles, self.outages.poll(self.executor, handles), strict=True))
+
+    def look(self, report: Report, statuses: Mapping[Handle, Status]) -> None:
+        for slot in report.wanted.slot_names:
+            if slot not in self.by_slot:
+                self.by_slot[slot] = self._new_state(slot)
+        known = [(t, t.handle) for t in self.all() if t.handle in statuses and t.running]
+        for state, handle in known:
+            if handle is not None and not (status := statuses[handle]).stale:
+                self._adopt_older_process(state, status.handle)
+                self._note_status(state, status, report)
+        for slot, beat in report.beats.items():
+            self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
+        for state, _ in known:
+            self._emit_waiting(state)
+        self._look_at_replaced(statuses)
+        self._look_at_twins(report)
+        for slot, state in self.by_slot.items():
+            if slot in wanted_slots(report):
+                self._wanted_again(state, report)
+            elif not state.running and not report.done:
+                state.forget()
+
+    def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
+        """Take over the process that runs this launch, if we knew another: an older one, whose answer was lost."""
+        if state.handle is None or state.handle.native == runs.native:
+            return
+        self.book("found", runs, "it runs this launch; the answer that named it was lost")
+        self.twins.setdefault(state.handle, self.clock.now())
+        self.twins.pop(runs, None)
+        state.handle = runs
+
+    def _look_at_twins(self, report: Report) -> None:
+        """Write down processes that no log names, and end them: they are billed from their launch."""
+        own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
+        newest = {t.slot: t.attempt for t in self.all()}
+        alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
+        for handle in alive:
+            if handle not in self.twins:
+                self.book("found", handle, "the log does not name it: a second process of one launch, or one given up")
+                self.twins[handle] = float("-inf")
+        for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
+            del self.twins[handle]
+            self.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+        self._end_twins()
+
+    def _end_twins(self) -> None:
+        """End twins now, and again from time to time."""
+        now = self.clock.now()
+        due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
+        self.twins |= dict.fromkeys(due, now)
+        if due:
+            self.executor.cancel(due, 0.0)
+
+    def _is_run_by_us(self, handle: Handle) -> bool:
+        """Whether its launch goes on.  A cancel would end that launch; its executor ends the second process."""
+        return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
+
+    def _wanted_again(self, state: SlotState, report: Report) -> None:
+        """Keep a replica that is wanted again, as it may not have heard that it was to leave; else another follows."""
+        if state.cancelled is None and not self._lease_over(report):
+            state.draining_at = None
+
+    def _look_back(self, report: Report) -> None:
+        """Find launches of earlier supervisors, from the platforms and the log."""
+        before = past(report.events, self.run.url)
+        opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
+        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the oldest
+        booked = set(launches)
+        written = {(h.slot, h.attempt, h.native) for h in opened}
+        found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        launches |= found
+        self.twins = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
+        statuses = self.outages.poll(self.executor, list(launches.values()))
+        best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
+        self._past = before
+        self._found = best
+        for s in statuses:
+            h = s.handle
+            if not s.state.ended and (h.slot, h.attempt, h.native) not in written:
+                self.book("found", h, "found a running replica that the log does not name")
+            if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
+                self.replaced[h] = float("-inf")
+        self.publisher = self._new_state(PUBLISH)
+        self.by_slot = {slot: self._new_state(slot) for slot in report.wanted.slot_names}
+
+    def _new_state(self, slot: str) -> SlotState:
+        before = (self._past or {}).get(slot, History())
+        return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
+
+    def _look_at_replaced(self, statuses: Mapping[Handle, Status]) -> None:
+        """Look at launches that have been replaced, but were not seen to end."""
+        for handle in list(self.replaced):
+            status = statuses.get(handle)
+            if status is not None and status.state.ended and not status.stale:
+                del self.replaced[handle]
+                self.emit("ended", **end_fields(status))
+            elif self.clock.now() - self.replaced[handle] > AGAIN_S:
+                self.executor.cancel([handle], 0.0)
+                self.replaced[handle] = self.clock.now()
+
+    def _note_status(self, state: SlotState, status: Status, report: Report) -> None:
+        was_running = state.running
+        state.polled(status, self.clock.now())
+        if was_running and status.state.ended:
+            self._count_end(state, status, report)
+
+    def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
+        """Count an end.  One that was not asked for is a loss, counted from zero if its session's work counted."""
+        sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
+        unseen = {"unseen": True} if state.unseen else {}
+        asked = report.done or self._was_asked_to_end(state, report)
+        session = max(sessions, key=lambda x: x.generation, default=None)
+        who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
+        beat = report.beats.get(state.slot)
+        own = asked and not report.done and beat is not None and is_from_launch(status.handle, beat)
+        state.lost = lost_work(beat) if own else ""
+        as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
+        end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
+        if not asked:
+            state.strikes = count_end(state.strikes, end)
+        if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
+            self.emit("ended", **{**end_fields(status), **who}, **unseen)
+            if state.lost:
+                reason = f"killed, as it had not left in time; {state.lost} went with it"
+                self.emit("killed", slot=state.slot, **who, reason=reason)
+            return
+        if status.state is State.CANCELLED and state.replacing_at is None:
+            status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
+        more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
+        self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
+
+    def _reward_wait(self, state: SlotState) -> dict[str, float]:
+        """Fields about the next start of a slot whose reward has failed, for `diloco status`."""
+        count = state.strikes.reward_failures
+        if not state.strikes.by_reward:
+            return {}
+        row: dict[str, float] = {"reward_failures": count, "reward_limit": self.limits.reward_failures}
+        return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
+
+    def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
+        """Judge whether it was its own fault.  The failure of a reward that has worked in this run is no replica's
+        fault; nor is it that nothing moved while another slot waits for its reward."""
+        replaced = state.replacing_at is not None
+        failed = status.state is State.FAILED and not replaced
+        awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
+        by_reward = failed and (
+            (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
+            or (status.exit_code == exitcodes.GAVE_UP and awaited)
+        )
+        own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
+        return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
+
+    def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
+        """Whether this replica was asked to leave or cancelled for good, by us or through the bucket."""
+        asked = state.draining_at is not None or (state.cancelled is not None and state.replacing_at is None)
+        return asked or self.hears(state.slot, report)
+
+    def hears(self, slot: str, report: Report) -> bool:
+        """Whether the bucket tells this replica to leave."""
+        return slot != PUBLISH and (report.wanted.is_to_leave(slot) or self._lease_over(report))
+
+    def _lease_over(self, report: Report) -> bool:
+        return 0 < report.wanted.until <= self.clock.wall()
+
+    def _emit_waiting(self, state: SlotState) -> None:
+        """Write down when a launch begins or ends to wait for a machine, which costs nothing."""
+        if state.handle is None or not state.handle.native or state.status is None:
+            return
+        waits = state.status.state is State.PENDING
+        about = {"slot": state.slot, "attempt": state.handle.attempt, "native": state.handle.native}
+        if waits and not state.pending:
+            self.emit("pending", **about, first=not state.ran)
+        elif state.pending and not waits and not state.status.state.ended:
+            self.emit("running", **about)
+        state.pending = waits
+
+    def observed(self, report: Report) -> list[Observation]:
+        now = self.clock.now()
+        beats = [(t, report.beats.get(t.slot)) for t in self.by_slot.values()]
+        may_take = [leave_s(beat, t.asked, self.boundary, GRACE_S) for t, beat in beats]
+        seen = [t.observe(beat, now, self.fresh_s) for t, beat in beats]
+        return [replace(one, leave_s=seconds) for one, seconds in zip(seen, may_take, strict=True)]
+
+    def tail(self, handle: Handle, lines: int) -> list[str]:
+        try:
+            return self.executor.logs(handle, lines)
+        except ExecutorError as error:
+            return [f"(no log: {error})"]
+
+    # ------------------------------------------------------------------ acting
+
+    def cancel(self, states: Sequence[SlotState], grace_s: float) -> None:
+        """Cancel now, and again from time to time until the platform has heard it."""
+        now = self.clock.now()
+        due = [t for t in states if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
+        for state in due:
+            state.cancelled = (now, grace_s)
+        if due:
+            self.executor.cancel([t.handle for t in due if t.handle], grace_s)
+
+    def book(self, event: str, handle: Handle, why: str) -> None:
+        """Write down a launch."""
+        self.emit(event, **begin_fields(handle), why=why)
+
+
+def wanted_slots(report: Report) -> list[str]:
+    """The slots that should run."""
+    return [s for s in report.wanted.slot_names if not report.wanted.is_to_leave(s)]
