@@ -66,11 +66,11 @@ test-slow: install
 # simulates in processes of its own, and waits for ever under the tracer
 coverage: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" --cov --cov-report=json:runs/coverage.json \
-	  --deselect tests/test_rendezvous_sim.py::test_a_red_seed_prints_the_command_that_replays_it
-	$(BIN)/python -m tests.coverage_page runs/coverage.json docs/internals/coverage.md
+	  --deselect tests/rendezvous/test_sim.py::test_a_red_seed_prints_the_command_that_replays_it
+	$(BIN)/python -m tests.support.coverage_page runs/coverage.json docs/internals/coverage.md
 
 test-trackers: $(TRACKERS)/.installed
-	$(TRACKERS)/bin/python -m pytest -q tests/test_diloco_trackers.py
+	$(TRACKERS)/bin/python -m pytest -q tests/diloco/test_trackers.py
 
 # trackio's pillow is not ours, so what it and the others need comes first, and everything else from .venv behind it
 $(TRACKERS)/.installed: pyproject.toml | install
@@ -81,9 +81,9 @@ $(TRACKERS)/.installed: pyproject.toml | install
 	@touch $@
 
 test-backends: $(VERL)/.installed $(MONARCH)/.installed
-	$(BIN)/python -m pytest -q tests/test_inner_prime_rl.py
-	$(VERL)/bin/python -m pytest -q tests/test_inner_verl.py
-	$(MONARCH)/bin/python -m pytest -q tests/test_inner_rounds.py tests/test_inner_monarch.py tests/test_executors_monarch.py
+	$(BIN)/python -m pytest -q tests/inner/test_prime_rl.py
+	$(VERL)/bin/python -m pytest -q tests/inner/test_verl.py
+	$(MONARCH)/bin/python -m pytest -q tests/inner/test_rounds.py tests/inner/test_monarch.py tests/executors/test_monarch.py
 
 # verl's own pins want an older transformers; what is tested here runs with ours, which stands behind it
 $(VERL)/.installed: pyproject.toml | install
@@ -106,7 +106,7 @@ $(MONARCH)/.installed: pyproject.toml constraints.txt | install
 	@touch $@
 
 test-tasks: $(TASKS)/.installed $(SMOLLM2)
-	$(TASKS)/bin/python -m pytest -q tests/test_inner_task_packages.py tests/test_inner_verifiers_scores.py tests/test_inner_tasks.py tests/test_executors_task_packages.py
+	$(TASKS)/bin/python -m pytest -q tests/inner/test_task_packages.py tests/inner/test_verifiers_scores.py tests/inner/test_tasks.py tests/executors/test_task_packages.py
 
 # they go with our versions; everything else comes from .venv behind them
 $(TASKS)/.installed: pyproject.toml constraints.txt | install
@@ -119,7 +119,7 @@ $(TASKS)/.installed: pyproject.toml constraints.txt | install
 test-backends: test-toploc
 
 test-toploc: $(TOPLOC)/.installed
-	$(TOPLOC)/bin/python -m pytest -q tests/test_inner_toploc.py
+	$(TOPLOC)/bin/python -m pytest -q tests/inner/test_toploc.py
 
 # its wheel is built for an older torch and does not load; from source: g++, three minutes of one core
 $(TOPLOC)/.installed: | install
@@ -135,7 +135,7 @@ test-backends: test-openenv
 
 # the tests run in .venv, whose pandas and pillow openenv's gradio does not take; its servers and clients run in its own
 test-openenv: $(OPENENV)/.installed
-	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/test_inner_openenv.py tests/test_inner_openenv_real.py
+	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/inner/test_openenv.py tests/inner/test_openenv_real.py
 
 $(OPENENV)/.installed: | install
 	$(PYTHON) -m venv $(OPENENV)
@@ -145,8 +145,8 @@ $(OPENENV)/.installed: | install
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
 test-vllm: $(VLLM)/.installed $(SMOLLM2)
-	$(VLLM)/bin/python -m pytest -q -s tests/test_diloco_vllm.py tests/test_diloco_weights_vllm.py
-	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" tests/test_inner_*.py tests/test_diloco_lora.py tests/test_diloco_outer.py
+	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_vllm.py tests/diloco/test_weights_vllm.py
+	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" tests/inner tests/diloco/test_lora.py tests/diloco/test_outer.py
 
 # the second set of versions, and vLLM's CPU build, which is not of the project; the three that go are built for another torch
 $(VLLM)/.installed: pyproject.toml $(VLLM_PINS)

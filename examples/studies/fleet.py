@@ -8,7 +8,7 @@
 
 Replicas take turns, each in a thread of its own, because `InnerLoop.train` returns once; only one runs at a time.  With
 the seeds of a real fleet it takes that fleet's steps, bit for bit, late work and replaced sessions included
-(tests/test_house_studies.py).
+(tests/house/test_studies.py).
 
 Not promised: sampling noise of real fleets: replicas here draw from one generator, in turns.
 """

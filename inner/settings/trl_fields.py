@@ -1,4 +1,4 @@
-"""The settings of TRL's GRPOConfig and their types; made and compared by tests/trl_table.py.
+"""The settings of TRL's GRPOConfig and their types; made and compared by tests/support/trl_table.py.
 
 No torch here.
 """

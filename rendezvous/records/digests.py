@@ -8,7 +8,7 @@
 
 The reader knows which kind it needs, and takes no weaker one: a digest that names its own kind must not be able to
 choose an easy one.  XXH3 is no cryptographic hash; bytes with a given xxh3-128 are made, not searched for
-(tests/second_preimage.py).
+(tests/support/second_preimage.py).
 
 Not promised: that the same bytes have one digest.  They have one of each kind.
 """

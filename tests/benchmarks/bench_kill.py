@@ -32,7 +32,7 @@ from typing import Any
 
 from diloco.process.journal import read_journal
 from rendezvous.records.records import Offer
-from tests.fleet import Fleet, context
+from tests.support.fleet import Fleet, context
 
 H, BEFORE = 40, 4  # inner steps per outer step; outer steps of a life before it dies
 SURVIVORS = ("r00", "r01", "r02")

@@ -103,7 +103,7 @@ class Span:
 @contextmanager
 def servers(folder: str) -> Iterator[list[str]]:
     """A server for each replica, over the same objects."""
-    command = [sys.executable, "-m", "tests.s3_server", "0", folder]
+    command = [sys.executable, "-m", "tests.support.s3_server", "0", folder]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(REPLICAS)]
     try:
         yield [p.stdout.readline().strip() for p in started if p.stdout]

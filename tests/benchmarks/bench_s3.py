@@ -31,7 +31,7 @@ from rendezvous.stores.cloud import PART, PARTS_AT_ONCE, RANGE, CloudStore
 def server() -> Iterator[str]:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory, ignore_cleanup_errors=True) as root:
-        command = [sys.executable, "-m", "tests.s3_server", "0", root]
+        command = [sys.executable, "-m", "tests.support.s3_server", "0", root]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         try:

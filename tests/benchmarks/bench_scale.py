@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules, Timing
-from tests.sim import Schedule, World
-from tests.sim_store import kind
+from tests.sim.simulate import Schedule, World
+from tests.sim.store import kind
 
 TIMINGS = {"s3": Timing(poll=1.0, beat=5.0, dead_after=20.0), "file": Timing()}
 HARDLY = {"s3": 0.04, "file": 0.001}  # seconds per request

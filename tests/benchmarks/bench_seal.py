@@ -23,7 +23,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores import signed as seal
 from rendezvous.stores.files import FileStore
-from tests.fakes import VectorState
+from tests.support.fakes import VectorState
 
 
 class Watch:

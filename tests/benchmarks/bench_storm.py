@@ -41,7 +41,7 @@ from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.records.records import Commit
-from tests.fleet import PRELOAD, TEXT
+from tests.support.fleet import PRELOAD, TEXT
 
 REPLICAS, SYNC_EVERY, INNER_S, KILLS_PER_HOUR = 8, 16, 0.15, 120
 ENTRY = "tests.benchmarks.bench_storm:replica"

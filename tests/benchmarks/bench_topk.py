@@ -40,7 +40,7 @@ from diloco.run.record import Run
 from diloco.run.sizing import BUILT_IN
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from tests.fleet import context
+from tests.support.fleet import context
 
 REPLICAS = 4
 ONE_AT_A_TIME = Lock()

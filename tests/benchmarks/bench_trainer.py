@@ -29,7 +29,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner import ComposerReplicationTrainer, InnerConfig, Seeds, ToolWorld, publish_model
 from inner.train.grpo import _silence_libraries, trainer_arguments
-from tests.test_inner_channels import world_pairs
+from tests.inner.test_channels import world_pairs
 
 WORLD = ToolWorld()
 CHANNELS: dict[str, dict[str, Any]] = {

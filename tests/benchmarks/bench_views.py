@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 
-from tests.long_run import copied, long_run
-from tests.s3_server import S3Server
+from tests.support.long_run import copied, long_run
+from tests.support.s3_server import S3Server
 
 KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
 COMMAND = [sys.executable, "-c", "import sys; from executors.cli.main import main; sys.exit(main())"]

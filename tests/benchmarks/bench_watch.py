@@ -22,12 +22,12 @@ import tempfile
 import time
 import urllib.request
 
-import tests.long_run
-import tests.test_diloco_report
+import tests.diloco.test_report
+import tests.support.long_run
 from tests.benchmarks.bench_views import KEYS
-from tests.long_run import LongRun, copied, copy, long_run
-from tests.s3_server import S3Server
-from tests.terminal import Terminal
+from tests.support.long_run import LongRun, copied, copy, long_run
+from tests.support.s3_server import S3Server
+from tests.support.terminal import Terminal
 
 STEP_S = 43.2
 COMMAND = [sys.executable, "-m", "executors.cli.main", "watch"]
@@ -38,7 +38,7 @@ class Server:
 
     def __init__(self, root: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.s3_server", "0", root], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.support.s3_server", "0", root], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.endpoint = self.process.stdout.readline().strip()
@@ -71,7 +71,7 @@ def go_on(run: LongRun, s3: S3Server, step: int, began: float) -> int:
 
 def main(steps: int, replicas: int, ms: int, seconds: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root, tempfile.TemporaryDirectory() as home:
-        tests.long_run.T0 = tests.test_diloco_report.T0 = time.time() - steps * STEP_S  # the run ends now
+        tests.support.long_run.T0 = tests.diloco.test_report.T0 = time.time() - steps * STEP_S  # the run ends now
         run = long_run(steps, replicas, STEP_S)
         s3 = S3Server(root)
         copied(run.store, s3)

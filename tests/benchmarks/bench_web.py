@@ -20,13 +20,13 @@ import tempfile
 import time
 from typing import Any
 
-import tests.long_run
-import tests.test_diloco_report
+import tests.diloco.test_report
+import tests.support.long_run
 from tests.benchmarks.bench_views import KEYS
 from tests.benchmarks.bench_watch import STEP_S, Server, go_on
-from tests.chromium import Chromium, Tab
-from tests.long_run import LongRun, copied, long_run
-from tests.s3_server import S3Server
+from tests.support.chromium import Chromium, Tab
+from tests.support.long_run import LongRun, copied, long_run
+from tests.support.s3_server import S3Server
 
 COMMAND = [sys.executable, "-m", "executors.cli.main", "watch"]
 
@@ -43,7 +43,7 @@ def heap_mb(tab: Tab) -> float:
 
 def main(steps: int, replicas: int, ms: int, seconds: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root, tempfile.TemporaryDirectory() as home:
-        tests.long_run.T0 = tests.test_diloco_report.T0 = time.time() - steps * STEP_S  # the run ends now
+        tests.support.long_run.T0 = tests.diloco.test_report.T0 = time.time() - steps * STEP_S  # the run ends now
         run = long_run(steps, replicas, STEP_S)
         s3 = S3Server(root)
         copied(run.store, s3)

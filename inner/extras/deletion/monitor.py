@@ -7,7 +7,7 @@
 A program runs in a sandbox of its own and changes nothing, so that tests of the agent's own, exits and prints in it are
 honest work: only its searches count (SEARCHES).
 
-A flag makes the reward 0. It is not the wall: each attack scores 0 without it (tests/test_inner_deletion_attacks.py),
+A flag makes the reward 0. It is not the wall: each attack scores 0 without it (tests/inner/test_deletion_attacks.py),
 by the mounts and by the comparison outside of the sandbox. It says in the log what a model has begun to try.
 
 Not promised: to find attacks that are hidden behind getattr and string arithmetic.

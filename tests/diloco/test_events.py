@@ -1,0 +1,139 @@
+"""The table of event kinds: complete for all that is emitted and read, and shown by every view."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SESSION_FAULTS, SHOWN, WARNINGS
+from diloco.process.journal import Journal
+from diloco.runlog.reader import BAD_ENDS, read_report
+from diloco.views.page.data import page_data
+from executors.cli.looking.status import Lines, status_dict, status_table
+from executors.cli.watch.words import event_lines
+from executors.supervision import costs
+from executors.supervision.notices import reward_waits
+from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.slots import launches, unserved
+from rendezvous.clock import SystemClock
+from rendezvous.stores.memory import MemoryStore
+from tests.diloco.test_report import T0, Bucket, killed_and_replaced
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("executors", "diloco", "rendezvous", "inner")
+EMITS = {"emit", "_emit", "book", "_emit_end"}
+OF_OTHERS = {"runs"}  # Emit protocols of code that is not a run's
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def literals(node: ast.AST) -> set[str]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def first_arguments(names: set[str]) -> dict[str, Path]:
+    """String literals that stand first in calls of these names, also on either side of an `if … else`."""
+    found: dict[str, Path] = {}
+    for path, tree in trees():
+        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and name_of(n) in names and n.args):
+            first = call.args[0]
+            sides = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+            found |= {s.value: path for s in sides if isinstance(s, ast.Constant) and isinstance(s.value, str)}
+    return found
+
+
+def test_every_kind_that_is_emitted_by_a_literal_is_in_the_table() -> None:
+    emitted = first_arguments(EMITS)
+    assert len(emitted) > 50, "the search finds what is there"
+    assert {kind: path for kind, path in emitted.items() if kind not in KINDS} == {}
+
+
+def test_every_kind_of_the_table_is_written_somewhere() -> None:
+    elsewhere = set[str]().union(*(literals(tree) for path, tree in trees() if path.name != "events.py"))
+    assert set(KINDS) - elsewhere == set()
+
+
+def test_every_kind_that_a_reader_asks_for_is_in_the_table() -> None:
+    asked = {
+        s
+        for _, tree in trees()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and name_of(call) == "of_kind"
+        for s in (a.value for a in call.args if isinstance(a, ast.Constant))
+    }
+    asked |= {*costs.BEGINS, *costs.ENDS, *costs.WAITS, *launches.BEGUN, *reward_waits.SETTLES}
+    asked |= {*unserved.ABOUT, *unserved.REASONS, *LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
+    assert asked - set(KINDS) == set()
+
+
+def test_a_kind_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="'forgd' is not a kind of event; add it to KINDS"):
+        Journal(MemoryStore(), SystemClock(), "r00", 1).emit("forgd", text="?")
+
+
+def test_the_levels_are_nested_and_each_kind_is_explained() -> None:
+    assert WARNINGS < MARKED < SHOWN < ON_PAGE and {kind for kind in KINDS if KINDS[kind].level == DATA}.isdisjoint(
+        ON_PAGE
+    )
+    assert all(about.text.endswith(".") and not about.advice.endswith(".") for about in KINDS.values())
+    assert set(BAD_ENDS) == {"killed", "lost", "crashed", "diverged", "gave up", "hung"}
+
+
+# -------------------------------------------------------------------- in every view
+
+
+WRITTEN = {
+    "forged": {"record": "offer", "key": "steps/000003/offer/r07/0001.json", "text": "not written with this run's key"},
+    "poisoned": {"step": 3, "blob": "steps/000003/delta/r07-1-n.bin", "text": "counts for nothing: NaN"},
+    "bad_offer": {"key": "steps/000003/offer/r07/0001.json", "text": "passed over: its codec is zip"},
+}
+
+
+@pytest.fixture(params=WRITTEN)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(kind: str) -> Bucket:
+    b = killed_and_replaced()
+    b.tell("r01", 2, 15.5, kind, **WRITTEN[kind])
+    return b
+
+
+def test_a_record_of_another_program_is_in_every_view(
+    run: Bucket, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, now = read_report(run.store), T0 + 16
+    words = WRITTEN[kind]["text"]
+    assert any(line.strip().startswith("!") and words in line for line in status_table(report, now, 200)), "status"
+    import sys
+
+    Lines(sys.stdout).show(report)
+    assert f"event={kind}" in capsys.readouterr().out, "lines of status, without a terminal"
+    assert any(words in line for line in event_lines(report)), "watch"
+    (shown,) = [e for e in page_data(report, now)["head"]["events"] if e["kind"] == kind]
+    assert shown["loud"] and words in shown["text"], "page"
+
+
+def test_it_is_a_trouble_for_status_json_and_alerts(run: Bucket, kind: str) -> None:
+    report, now = read_report(run.store), T0 + 16
+    expected = "forged" if kind == "forged" else "bad_records"
+    (found,) = [t for t in all_troubles(report, now) if t.kind == expected]
+    assert "steps/000003/" in found.text and found.advice
+    assert expected in {t["kind"] for t in status_dict(report, now)["troubles"]}
+
+
+def test_a_pseudogradient_of_our_own_session_is_told_once_as_diverged() -> None:
+    b = killed_and_replaced()
+    b.tell("r00", 1, 15.5, "poisoned", step=3, blob="steps/000003/delta/r01-2-n.bin", text="counts for nothing: NaN")
+    assert "bad_records" not in {t.kind for t in all_troubles(read_report(b.store), T0 + 16)}

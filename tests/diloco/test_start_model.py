@@ -1,0 +1,405 @@
+"""θ₀ of a Hub model is named and not carried; snapshot 0 has no momentum.  The real client, a Hub on loopback."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from diloco.model.export import export, state_at
+from diloco.model.fetch import fetch_model_without_weights
+from diloco.model.publish import publish_model
+from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
+from diloco.process import exitcodes
+from diloco.run.config import ConfigError
+from diloco.run.footprint import footprint
+from diloco.run.founding import open_run
+from diloco.run.record import ModelRecord, read_run
+from inner import InnerConfig, InnerError
+from inner import publish_model as made
+from inner.models.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model
+from inner.train.build import load_start
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.errors import WrongRun
+from rendezvous.records.records import Snapshot
+from rendezvous.snapshots import record as snapshots
+from rendezvous.stores.open import open_store
+from tests.rendezvous.test_engine import Seat, bucket
+from tests.support.audit import check_run
+from tests.support.fakes import ManualClock
+from tests.support.fleet import Fleet, config
+from tests.support.hf_models import HubModels
+
+NAME = "tester/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubModels]:
+    """A Hub with one model, and a cache of our own."""
+    made(InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"}), tmp_path / "there")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with HubModels({NAME: tmp_path / "there"}) as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        yield found
+
+
+def from_hub(**changes: Any) -> InnerConfig:
+    return InnerConfig(**{"loop": "supervised", "model": NAME, "data": {"text": "text.txt"}, **changes})
+
+
+def hub_fleet(folder: Path, hub: HubModels, **changes: Any) -> Fleet:
+    inner = {"model": NAME, **changes.pop("inner", {})}
+    return Fleet(folder, environ={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": ""}, inner=inner, **changes)
+
+
+def blobs(run: Path) -> dict[str, int]:
+    """Files below the run that are no records and no logs."""
+    paths = [p for p in run.rglob("*") if p.is_file() and p.suffix not in (".json", ".jsonl")]
+    return {p.relative_to(run).as_posix(): p.stat().st_size for p in paths if "code" not in p.parts}
+
+
+# ---------------------------------------------------------------------- a fleet
+
+
+def test_three_replicas_take_the_start_model_from_the_hub_and_the_bucket_never_has_it(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    """Each with a cache of its own; one is killed before there is a snapshot, and its successor starts from θ₀."""
+    fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4, "lr": "auto"}, fleet={"min_replicas": 3})
+    assert fleet.model.hub == {"model": NAME, "commit": hub.commit(NAME)}
+    hub.asked.clear()
+    for i in range(3):
+        die = "after:create:/offer/@2" if i == 1 else ""
+        fleet.start(f"r{i:02d}", die=die, HF_HOME=str(tmp_path / f"cache{i}"))
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None)
+    fleet.start("r01", HF_HOME=str(tmp_path / "cache1"))
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
+    assert hub.downloaded().count("model.safetensors") == 3, "the successor had it in its slot's cache"
+    run = tmp_path / "run"
+    assert sorted(os.listdir(run / "model")) == ["manifest.json"]
+    assert sorted(os.listdir(run / "snapshots" / f"{0:010d}")) == ["manifest.json"]
+    check_run(run, 6, tmp_path / "there" / "model.safetensors")
+    for step in (0, 3, 6):
+        assert export(str(run), step, tmp_path / f"at{step}") == step
+    start, exported = load_file(tmp_path / "there" / "model.safetensors"), load_file(tmp_path / "at0/model.safetensors")
+    assert all(torch.equal(start[name], values) for name, values in exported.items())
+    assert (tmp_path / "at6" / "tokenizer.json").read_bytes() == (tmp_path / "there" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_replica_that_joins_where_a_snapshot_stands_asks_the_hub_for_no_weights(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    fleet = hub_fleet(tmp_path, hub, outer={"sync_every": 20}, fleet={"steps": 10, "min_replicas": 2, "keep": "all"})
+    for slot in ("r00", "r01"):
+        fleet.start(slot, HF_HOME=str(tmp_path / "cache"))
+    fleet.wait_for(lambda: fleet.commit(3) and fleet.store.get(layout.snapshot_key(2)))
+    hub.asked.clear()
+    fleet.start("r02", HF_HOME=str(tmp_path / "empty"))
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert "config.json" in hub.downloaded() and not [n for n in hub.downloaded() if n.endswith(".safetensors")]
+    check_run(tmp_path / "run", 10, tmp_path / "there" / "model.safetensors")  # every digest that was logged
+    assert any(o.slot == "r02" for c in fleet.commits() for o in c.offers)
+
+
+def test_weights_that_were_not_asked_for_are_when_the_snapshot_turns_out_to_be_damaged(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4}, fleet={"replicas": 1, "min_replicas": 1})
+    fleet.start("r00", die="after:create:/offer/@6", HF_HOME=str(tmp_path / "cache"))
+    fleet.wait_for(lambda: fleet.sessions["r00"][0].exitcode is not None)
+    newest = next(snapshots.newest_first(fleet.store))
+    assert newest.t == 4
+    fleet.store.put(newest.blob, b"damaged")
+    hub.asked.clear()
+    fleet.start("r00", HF_HOME=str(tmp_path / "empty"))
+    assert fleet.wait() == {"r00": [-9, 0]}, fleet.logs()
+    asked = hub.downloaded()
+    assert asked.count("model.safetensors") == 1 and asked.index("config.json") < asked.index("model.safetensors")
+    check_run(tmp_path / "run", 6, tmp_path / "there" / "model.safetensors")
+
+
+def test_the_same_run_of_a_folder_carries_it_and_the_bytes_are_those_of_the_formula(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    found = dict[str, int]()
+    for kind, model in (("hub", NAME), ("folder", str(tmp_path / "there"))):
+        (where := tmp_path / kind).mkdir()
+        fleet = Fleet(where, inner={"model": model}, fleet={"replicas": 1, "steps": 1, "min_replicas": 1},
+                      environ={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")})  # fmt: skip
+        fleet.start("r00")
+        assert fleet.wait() == {"r00": [0]}, fleet.logs()
+        first = {n: s for n, s in blobs(where / "run").items() if n.startswith(("model/", f"snapshots/{0:010d}"))}
+        found[kind] = sum(s for n, s in first.items() if n.endswith(".safetensors"))
+        parameters = sum(int(np.prod(shape)) for _, shape, _ in fleet.model.layout)
+        expected = footprint(fleet.config, parameters, 1, 1)
+        assert found[kind] == pytest.approx(expected.once, rel=0.02)
+        assert expected.in_all == expected.once + expected.each_step + expected.each_snapshot
+    assert found["hub"] == 0 < found["folder"]
+
+
+def test_a_replica_that_gets_other_bits_says_so_and_trains_nothing(tmp_path: Path, hub: HubModels) -> None:
+    fleet = hub_fleet(tmp_path, hub, fleet={"replicas": 1, "min_replicas": 1})
+    weights = bytearray((tmp_path / "there" / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    hub.swapped["model.safetensors"] = bytes(weights)
+    fleet.start("r00", HF_HOME=str(tmp_path / "mirror"))
+    assert fleet.wait() == {"r00": [exitcodes.CRASHED]}
+    said = fleet.logs()
+    assert f"model.safetensors of {NAME} at commit {hub.commit(NAME)} has other bits here" in said
+    assert "Next: give this machine a way to it" in said and "inner.model = FOLDER" in said
+    assert fleet.commits() == [] and fleet.store.get(layout.snapshot_key(0)) is None
+    hub.swapped.clear()  # what was taken is not believed later either
+    fleet.start("r00", HF_HOME=str(tmp_path / "mirror"))
+    assert fleet.wait()["r00"][-1] == exitcodes.DONE, fleet.logs()
+
+
+@pytest.mark.slow
+def test_a_replica_without_a_way_to_the_hub_waits_and_ends_resumable(tmp_path: Path, hub: HubModels) -> None:
+    fleet = hub_fleet(tmp_path, hub, fleet={"give_up_s": 2.0, "replicas": 2, "min_replicas": 1})
+    hub.down = 407  # a proxy that wants to know who asks; the client tries a refused connection for half a minute
+    fleet.start("r00", HF_HOME=str(tmp_path / "nothing"))
+    fleet.wait_for(lambda: (b := fleet.beat("r00")) is not None and b.note.startswith("waits for the Hub"))
+    fleet.wait_for(lambda: fleet.sessions["r00"][0].exitcode is not None)
+    fleet.start("r01", HF_HOME=str(tmp_path / "cache"))  # whose cache is full
+    assert fleet.wait() == {"r00": [exitcodes.GAVE_UP], "r01": [exitcodes.DONE]}, fleet.logs()
+    said = fleet.log("r00").read_text()
+    assert "cannot be taken from the Hub" in said and f"hf download {NAME} --revision {hub.commit(NAME)}" in said
+
+
+# ---------------------------------------------------------------------- what is named, and what is carried
+
+
+def test_a_revision_becomes_a_commit_when_the_model_is_named(tmp_path: Path, hub: HubModels) -> None:
+    found = pin_hub_model(from_hub())
+    assert found is not None and found.commit == hub.commit(NAME)
+    assert set(found.files) == {p.name for p in (tmp_path / "there").iterdir()}
+    (tmp_path / "there" / "config.json").write_bytes((tmp_path / "there" / "config.json").read_bytes() + b"\n")
+    later = pin_hub_model(from_hub())
+    assert later is not None and later.commit == hub.commit(NAME) != found.commit
+    assert link_hub_files(found, _new(tmp_path / "old")), (
+        "the commit of the run is what the cache has, whatever main is now"
+    )
+    with pytest.raises(HubError) as refused:
+        shutil.rmtree(tmp_path / "cache")
+        link_hub_files(found, _new(tmp_path / "gone"))
+    assert refused.value.final, "the Hub says that it has no such commit"
+
+
+def test_a_folder_of_links_is_made_a_second_time(hub: HubModels, tmp_path: Path) -> None:
+    """A heal that begins again at θ₀ twice, or a try that the Hub left half done."""
+    found = pin_hub_model(from_hub())
+    assert found is not None
+    for _ in range(2):
+        link_hub_files(found, tmp_path / "model")
+    assert {p.name for p in (tmp_path / "model").iterdir()} == set(found.files)
+
+
+def test_pytorchs_own_files_are_weights_too(hub: HubModels, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    torch.save(load_file(there / "model.safetensors"), there / "pytorch_model.bin")
+    (there / "model.safetensors").unlink()
+    run = open_run(config(tmp_path, inner={"model": NAME}), str(tmp_path / "run"), SystemClock())
+    record = publish_model(run, SystemClock())
+    assert record.hub and "pytorch_model.bin" in record.files
+    hub.asked.clear()
+    shutil.rmtree(tmp_path / "cache")
+    folder = fetch_model_without_weights(run.store, record, tmp_path / "zeros")
+    assert "config.json" in hub.downloaded() and "pytorch_model.bin" not in hub.downloaded()
+    assert load_start(folder, "float32")[1] == []
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_full_cache_needs_no_hub(hub: HubModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pin_hub_model(from_hub())
+    assert found is not None
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert pin_hub_model(from_hub()) == found
+    asked = len(hub.asked)
+    assert load_start(link_hub_files(found, _new(tmp_path / "model")), "float32")[1] == []
+    assert len(hub.asked) == asked
+
+
+def test_a_gated_model_is_refused_at_once(hub: HubModels, tmp_path: Path) -> None:
+    found = pin_hub_model(from_hub())
+    assert found is not None
+    hub.gated = {NAME}
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(HubError) as refused:
+        link_hub_files(found, _new(tmp_path / "model"))
+    assert refused.value.final
+    with pytest.raises(InnerError, match="the Hub token"):
+        pin_hub_model(from_hub())
+
+
+def test_only_what_from_pretrained_reads_is_named() -> None:
+    texts = ["config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["README.md", "consolidated.safetensors", "onnx/model.onnx", "pytorch_model.bin", "modeling_own.py",
+              "pytorch_model.bin.index.json"]  # fmt: skip
+    assert needed_files([*texts, *shards, *others]) == sorted([*texts, *shards])
+    assert needed_files(["config.json", "pytorch_model.bin"]) == ["config.json", "pytorch_model.bin"]
+    assert needed_files(["config.json", "model.safetensors", "adapter_config.json"]) == []
+    assert needed_files(["config.json", "model.gguf"]) == []
+
+
+def test_weights_that_no_file_has_are_carried_as_they_were_drawn(tmp_path: Path, hub: HubModels) -> None:
+    """Every replica would draw others."""
+    path = tmp_path / "there" / "model.safetensors"
+    weights = load_file(path)
+    weights.pop(sorted(n for n in weights if "mlp" in n)[0])
+    save_file(weights, path, metadata={"format": "pt"})
+    run = open_run(config(tmp_path, inner={"model": NAME}), str(tmp_path / "run"), SystemClock())
+    record = publish_model(run, SystemClock())
+    assert not record.hub and record.hub_model is None
+    assert (tmp_path / "run" / record.files["model.safetensors"]["key"]).is_file()
+
+
+@pytest.mark.parametrize(("stored", "trained"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_rounding_has_one_result(tmp_path: Path, hub: HubModels, stored: str, trained: str) -> None:
+    """θ₀ = fp32 of the run's dtype of the file's values; what a folder carries has the same bits."""
+    there = tmp_path / "there"
+    model = AutoModelForCausalLM.from_pretrained(there, dtype=getattr(torch, stored))
+    model.save_pretrained(there)
+    kinds = {"hub": NAME, "folder": str(there)}
+    inner = {kind: {"model": name, "dtype": trained} for kind, name in kinds.items()}
+    records = dict[str, ModelRecord]()
+    for kind in kinds:
+        run = open_run(config(tmp_path, inner=inner[kind]), str(tmp_path / kind), SystemClock())
+        records[kind] = publish_model(run, SystemClock())
+    assert records["hub"].theta == records["folder"].theta and records["hub"].layout == records["folder"].layout
+    expected = load_file(there / "model.safetensors")
+    dtype = getattr(torch, trained)
+    flat = torch.cat([expected[name].to(dtype).float().reshape(-1) for name, _, _ in records["hub"].layout])
+    found = first_arrays(there, trained, config(tmp_path).outer)
+    assert found["theta.0"].tobytes() == flat.numpy().tobytes() and not found["momentum.0"].any()
+
+
+def test_other_bits_after_reading_are_refused(tmp_path: Path, hub: HubModels) -> None:
+    model, drawn = load_start(tmp_path / "there", "float32")
+    announced = theta_digest(model, "sha256")
+    refuse_other_bits(announced, model)
+    refuse_other_bits("", model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    with pytest.raises(WrongRun, match="releases of torch and transformers"):
+        refuse_other_bits(announced, model)
+    assert drawn == []
+
+
+def test_export_of_a_run_whose_model_the_hub_does_not_give_says_what_to_do(tmp_path: Path, hub: HubModels) -> None:
+    fleet = hub_fleet(tmp_path, hub, fleet={"replicas": 1, "steps": 1, "min_replicas": 1})
+    fleet.start("r00", HF_HOME=str(tmp_path / "cache"))
+    assert fleet.wait() == {"r00": [0]}, fleet.logs()
+    shutil.rmtree(tmp_path / "cache")
+    hub.down = 407
+    with pytest.raises(ConfigError, match=r"cannot be taken from the Hub .* Next: give this machine a way to it"):
+        export(str(tmp_path / "run"), 0, tmp_path / "out")
+
+
+def test_an_adapter_of_a_hub_model_is_carried_and_its_base_is_not(tmp_path: Path, hub: HubModels) -> None:
+    fleet = hub_fleet(tmp_path, hub, inner={"lora": {"r": 2}}, fleet={"replicas": 1, "steps": 2, "min_replicas": 1})
+    fleet.start("r00", HF_HOME=str(tmp_path / "cache"))
+    assert fleet.wait() == {"r00": [0]}, fleet.logs()
+    carried = {name for name, stored in fleet.model.files.items() if stored["key"]}
+    assert carried == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    there = {p.name for p in (tmp_path / "run" / "model").rglob("*") if p.is_file()}
+    assert there == {"manifest.json", "adapter_config.json", "adapter_model.safetensors"}
+    found = fleet.model.hub_model
+    assert found is not None and set(found.files) == set(fleet.model.files) - carried
+    assert export(str(tmp_path / "run"), None, tmp_path / "out") == 2
+    told = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (told["base_model_name_or_path"], told["revision"]) == (NAME, hub.commit(NAME))
+    base = json.loads((tmp_path / "out" / "base.json").read_text())
+    assert (base["model"], base["commit"]) == (NAME, hub.commit(NAME)) and "model.safetensors" in base["files"]
+
+
+# ---------------------------------------------------------------------- snapshot 0
+
+
+def test_snapshot_0_has_no_momentum_and_is_read_with_zeros(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, fleet={"replicas": 1, "steps": 1, "min_replicas": 1}, outer={"lr": "auto"})
+    fleet.start("r00")
+    assert fleet.wait() == {"r00": [0]}, fleet.logs()
+    store = open_store(str(tmp_path / "run"))
+    first = Snapshot.decode(store.get(layout.snapshot_key(0)) or b"")
+    parameters = sum(int(np.prod(shape)) for _, shape, _ in fleet.model.layout)
+    assert 4 * parameters < first.size < 4 * parameters + 1024
+    at, state = state_at(read_run(str(tmp_path / "run")), fleet.model, 0)
+    assert at == 0 and state.digest() == first.base and not state.optimizers[0].momentum.any()
+
+
+def test_minus_zero_is_written_down(tmp_path: Path) -> None:
+    store, arrays = open_store(str(tmp_path)), {"theta.0": np.array([-0.0, 0.0], "f4"), "momentum.0": np.zeros(2, "f4")}
+    found = snapshots.write_first(store, ManualClock(), arrays, base="b", elsewhere=False)
+    read = snapshots.load(store, found, lambda *a, **k: None, arrays)
+    assert read is not None and read["theta.0"].tobytes() == arrays["theta.0"].tobytes()
+
+
+def test_a_snapshot_that_older_releases_wrote_with_its_zeros_is_read(tmp_path: Path) -> None:
+    store, arrays = open_store(str(tmp_path)), {"theta.0": np.ones(2, "f4"), "momentum.0": np.zeros(2, "f4")}
+    found = snapshots.write(store, ManualClock(), 0, arrays, base="b", prev=None)
+    assert set(snapshots.load(store, found, lambda *a, **k: None, arrays) or {}) == set(arrays)
+
+
+def test_a_session_that_must_begin_again_at_theta_0_asks_for_it(tmp_path: Path) -> None:
+    """In the middle of its session, where no snapshot has been written yet."""
+    clock = ManualClock()
+    store = bucket(clock, replicas=1, m=1)
+    seat = Seat(store, "r00", clock, replace_every())
+    first = {name: a.copy() for f in range(1) for name, a in seat.state.arrays(f).items()}
+    asked: list[int] = []
+
+    def theta_0() -> dict[str, np.ndarray]:
+        asked.append(1)
+        return {name: a.copy() for name, a in first.items()}
+
+    seat.rv.join(seat.state, theta_0)
+    assert asked == [], "it is θ₀ already"
+    assert [k for k in store.list("snapshots/") if k.endswith(".safetensors")] == []
+    seat.offer()
+    seat.step()
+    base = seat.rv.base
+    seat.rv._heal(upto=1)
+    assert asked == [1] and seat.rv.base == base
+    other = Seat(store, "r01", clock, replace_every())
+    other.state.load({**first, "theta.0": first["theta.0"] + 1})
+    other.rv.join(other.state, theta_0)
+    assert other.rv.base == base and asked == [1, 1]
+
+
+def replace_every() -> Any:
+    from tests.rendezvous.test_engine import RULES
+
+    return replace(RULES, snapshot_every=50)
+
+
+def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() -> None:
+    sha = "sha256:" + "1" * 64
+    hub = {"model": NAME, "commit": "c" * 40}
+    good = ModelRecord({"config.json": {"key": "", "digest": sha}}, [["w", [1], "float32"]], "n", 0.0, hub, "x")
+    assert ModelRecord.decode(good.encode()).hub_model == HubModel(NAME, "c" * 40, {"config.json": "1" * 64})
+    for bad in (replace(good, hub={}), replace(good, hub={"model": NAME}),
+                replace(good, files={"config.json": {"key": "model/n/config.json", "digest": sha}}),
+                replace(good, files={"../config.json": {"key": "", "digest": sha}})):  # fmt: skip
+        with pytest.raises(Exception, match="expected a model"):
+            ModelRecord.decode(bad.encode())
+    raw = json.loads(good.encode())
+    del raw["hub"], raw["theta"]
+    raw["files"] = {}
+    assert ModelRecord.decode(json.dumps(raw).encode()).theta == "", "as older releases wrote it"

@@ -1,0 +1,178 @@
+"""`diloco verify`: a run is computed again from its bucket, without write access; a flipped bit is found by name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.audit.verify import Verdict, verify
+from diloco.run.config import ConfigError
+from diloco.run.record import read_run
+from executors.cli import main as cli
+from rendezvous import layout
+from rendezvous.stores.files import FileStore
+from tests.support.audit import audit
+from tests.support.fleet import Fleet
+from tests.support.s3_server import S3Server
+
+STEPS = 5
+FOREVER = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two replicas that is done."""
+    folder = tmp_path_factory.mktemp("verified")
+    fleet = Fleet(folder, fleet={"replicas": 2, "steps": STEPS})
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0]}
+    return Path(fleet.url)
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def verified(run: Path, step: int | None = None) -> Verdict:
+    return verify(read_run(str(run)), step)
+
+
+def flip(path: Path, at: int = -5) -> str:
+    body = bytearray(path.read_bytes())
+    body[at] ^= 1
+    path.write_bytes(body)
+    return path.name
+
+
+def the_one(run: Path, pattern: str) -> Path:
+    return sorted(run.glob(pattern))[0]
+
+
+def test_a_good_run_is_equal_and_says_as_much_as_the_independent_audit(finished: Path) -> None:
+    found = verified(finished)
+    assert found.good, found.lines()
+    assert list(found.digests.values()) == audit(finished).digests and found.thetas == list(range(STEPS + 1))
+    assert found.from_deltas == list(range(STEPS)) and "inner steps" in found.unchecked[0] and len(found.unchecked) == 1
+
+
+@pytest.mark.slow
+def test_without_wide_vector_instructions_the_digests_are_the_same(finished: Path) -> None:
+    """numpy and torch as on a CPU without AVX, and no kernel of ours.  SSE, which every x86-64 has, stays on."""
+    with_vectors = verified(finished).digests
+    vectors = " ".join(np.show_config(mode="dicts")["SIMD Extensions"]["found"])
+    code = (
+        "import sys; import numpy as np; assert not np.show_config(mode='dicts')['SIMD Extensions'].get('found')\n"
+        "import rendezvous.means.reduce as reduce; reduce.load_mean_kernel = lambda name: None\n"
+        "from executors.cli.main import main; sys.exit(main(['verify', sys.argv[1], '--json']))"
+    )
+    plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": vectors}
+    done = subprocess.run([sys.executable, "-c", code, finished], capture_output=True, text=True, env=plain, check=True)
+    assert {int(t): base for t, base in json.loads(done.stdout)["digests"].items()} == with_vectors
+
+
+@pytest.mark.parametrize(
+    ("pattern", "step", "slot"),
+    [("steps/0000000002/mean/*.bin", 2, ""), ("steps/0000000003/delta/r01-*.bin", 3, "r01"),
+     ("snapshots/0000000002/*.safetensors", 2, "")],
+)  # fmt: skip
+def test_a_flipped_bit_is_found_by_name(run: Path, pattern: str, step: int, slot: str) -> None:
+    if not list(run.glob(pattern)):
+        pytest.fail(f"this run has no {pattern}: {sorted(p.as_posix() for p in run.rglob('*'))}")
+    name = flip(the_one(run, pattern))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    found = verified(run)
+    assert [(d.step, Path(d.blob).name, d.slot) for d in found.differences] == [(step, name, slot)], found.lines()
+    assert found.thetas == list(range(STEPS + 1)), "the replay goes on past it"
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before, "nothing is put back"
+
+
+def test_a_replica_that_held_another_theta_is_named(run: Path) -> None:
+    log = next(p for p in sorted(run.glob("log/r01-1/*.jsonl")) if '"event":"step"' in p.read_text().replace(" ", ""))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    changed = next(line for line in lines if line.get("event") == "step")
+    changed["theta"] = "0" * 32
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + "an odd line\n")
+    found = verified(run)
+    assert [(d.step, d.slot) for d in found.differences] == [(changed["step"] + 1, "r01-1")], found.lines()
+
+
+def test_a_commit_that_was_edited_is_named_and_what_follows_is_unchecked(run: Path) -> None:
+    path = run / layout.commit_key(2)
+    path.write_bytes(path.read_bytes().replace(b'"mode":"direct"', b'"mode":"direkt"'))
+    found = verified(run)
+    assert [(d.step, d.blob) for d in found.differences] == [(2, layout.commit_key(2))]
+    assert any("all after commit 2" in text for text in found.unchecked)
+
+
+def test_a_commit_that_vanished_is_named(run: Path) -> None:
+    (run / layout.commit_key(2)).unlink()
+    found = verified(run)
+    assert [(d.step, d.blob) for d in found.differences] == [(2, layout.commit_key(2))], found.lines()
+    assert found.thetas == [0, 1, 2]
+
+
+def test_what_was_collected_is_said_and_is_no_difference(run: Path) -> None:
+    for path in run.glob("steps/0000000000/*/*.bin"):
+        path.unlink()
+    found = verified(run)
+    assert found.good and found.thetas == [0, *range(2, STEPS + 1)], found.lines()
+    assert any("θ of steps 1 to 1" in text for text in found.unchecked)
+
+
+def test_a_listing_that_lags_hides_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compared nothing, said that everything was equal, and ended with 0."""
+    monkeypatch.setattr(FileStore, "list", lambda store, prefix: [])
+    found = verified(run)
+    assert found.good and len(found.thetas) > 1 and found.from_deltas
+
+
+def test_a_verdict_on_nothing_is_no_good_one(run: Path) -> None:
+    for path in run.glob("snapshots/*/manifest.json"):
+        path.unlink()
+    found = verified(run)
+    assert not found.good and found.lines()[-1] == "nothing could be compared"
+
+
+def test_one_step_alone_and_steps_that_cannot_be_had(run: Path) -> None:
+    assert verified(run, 3).thetas == [2, 3]
+    with pytest.raises(ConfigError, match=f"step 9 has not been taken: the run stands at {STEPS}"):
+        verified(run, 9)
+    for path in [*run.glob("steps/0000000000/*/*.bin"), *run.glob("snapshots/0000000000/*.saf*")]:
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"step 1 cannot be .* any more.*reaches back to step 2"):
+        verified(run, 1)
+
+
+def test_the_command_on_a_bucket_that_refuses_to_be_written(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from rendezvous.stores.open import open_store
+
+    keys: dict[str, Any] = {"AWS_ACCESS_KEY_ID": "AKIDTEST", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
+    with S3Server(access_key="AKIDTEST") as s3:
+        for name, value in {**keys, "AWS_ENDPOINT_URL": s3.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://bucket/run")
+        for path in (p for p in finished.rglob("*") if p.is_file()):
+            store.put(path.relative_to(finished).as_posix(), path.read_bytes())
+        mean = the_one(finished, "steps/0000000002/mean/*.bin")
+        store.put(mean.relative_to(finished).as_posix(), b"\1" + mean.read_bytes()[1:])
+        s3.fault("403", op="Put|Post|Delete|Create", times=FOREVER)
+        assert cli.main(["verify", "s3://bucket/run"]) == 1
+        assert f"differs: step 2: steps/0000000002/mean/{mean.name}: the stored mean" in capsys.readouterr().out
+        assert cli.main(["explain", "s3://bucket/run", "--step", "1"]) == 0
+        assert "the outer step moved θ by" in capsys.readouterr().out
+        assert cli.main(["blame", "s3://bucket/run", "--from", "2", "--no-metric"]) == 0
+        assert "without r01" in capsys.readouterr().out
+        assert cli.main(["bisect", "s3://bucket/run", "--", "sh", "-c", "test {step} -lt 4"]) == 0
+        assert "outer step 3 made it of θ_3" in capsys.readouterr().out
+        assert cli.main(["gc", "s3://bucket/run", "--keep", "window", "--dry-run"]) == 0
+        assert "nothing was deleted" in capsys.readouterr().out
+        assert not [fault for fault in s3.faults if fault.times < FOREVER], "nothing was asked to be written"

@@ -1,0 +1,1 @@
+"""Tests of the command line, the supervisor and every platform, against servers on this machine."""

@@ -1,0 +1,111 @@
+"""A mistyped command is told what was wrong with it in one line, with the nearest word; TAB spares the typing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from executors.cli import main as cli
+from executors.platforms import EXECUTORS
+from executors.preflight import mistyped
+from tests.executors.test_cli import config, run, say  # noqa: F401  (fixtures)
+from tests.executors.test_cli_fleet import completed
+
+
+def refusal(capsys, *argv: object) -> str:
+    """The words of argparse: one line, exit code 2, no usage."""
+    with pytest.raises(SystemExit) as left:
+        cli.main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    assert left.value.code == 2 and out == "" and len(err.splitlines()) == 1 and "usage" not in err
+    return err.strip()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian"], "diloco: there is no VERB 'trian'; did you mean train?"),
+        (["plan", "c", "--run=r", "--exectr"], "diloco plan: there is no option --exectr; did you mean --executor?"),
+        (["stop", "r", "--grcae=3"], "diloco stop: there is no option --grcae; did you mean --grace?"),
+        (["train", "c"], "diloco train: --run must be given; `diloco train --help` says what it is"),
+        (["status", "a", "b"], "diloco status: 'b' is one word too many; words with blanks need quotes"),
+        (["train", "c", "--run"], "diloco train: --run: expected one argument"),
+        (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
+        (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
+        ([], "diloco: VERB must be given; `diloco --help` says what it is"),
+    ],
+)  # fmt: skip
+def test_one_line_with_the_nearest_word(capsys, argv, said):
+    assert refusal(capsys, *argv) == said
+
+
+@pytest.mark.parametrize("grace", ["nan", "inf", "-1", "soon"])
+def test_a_grace_that_is_no_number_of_seconds(capsys, grace):
+    """Before: nan was taken, and then every comparison with it was false."""
+    assert f"{grace!r} is no number of seconds; write e.g. 20" in refusal(capsys, "stop", "r", f"--grace={grace}")
+
+
+def test_the_release(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("diloco 0.")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "\n\n"])
+def test_an_empty_file_is_no_config(capsys, tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    code, out, err = say(capsys, "plan", tmp_path / "run.toml", "--run", tmp_path / "run")
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert f"{tmp_path / 'run.toml'} is empty" in err and "diloco demo" in err
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "status"])
+@pytest.mark.parametrize("url", ["http://host/run", "https://host/run"])
+def test_a_web_page_is_no_place_for_a_run(capsys, config, verb, url):  # noqa: F811
+    words = [url] if verb == "status" else [config, "--run", url]
+    code, _, err = say(capsys, verb, *words)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"{url} is a web page's address" in err and "s3://bucket/prefix" in err
+
+
+def test_nothing_near():
+    assert mistyped.nearest_hint("xyz", ["train", "plan"]) == ""
+
+
+# -------------------------------------------------------------------- TAB
+
+
+def test_bash_completes_executors_and_places(capsys):
+    script = say(capsys, "completion", "bash")[1]
+    assert completed(script, "diloco", "train", "c", "--executor", "") == list(EXECUTORS)
+    assert completed(script, "diloco", "train", "c", "--executor", "s") == ["slurm", "sky"]
+    assert completed(script, "diloco", "plan", "c", "--place", "mo") == ["modal"]
+    assert "--version" in completed(script, "diloco", "--")
+
+
+def test_bash_completes_the_slots_of_a_run(capsys, run, tmp_path, monkeypatch):  # noqa: F811
+    """The script asks `diloco completion bash --slots RUN`, so a `diloco` must be on the path."""
+    program = tmp_path / "bin" / "diloco"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m executors.cli.main "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    script = say(capsys, "completion", "bash")[1]
+    assert completed(script, "diloco", "drain", run.url, "") == ["r00", "r01"]
+    assert completed(script, "diloco", "logs", run.url, "r01") == ["r01", "r01-1", "r01-2"]
+    assert completed(script, "diloco", "drain", run.url, "--j") == ["--json"]
+    assert completed(script, "diloco", "drain", tmp_path / "nothing", "") == []
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_told_executors_and_slots(capsys, shell):
+    script = say(capsys, "completion", shell)[1]
+    assert "local modal hf-jobs slurm sky" in script and f"completion {shell} --verb" in script
+
+
+def test_the_bash_script_is_read_without_an_error(capsys):
+    script = say(capsys, "completion", "bash")[1]
+    assert subprocess.run(["/bin/bash", "-n"], input=script, text=True, capture_output=True, check=True).stderr == ""

@@ -1,0 +1,268 @@
+"""Detached runs on Modal, in containers that hold what Modal's image holds: the packages, the mounts, not the project.
+
+The server (support/modal_server.py) fails a test in which a container deploys.  Here: the command line and README's
+example to the end of a run with a preempted and a killed replica, supervisors that cannot start, are killed for good,
+or are silent, and the machine from which another supervisor takes over.
+"""
+
+# ruff: noqa: F811
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import modal
+import pytest
+
+from diloco.runlog.reader import SUPERVISOR, Report, read_report
+from executors.platforms.multi import Place
+from executors.platforms.on_modal.app import app_name
+from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
+from executors.supervision import lease
+from rendezvous import layout
+from rendezvous.agreement.membership import read_beat, write_control
+from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
+from tests.diloco.test_s3_fleet import downloaded
+from tests.support.audit import check_run
+from tests.support.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
+from tests.support.modal_server import ModalPlatform
+
+CONFIG = """
+name = "test"
+[outer]
+sync_every = 2
+snapshot_every = 2
+[fleet]
+replicas = 3
+min_replicas = 2
+steps = {steps}
+[inner]
+loop = "supervised"
+model = "tiny"
+data.text = "text.txt"
+batch_size = 4
+data.context_length = 16
+"""
+
+
+def config(folder: Path, steps: int) -> Path:
+    (folder / "text.txt").write_text("one plus one is two. " * 300)
+    (folder / "run.toml").write_text(CONFIG.format(steps=steps))
+    return folder / "run.toml"
+
+
+def diloco(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own."""
+    command = [sys.executable, "-m", "executors.cli.main", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+
+
+def words(done: subprocess.CompletedProcess[str]) -> str:
+    return f"rc {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def log_of_all(platform: ModalPlatform) -> str:
+    return "".join(f"{line.task_id[-3:]} {line.data}" for line in platform.server.lines[-120:])
+
+
+def disturbed(platform: ModalPlatform, executor: ModalExecutor, url: str, steps: int) -> Report:
+    """One replica preempted, another one killed without a word, once both train; -> the run at its end."""
+    store, done = open_store(url), list[str]()
+    for slot, act in (("r01", platform.preempt), ("r02", platform.crash)):
+        until(lambda s=slot: _takes_part(store, s), lambda s=slot: f"{s} does not train:\n{log_of_all(platform)}", 240)
+        act(next(h for h in executor.find(url) if h.slot == slot))
+        done.append(slot)
+    until(lambda: read_report(store).done, lambda: f"the run did not end:\n{log_of_all(platform)}", 400)
+    report = read_report(store)
+    for slot in done:
+        assert sum(x.slot == slot for x in report.sessions) >= 2, f"{slot} was not started again"
+    assert report.head == steps
+    return report
+
+
+def _takes_part(store: Any, slot: str) -> bool:
+    """It trains, or waits for the others between two of its inner phases (a beat shows one moment of five seconds)."""
+    beat = read_beat(store, slot)
+    return beat is not None and beat.phase in ("train", "wait")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_train_detached_reaches_the_end_without_the_project_in_any_container(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    where = ("--run", run, "--executor", "modal", "--secret", bucket.secret)
+    started = diloco("train", str(config(tmp_path, 12)), *where, "--max-usd", "2", "--yes", "--detach")
+    assert started.returncode == 0, words(started) + log_of_all(platform)
+    supervisor = read_beat(open_store(run), SUPERVISOR)
+    assert supervisor is not None and supervisor.host == "modal/supervisor.1", "it returned before anybody supervised"
+    again = diloco("resume", run, "--detach", "--yes")
+    assert again.returncode == 0 and "on modal/supervisor.1 supervises this run already" in again.stdout, words(again)
+    disturbed(platform, executor, run, 12)
+    assert not platform.server.deploys
+    check_run(downloaded(run, tmp_path / "bucket"), 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_without_a_bucket_reaches_the_end_as_setup_types_it(platform, executor, tmp_path) -> None:
+    """`diloco setup modal` ends with this command: the run is on Modal's dict and volume, and there is no secret."""
+    url = "modal://diloco/first"
+    where = ("--run", url, "--executor", "modal", "--max-usd", "2", "--yes", "--detach")
+    started = diloco("train", str(config(tmp_path, 60)), *where)
+    assert started.returncode == 0, words(started) + log_of_all(platform)
+    disturbed(platform, executor, url, 60)
+    assert not platform.server.deploys
+    assert "outer step 60 of 60" in (shown := diloco("status", url)).stdout, words(shown)
+    check_run(downloaded(url, tmp_path / "bucket"), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_reaches_the_end_without_the_project_in_any_container(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    """README's `modal run -m examples.modal_grpo`, with three replicas."""
+    command = [sys.executable, "-m", "modal", "run", "-m", "examples.modal_grpo", "--run", run, "--secret"]
+    command += [bucket.secret, "--gpu", "none", "--config", str(config(tmp_path, 12))]
+    looking = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    disturbed(platform, executor, run, 12)
+    said, _ = looking.communicate(timeout=120)
+    assert looking.returncode == 0 and "all 12 outer steps are committed" in said, said
+    assert not platform.server.deploys
+    check_run(downloaded(run, tmp_path / "bucket"), 12)
+
+
+@pytest.mark.slow
+def test_the_last_words_of_a_supervisor_that_cannot_start(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    """Its secret has keys that the bucket refuses: said here, by the exit code, and in status."""
+    wrong = {"AWS_ACCESS_KEY_ID": "SOMEBODY", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL": bucket.endpoint}
+    modal.Secret.objects.create("wrong-keys", {**wrong, "AWS_REGION": "us-east-1"}, allow_existing=True)
+    bucket.secret = "wrong-keys"
+    founded(run, bucket, tmp_path)
+    resumed = diloco("resume", run, "--detach", "--yes")
+    assert resumed.returncode == 1 and "its supervisor, modal (fc-" in resumed.stdout, words(resumed)
+    assert "AccessDenied" in resumed.stdout or "403" in resumed.stdout, words(resumed)
+    status = diloco("status", run)
+    assert "no supervisor; the last one ended with code 1" in status.stdout, words(status)
+    assert diloco("resume", run, "--detach", "--yes").returncode == 1, "and the next try starts another one"
+    assert [h.attempt for h in executor.find(run) if h.slot == SUPERVISOR] == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    """A claim and a beat without a goodbye are no sign of life; status says since when it is silent."""
+    found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 2})
+    old = lease.Lease.seize(found.store, SystemClock())
+    dead = read_beat(found.store, SUPERVISOR)
+    assert dead is not None and old.generation == 1
+    silent = replace(dead, host="modal/supervisor.1", pid=7, at=dead.at - 2 * 3600)
+    found.store.put(layout.beat_key(SUPERVISOR), silent.encode())
+    far = {"DILOCO_PLACE": "another-machine", "HOME": str(tmp_path)}
+    status = diloco("status", run, **far)
+    assert "last heard 2 h 0 min ago" in status.stdout and "resume" in status.stdout, words(status)
+    resumed = diloco("resume", run, "--detach", "--yes", **far)
+    assert resumed.returncode == 0 and "resumed" in resumed.stdout, words(resumed) + log_of_all(platform)
+    assert "supervised by modal (fc-" in resumed.stdout and "supervises this run already" not in resumed.stdout
+    until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_supervisor_that_was_killed_eleven_times_is_succeeded_from_another_machine(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 100_000})
+    far = {"DILOCO_PLACE": "another-machine", "HOME": str(tmp_path)}
+    assert diloco("resume", run, "--detach", "--yes").returncode == 0
+    (first,) = (h for h in executor.find(run) if h.slot == SUPERVISOR)
+    call = platform.server.calls[first.native]
+    for n in range(1, SUPERVISOR_CRASHES + 2):
+        until(lambda n=n: call.starts >= n and (call.result is not None or _began(executor, run, n)), f"no start {n}")
+        if call.result is None:
+            platform.crash(first)
+            until(lambda n=n: call.starts > n or call.result is not None, f"start {n} was not killed")
+    until(lambda: call.result is not None, "the call went on")
+    status = executor.poll([first])[0]
+    assert status.state.ended and f"died {SUPERVISOR_CRASHES} times" in status.reason
+    resumed = diloco("resume", run, "--detach", "--yes", **far)
+    assert resumed.returncode == 0 and "supervised by modal (fc-" in resumed.stdout, words(resumed)
+    write_control(found.store, SystemClock(), steps=read_report(found.store).head + 2)
+    until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
+    assert [h.attempt for h in executor.find(run) if h.slot == SUPERVISOR] == [2]
+
+
+def _began(executor: ModalExecutor, url: str, n: int) -> bool:
+    entries = modal.Dict.from_name(app_name(url))
+    return entries.contains(f"start/{SUPERVISOR}.1/{n}")
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_not_there_ends_the_run_before_a_slot_is_claimed(
+    platform,
+    executor,
+    run,
+    bucket,
+    tmp_path,
+) -> None:
+    """The image's torch is for the CPU alone: it would train there, at the GPU's price."""
+    found = founded(run, bucket, tmp_path)
+    write_control(found.store, SystemClock(), places=[Place("modal", gpu=("T4",), secrets=(bucket.secret,)).to_dict()])
+    platform.server.has_gpus = False
+    try:
+        until(lambda: diloco("resume", run, "--detach", "--yes").returncode in (0, 2), "it did not start")
+        until(lambda: _ended(executor, run), f"the supervisor goes on:\n{log_of_all(platform)}", 120)
+    finally:
+        platform.server.has_gpus = True
+    status = diloco("status", run)
+    assert "the last one ended with code 2" in status.stdout, words(status)
+    (end,) = read_report(found.store).of_kind("gave_up_on")
+    assert "a GPU was asked for (T4)" in " ".join(end["tail"]) and "a build for the CPU alone" in " ".join(end["tail"])
+    assert not [key for key in found.store.list("replicas/") if "supervisor" not in key], "a slot was claimed"
+
+
+@pytest.mark.slow
+def test_the_gpus_name_is_in_status(platform, executor, run, bucket, tmp_path) -> None:
+    found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 2})
+    write_control(found.store, SystemClock(), places=[Place("modal", gpu=("T4",), secrets=(bucket.secret,)).to_dict()])
+    assert diloco("resume", run, "--detach", "--yes").returncode == 0
+    until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
+    assert {x.device for x in read_report(found.store).sessions} == {"NVIDIA Stub 16GB"}
+    told = json.loads(diloco("status", run, "--json").stdout)
+    assert {session["device"] for session in told["sessions"]} == {"NVIDIA Stub 16GB"}
+
+
+def _ended(executor: ModalExecutor, url: str) -> bool:
+    (supervisor,) = (h for h in executor.find(url) if h.slot == SUPERVISOR)
+    return executor.poll([supervisor])[0].state.ended

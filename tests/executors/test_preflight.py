@@ -1,0 +1,754 @@
+"""Every mistake that can be seen on the laptop is refused by `diloco plan`, as a user types it, on all five platforms.
+
+    one table: a mistake, what the message must name        ×        local · modal · hf-jobs · slurm · sky
+
+Everything runs in a process of its own: exit code 2, nothing on stdout, one message, no traceback, within 10 seconds.
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.run.config import RunConfig
+from executors.platforms.multi import Place
+from executors.preflight import place_faults, platform_options
+from inner import InnerConfig, InnerError
+from inner.models.known import cached_snapshot, known_model
+from inner.usercode.rehearse import missing_package, rehearse
+from inner.worlds.body import tiny_llama
+from tests.executors import test_pair_templates as pair_templates
+from tests.executors.test_cli import ROOT
+from tests.support.hf_server import HFServer
+from tests.support.modal_server import ModalPlatform
+
+WITHIN_S = 10.0
+FAR = ("modal", "hf-jobs", "sky")
+ALL = ("local", "modal", "hf-jobs", "slurm", "sky")
+NOTHING = "nothing was started"
+CONFIG = """
+name = "mine"
+[fleet]
+replicas = 2
+steps = 4
+[outer]
+sync_every = 6
+[inner]
+model = "toolworld"
+rewards.function = "reward.py:score"
+data.prompts = "prompts.jsonl"
+"""
+REWARD = """
+def score(completions, answer, **columns):
+    return [float(len(str(c)) == len(a)) for c, a in zip(completions, answer)]
+"""
+PROMPT = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+PAIR = {
+    "state_id": "s1",
+    "state_messages": [{"role": "user", "content": "look"}],
+    "chosen": "ls",
+    "rejected": "rm -r /",
+    "n_teachers_agreeing": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config that is right, and its files."""
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    return tmp_path
+
+
+UNREACHED = 75  # all is right with it, and the bucket s3://bucket/run, of which there is none, gives no answer
+
+
+def where(executor: str, folder: Path) -> list[str]:
+    """The options that a careful user types to run there."""
+    secrets = ["--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY"]
+    return {
+        "local": ["--run", str(folder / "run"), "--executor", "local"],
+        "slurm": ["--run", str(folder / "run"), "--executor", "slurm", "--option", "cluster=local"],
+        "modal": ["--run", "s3://bucket/run", "--executor", "modal", "--gpu", "H100", "--secret", "aws"],
+        "hf-jobs": ["--run", "s3://bucket/run", "--executor", "hf-jobs", "--gpu", "a10g-small", *secrets],
+        "sky": ["--run", "s3://bucket/run", "--executor", "sky", "--gpu", "H100:1", *secrets],
+    }[executor]
+
+
+DRIVER = """
+import io, json, sys, time
+from contextlib import redirect_stderr, redirect_stdout
+from executors.cli.main import main
+told = []
+for argv in json.loads(sys.argv[1]):
+    began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(argv)
+        except SystemExit as left:
+            code = left.code
+    told.append([code, out.getvalue(), err.getvalue(), time.monotonic() - began])
+heavy = sorted({"torch", "trl", "transformers", "datasets", "modal"} & set(sys.modules))
+print(json.dumps({"told": told, "heavy": heavy}))
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    code: int
+    out: str
+    err: str
+    took: float
+
+
+def plans(folder: Path, *argvs: list[str], **environ: str) -> tuple[list[Told], list[str]]:
+    """`diloco plan run.toml …`, one after the other in one process, as a user has it: no keys, no network beyond
+    loopback.  -> what each said, and the heavy modules that were imported for it.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "HF_", "DILOCO_"))}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    env = {**kept, **offline, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'data' / 'stubs'}", **environ}
+    asked = json.dumps([["plan", str(folder / "run.toml"), *argv] for argv in argvs])
+    done = subprocess.run([sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    return [Told(*row) for row in answer["told"]], answer["heavy"]
+
+
+def plan(folder: Path, *argv: str, **environ: str) -> Told:
+    (told,), heavy = plans(folder, list(argv), **environ)
+    assert set(heavy) <= ({"modal"} if "MODAL_SERVER_URL" in environ else set())
+    return told
+
+
+@pytest.fixture
+def account() -> Iterator[dict[str, str]]:
+    """Variables that lead to a Modal on loopback, with the secret that `where` names: a plan asks for it."""
+    import modal
+
+    with ModalPlatform() as there:
+        modal.Secret.objects.create("aws", {"A": "b"})
+        yield there.environ
+
+
+def refused(told: Told, folder: Path, within: float = WITHIN_S) -> str:
+    """The one message of a command that was refused."""
+    assert told.code == 2 and told.out == "" and "Traceback" not in told.err, told
+    assert told.err.startswith("diloco plan: ") and told.took < within, told
+    assert not (folder / "run").exists()
+    return told.err
+
+
+# -------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """files: name -> content.   inner: lines of [inner] (a key that stands there is replaced).   argv: typed behind.
+
+    says: what the message must have in it: the file or option, the line or key, what was seen, what to do.
+    """
+
+    name: str
+    says: tuple[str, ...]
+    files: tuple[tuple[str, str], ...] = ()
+    inner: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+    on: tuple[str, ...] = ALL
+
+
+def lines(*rows: object) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+UNTEMPLATED = tuple(
+    (f"models/mine/{name}", "{}") for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin")
+)
+REPLAY = ("replay.weight = 0.1", 'replay.pairs = "pairs.jsonl"')
+MISTAKES = (
+    Mistake("a config that is empty", ("run.toml is empty", "diloco demo"), (("run.toml", ""),)),
+    Mistake("a setting that is none", ("run.toml", "inner.modle", "did you mean inner.model?"), inner=('modle = "x"',)),
+    Mistake("no TOML", ("run.toml cannot be read as TOML", "line 2"), (("run.toml", '\nname = "x\n'),)),
+    Mistake(
+        "a reward that Python cannot compile",
+        ("run.toml: inner.rewards.function = 'reward.py:score'", "reward.py, line 2: def score(:", "SyntaxError"),
+        (("reward.py", "import os\ndef score(:\n"),),
+    ),
+    Mistake(
+        "a typo that shows when the file is read",
+        ("run.toml", "function = 'reward.py:score' could not be imported", "reward.py, line 2: LIMIT = lenn([1])",
+         "NameError: name 'lenn' is not defined", "mend the line"),
+        (("reward.py", "import os\nLIMIT = lenn([1])\n" + REWARD),),
+    ),
+    Mistake(
+        "a typo that shows when the reward is called",
+        ("run.toml", "reward reward.py:score failed on 2 completions", "reward.py, line 2: return [flaot(1)",
+         "NameError: name 'flaot' is not defined", "mend the line"),
+        (("reward.py", "def score(completions, **columns):\n    return [flaot(1) for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that is not in the file",
+        ("'reward.py:score'", "defines no 'score'", "grade", "inner.rewards.function"),
+        (("reward.py", "def grade(completions, **columns):\n    return [0.0 for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that returns one number for two", ("reward.py:score returned 1 values for 2 completions",),
+        (("reward.py", "def score(completions, **columns):\n    return [0.0]\n"),),
+    ),
+    Mistake(
+        "a reward that returns NaN", ("reward.py:score returned nan for completion 0", "Return a finite number"),
+        (("reward.py", "def score(completions, **columns):\n    return [float('nan') for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that wants a column that no prompt has", ("run.toml", "reward.py:score", "solution", "line"),
+        (("reward.py", "def score(completions, solution, **columns):\n    return [0.0 for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that ends the process", ("reward.py:score", "SystemExit"),
+        (("reward.py", "import sys\nsys.exit(3)\n" + REWARD),),
+    ),
+    Mistake(
+        "a reward that imports what is not here",
+        ("reward.py, line 1: import no_such_package_xyz", "no_such_package_xyz is not installed", "pip install"),
+        (("reward.py", "import no_such_package_xyz\n" + REWARD),),
+    ),
+    Mistake(
+        "a prompt that is no JSON",
+        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
+        (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
+    ),
+    Mistake(
+        "a line without a prompt", ("inner.data.prompts = 'prompts.jsonl', line 3 has no `prompt`", 'Write {"prompt"'),
+        (("prompts.jsonl", lines(PROMPT, PROMPT, {"promt": "x"})),),
+    ),
+    Mistake(
+        "a column that one line lacks",
+        ("inner.data.prompts = 'prompts.jsonl', line 2: column answer", "Write it everywhere"),
+        (("prompts.jsonl", lines(PROMPT, {"prompt": "x"})),),
+    ),
+    Mistake("prompts that are empty", ("inner.data.prompts = 'prompts.jsonl' is empty",), (("prompts.jsonl", ""),)),
+    Mistake(
+        "a file that is not there",
+        ("run.toml: inner.data.prompts: there is no file",), inner=('data.prompts = "p.jsonl"',)
+    ),
+    Mistake(
+        "a pair that is none", ("pairs.jsonl, line 2", "rejected", "Mend the line, or take it out"),
+        (("pairs.jsonl", lines(PAIR, {**PAIR, "rejected": ""})),), REPLAY,
+    ),
+    Mistake(
+        "a model that is no folder and no name", ("run.toml: inner.model = './models/mine'", "no such folder here"),
+        inner=('model = "./models/mine"',),
+    ),
+    Mistake(
+        "a model without config.json", ("has no config.json", "save_pretrained"),
+        (("models/mine/readme", "x"),), ('model = "{folder}/models/mine"',), on=("local", "slurm"),
+    ),
+    Mistake(
+        "chats for a model without chat template",
+        ("run.toml: inner.data.prompts = 'prompts.jsonl' are chats", "no chat template",
+         "Write each prompt as one text"),
+        UNTEMPLATED, ('model = "{folder}/models/mine"',), on=("local", "slurm"),
+    ),
+    Mistake(
+        "a system prompt for a model without chat template",
+        ("run.toml: inner.data.prompts = 'prompts.jsonl' become chats by inner.data.system", "Leave inner.data.system"),
+        (*UNTEMPLATED, ("prompts.jsonl", lines({**PROMPT, "prompt": "2 + 2?"}))),
+        ('model = "{folder}/models/mine"', 'data.system = "Be brief."'), on=("local", "slurm"),
+    ),
+    Mistake(
+        "a model on this machine and replicas elsewhere", ("inner.model", "is a folder of this machine", "hf upload"),
+        (("models/mine/config.json", "{}"),), ('model = "{folder}/models/mine"',), on=FAR,
+    ),
+    Mistake(
+        "eight GPUs for a replica that uses one",
+        ("--gpu H100:8 rents 8 GPUs", "7 would be billed", "--gpu H100 and more"),
+        argv=("--gpu=H100:8",), on=("modal", "slurm", "sky"),
+    ),
+    Mistake(
+        "a flavor with four", ("--gpu a10g-largex4 rents 4 GPUs", "--replicas"), argv=("--gpu=a10g-largex4",),
+        on=("hf-jobs",),
+    ),
+    Mistake(
+        "vLLM where it is not",
+        ("run.toml: inner.vllm: vLLM is not installed here", "vllm==0.31.0", "transformers==5.17.0", "constraints-"),
+        inner=("vllm = {}",), on=("local", "slurm")
+    ),
+    Mistake(
+        "8-bit AdamW where bitsandbytes is not",
+        ('inner.optimizer = "adamw8bit", and bitsandbytes', "bitsandbytes`, or set inner.optimizer"),
+        inner=('optimizer = "adamw8bit"',)
+    ),
+    Mistake(
+        "a run key that replicas do not get", ("DILOCO_RUN_KEY", "--secret DILOCO_RUN_KEY"),
+        environ=(("DILOCO_RUN_KEY", "0123456789abcdef"),), on=("hf-jobs", "sky"),
+    ),
+    Mistake(
+        "temporary keys without their token", ("AWS_SESSION_TOKEN", "--secret AWS_SESSION_TOKEN"),
+        environ=(("AWS_SESSION_TOKEN", "x"),), on=("hf-jobs", "sky"),
+    ),
+    Mistake(
+        "an image that is none", ("--option image=my image", "registry"), argv=("--option=image=my image",),
+        on=("modal", "hf-jobs"),
+    ),
+    Mistake(
+        "an option that Slurm has not", ("--option partitoin", "did you mean partition?"),
+        argv=("--option=partitoin=gpu",), on=("slurm",),
+    ),
+    Mistake(
+        "an option that SkyPilot has not", ("--option use_spott", "did you mean use_spot?"),
+        argv=("--option=use_spott=true",), on=("sky",),
+    ),
+    Mistake(
+        "a cloud that SkyPilot has not", ("SkyPilot does not take", "infra=moon", "sky show-gpus"),
+        argv=("--option=infra=moon",), on=("sky",),
+    ),
+    Mistake(
+        "an option that the place has not", ("takes no option regoin",), argv=("--option=regoin=us",),
+        on=("local", "modal", "hf-jobs"),
+    ),
+)  # fmt: skip
+
+
+def made(mistake: Mistake, folder: Path) -> None:
+    for name, content in mistake.files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    if mistake.inner:
+        keys = {line.partition(" = ")[0] for line in mistake.inner}
+        kept = [row for row in CONFIG.splitlines() if row.partition(" = ")[0] not in keys - {"name"}]
+        added = [line.replace("{folder}", str(folder)) for line in mistake.inner]
+        (folder / "run.toml").write_text("\n".join([*kept, *added, ""]))
+
+
+SLOW = {  # each plan of them runs the reward in a process of its own; the others that do are enough for every day
+    "a reward that wants a column that no prompt has", "a reward that ends the process",
+    "a reward that imports what is not here", "a reward that returns NaN",
+    "a typo that shows when the reward is called",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name in SLOW else ()) for m in MISTAKES]
+)
+def test_a_mistake_is_refused_on_every_platform_without_torch(folder: Path, mistake: Mistake) -> None:
+    made(mistake, folder)
+    argvs = [[*where(executor, folder), *mistake.argv] for executor in mistake.on]
+    told, heavy = plans(folder, *argvs, **dict(mistake.environ))
+    for answer in told:
+        err = refused(answer, folder)
+        assert not [word for word in mistake.says if word not in err], err
+    assert heavy == []
+
+
+def test_keys_that_nobody_named(folder: Path) -> None:
+    argvs = [["--run", "s3://bucket/run", "--executor", executor] for executor in FAR]
+    for told in plans(folder, *argvs)[0]:
+        err = refused(told, folder)
+        assert "AWS_ACCESS_KEY_ID" in err and "AWS_SECRET_ACCESS_KEY" in err and "--secret" in err
+
+
+def test_what_is_right_is_planned(folder: Path, account: dict[str, str]) -> None:
+    for told in plans(folder, where("local", folder), where("slurm", folder), where("modal", folder), **account)[0]:
+        assert told.code == (0 if "s3://" not in told.out else UNREACHED), told
+        assert told.out.strip().endswith(NOTHING) and "memory per replica" in told.out
+    assert not (folder / "run").exists()
+
+
+TEMPLATES = ("DeepSeek", "Gemma, system", "Cohere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_pair_that_the_models_template_cannot_write_is_refused_on_every_platform(folder: Path, name: str) -> None:
+    """The model is one of the Hub, in this machine's cache; the fast half is tests/executors/test_pair_templates.py."""
+    template, messages, why = pair_templates.TEMPLATES[name]
+    cache = folder / "hf" / "hub" / "models--me--mine"
+    snapshot = cache / "snapshots" / "abc"
+    pair_templates.tokenizer(template).save_pretrained(snapshot)
+    tiny_llama(pair_templates.tokenizer(template), 512, seed=0).config.save_pretrained(snapshot)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    (folder / "pairs.jsonl").write_text(lines(PAIR, {**PAIR, "state_id": "p7", "state_messages": messages}))
+    made(Mistake("", (), inner=('model = "me/mine"', *REPLAY)), folder)
+    told, heavy = plans(folder, *[where(executor, folder) for executor in ALL])
+    for answer in told:
+        err = refused(answer, folder, within=60.0)
+        assert "pair p7: this model's chat template cannot write it" in err and why in err, err
+        assert "inner.replay.skip_unfit = true" in err
+    assert heavy == []
+
+
+def test_a_partition_that_sinfo_does_not_list_is_refused_by_plan(folder: Path) -> None:
+    (folder / "bin").mkdir()
+    for name, does in (("sinfo", "echo gpu; echo cpu"), ("sbatch", "exit 1")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / "bin" / name).chmod(0o755)
+    argv = ["--run", str(folder / "run"), "--executor", "slurm", "--option", "partition=gpus"]
+    told = plan(folder, *argv, PATH=f"{folder / 'bin'}:{os.environ['PATH']}")
+    assert "this cluster has no partition 'gpus'; did you mean gpu?" in refused(told, folder)
+
+
+@pytest.mark.slow
+def test_a_gpu_that_the_platform_has_not_is_refused_by_plan(folder: Path) -> None:
+    modal, sky = (
+        [*where(executor, folder), "--gpu", gpu] for executor, gpu in (("modal", "H9000"), ("sky", "H9000:1"))
+    )
+    told, _ = plans(folder, modal, sky)
+    assert "Modal has no GPU called 'H9000'. It has T4" in refused(told[0], folder)
+    assert "SkyPilot does not take --gpu H9000:1" in refused(told[1], folder)
+    with HFServer() as server:
+        flavor = [word.replace("a10g-small", "h9000") for word in where("hf-jobs", folder)]
+        keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": server.token}
+        told = plan(folder, *flavor, HF_ENDPOINT=server.endpoint, HF_HUB_OFFLINE="0", **keys)
+    assert "no hardware is called h9000; there are" in refused(told, folder)
+
+
+def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
+    """Before: --run was required, and a bucket without keys was the answer."""
+    told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder), **account)[0]
+    for answer in (told, without):
+        assert "per hour in all" in answer.out, answer
+    assert told.code == 0 and without.code == UNREACHED, "with a bucket that gives no answer nothing could be started"
+    assert "it could not be started now: s3://bucket/run cannot be reached from here" in without.err
+    assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
+
+
+def test_a_plan_with_a_model_that_cannot_be_reached_is_none(folder: Path, account: dict[str, str]) -> None:
+    """Before: exit code 0, which says that it could be started."""
+    made(Mistake("", (), inner=('model = "me/absent"',)), folder)
+    told = plan(folder, *where("local", folder))
+    assert told.code == UNREACHED and "not checked: offline (HF_HUB_OFFLINE)" in told.out
+    assert "it could not be started now: me/absent cannot be reached from here" in told.err
+    far = plan(folder, "--executor", "modal", "--gpu", "H100", **account)
+    assert far.code == 0, "the start model is published from there"
+
+
+def test_a_plan_with_a_token_that_the_hub_does_not_know_is_none(folder: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "0"}
+    with HFServer() as server:
+        told = plan(folder, *where("hf-jobs", folder), HF_ENDPOINT=server.endpoint, HF_TOKEN="hf_old", **keys)
+        good = plan(folder, *where("hf-jobs", folder), HF_ENDPOINT=server.endpoint, HF_TOKEN=server.token, **keys)
+    assert "hf auth login" in refused(told, folder)
+    assert "cannot be reached from here" in good.err and "per hour in all" in good.out
+
+
+def test_a_wrong_verdict_can_be_overruled(folder: Path) -> None:
+    (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
+    assert plan(folder, *where("local", folder), "--no-preflight").code == 0
+
+
+def test_a_plan_for_an_account_that_is_not_there_is_none(folder: Path) -> None:
+    """Before: exit code 0 and a price, though nothing could be started."""
+    told = plan(folder, *where("modal", folder), MODAL_SERVER_URL="http://127.0.0.1:9", MODAL_CONFIG_PATH="/nowhere")
+    assert "Modal does not know who you are" in refused(told, folder)
+
+
+def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: dict[str, str]) -> None:
+    (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
+    told = plan(folder, *where("modal", folder), "--option", "image=docker.io/me/mine:1", **account)
+    assert (
+        told.code == UNREACHED
+        and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
+    )
+    assert "not checked: the image docker.io/me/mine:1" in told.out
+
+
+SANDBOXED = """
+from inner.extras.deletion.world import FeatureDeletion
+"""
+
+
+@pytest.fixture
+def deletion(folder: Path) -> Path:
+    """A config whose environment runs programs in bubblewrap, and a PATH that has none."""
+    lines = [line for line in CONFIG.splitlines() if not line.startswith("rewards")]
+    (folder / "run.toml").write_text("\n".join(lines) + '\nsampling.environment = "environment.py:FeatureDeletion"\n')
+    (folder / "environment.py").write_text(SANDBOXED)
+    (folder / "bin").mkdir()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", *FAR])
+def test_a_place_without_the_sandbox_that_an_environment_needs(
+    deletion: Path, executor: str, account: dict[str, str]
+) -> None:
+    """Whether the laptop itself has bubblewrap matters to replicas on the laptop alone."""
+    environ = {"PATH": str(deletion / "bin"), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    told, image = plan(deletion, *where(executor, deletion), **environ), ["--option", "image=me/x:1"]
+    if executor == "local":
+        assert "`bwrap` is not on the PATH. `apt-get install bubblewrap`" in refused(told, deletion)
+        return
+    said = refused(told, deletion)
+    assert "environment.py:FeatureDeletion runs programs in bubblewrap, and replicas on" in said and executor in said
+    brings = ["--option", "setup=sudo apt-get install -y bubblewrap"] if executor == "sky" else image
+    assert brings[1].partition("=")[0] in said
+    with HFServer() as server:
+        environ |= {"HF_TOKEN": server.token, "HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0"}
+        environ |= account if executor == "modal" else {}
+        told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
+    assert told.code == UNREACHED and f"not checked: that {executor} lets replicas make user namespaces" in told.out
+
+
+def test_a_laptop_with_the_sandbox_says_so_of_places_without() -> None:
+    with pytest.raises(InnerError, match="replicas on modal would have none"):
+        place_faults.about_sandbox("environment.py:E", "", [Place("local"), Place("modal")])
+    assert place_faults.about_sandbox("environment.py:E", "", [Place("local"), Place("slurm")]) == []
+    with pytest.raises(InnerError, match="no namespaces"):
+        place_faults.about_sandbox(
+            "environment.py:E", "no namespaces", [Place("modal", options={"image": "x"}), Place("slurm")]
+        )
+
+
+def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
+    (folder / "reward.py").write_text("import time\ntime.sleep(600)\n" + REWARD)
+    config = InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"})
+    files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
+    assert rehearse(config, files, time_s=2.0).late
+
+
+def test_a_crash_in_c_is_told_as_the_rewards(folder: Path) -> None:
+    (folder / "reward.py").write_text("import os\ndef score(completions, **columns):\n    os._exit(7)\n")
+    files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
+    found = rehearse(
+        InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"}),
+        files,
+        time_s=60.0,
+    )
+    assert "reward.py:score: the code ended its process with exit code 7" in found.refused
+
+
+def test_a_missing_package_is_told_from_a_missing_file_of_a_package_that_is_here() -> None:
+    try:
+        import json.no_such_part  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        assert missing_package(error) == ""
+    try:
+        import no_such_package_xyz  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        outer = InnerError("could not be imported")
+        outer.__cause__ = error
+        assert missing_package(outer) == "no_such_package_xyz"
+
+
+# -------------------------------------------------------------------- the model
+
+
+def safetensors(path: Path, cut: int = 0) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    body = struct.pack("<Q", len(header)) + header + b"\0" * 16
+    path.write_bytes(body[: len(body) - cut])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "tokenizer_config.json").write_text("{}")
+    safetensors(made / "pytorch_model.bin")
+    return made
+
+
+def known(model: object, ask=None, **settings: object) -> str:
+    """The note or refusal for it; "" if all is well."""
+    files = {"rewards": {"function": "reward.py:score"}, "data": {"prompts": "prompts.jsonl"}}
+    try:
+        return known_model(InnerConfig(model=str(model), **files, **settings), ask).note  # type: ignore[arg-type]
+    except InnerError as error:
+        return f"refused: {error}"
+
+
+def test_a_model_that_is_whole(model: Path) -> None:
+    assert known(model) == ""
+
+
+def test_a_model_that_is_cut_off(model: Path) -> None:
+    safetensors(model / "model.safetensors", cut=5)
+    assert "model.safetensors is cut off: 75 bytes of 80" in known(model) or "is cut off" in known(model)
+
+
+def test_a_model_that_is_a_pointer(model: Path) -> None:
+    (model / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    assert "Git LFS pointer" in known(model) and "git lfs pull" in known(model)
+
+
+def test_a_model_without_one_of_its_shards(model: Path) -> None:
+    index = {"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names model-2.safetensors, which is not there" in known(model)
+
+
+def test_a_model_without_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer_config.json").unlink()
+    assert "has no tokenizer" in known(model) and "save_pretrained" in known(model)
+
+
+def test_a_cached_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--me--mine"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc\n")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert cached_snapshot("me/mine", None) == cache / "snapshots" / "abc" == cached_snapshot("me/mine", "abc")
+    assert cached_snapshot("me/other", None) is None
+    assert known("me/mine", ask=lambda *_: pytest.fail("the Hub was asked")) == ""
+
+
+def test_a_model_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert known("me/mine-xyz").startswith("not checked: offline (HF_HUB_OFFLINE)")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+    def unreachable(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    assert "not checked: offline (Name or service not known)" in known("me/mine-xyz", unreachable)
+
+
+@pytest.mark.slow
+def test_a_network_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    never = threading.Event()
+    began = time.monotonic()
+    assert "did not answer within 4 s" in known("me/mine-xyz", lambda *_: never.wait(600) and None)
+    assert time.monotonic() - began < 120, "it hangs for ten minutes"
+    never.set()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The Hub's answers for a model that it does not know, one without that revision, and one that is gated."""
+
+    def do_GET(self) -> None:
+        kinds = {"unknown": "RepoNotFound", "old": "RevisionNotFound", "gated": "GatedRepo"}
+        code = next((kind for name, kind in kinds.items() if f"/{name}" in self.path), "")
+        self.send_response(403 if code == "GatedRepo" else 404 if code else 200)
+        if code:
+            self.send_header("X-Error-Code", code)
+        body = b"{}" if code else json.dumps({"id": "me/good", "_id": "1"}).encode()
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("me/unknown", "refused: model = 'me/unknown': the Hub knows no such model"),
+        ("me/old", "refused: model = 'me/old' has no revision 'v9' on the Hub"),
+        ("me/gated", "refused: model = 'me/gated' is gated"),
+        ("me/good", ""),
+    ],
+)
+def test_what_the_hub_says_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: str, name: str, said: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    found = known(name, revision="v9")
+    assert found.startswith(said) and bool(found) == bool(said), found
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (('model = "me/unknown"',), "inner.model = 'me/unknown': the Hub knows no such model"),
+        (('model = "me/old"', 'revision = "v9"'), "inner.model = 'me/old' has no revision 'v9' on the Hub"),
+        (('model = "me/gated"',), "inner.model = 'me/gated' is gated"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_on_every_platform(
+    folder: Path, hub: str, inner: tuple[str, ...], said: str
+) -> None:
+    made(Mistake("", (), inner=inner), folder)
+    told, heavy = plans(folder, *[where(e, folder) for e in ALL], HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
+    assert all(said in refused(answer, folder) for answer in told) and len(told) == 5 and heavy == []
+
+
+# -------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize(
+    ("options", "fine"), [({}, False), ({"pip": ["bitsandbytes"]}, True), ({"image": "me/x"}, True)]
+)
+def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: bool) -> None:
+    config = RunConfig.from_dict({"inner": {"optimizer": "adamw8bit"}})
+    said = place_faults.eight_bits(config, Place(executor="modal", options=options))
+    assert (said == "") is fine and (fine or "will not be in the image on modal. Add `--pip bitsandbytes`" in said)
+    assert place_faults.eight_bits(RunConfig(), Place(executor="modal")) == ""
+
+
+def test_devices_in_every_platforms_words() -> None:
+    told = {("modal", "H100:8"): 8, ("modal", "H100"): 1, ("modal", "A100-80GB"): 1, ("sky", "L4:1"): 1}
+    told |= {
+        ("hf-jobs", "a10g-largex4"): 4,
+        ("hf-jobs", "a100-large"): 1,
+        ("hf-jobs", "l4x1"): 1,
+        ("slurm", "h100:2"): 2,
+    }
+    assert {key: place_faults.device_count(*key) for key in told} == told
+
+
+def test_a_partition_that_the_cluster_has_not() -> None:
+    there = lambda: frozenset({"gpu", "cpu"})  # noqa: E731
+    assert platform_options.slurm_fault({"partition": "gpu,cpu"}, there) == ""
+    assert "no partition 'gpus'; did you mean gpu?" in platform_options.slurm_fault({"partition": "gpus"}, there)
+    assert platform_options.slurm_fault({"partition": "gpus"}, lambda: None) == ""  # Slurm does not answer
+    assert platform_options.slurm_fault({"partition": "x", "cluster": "local"}, there) == ""
+
+
+def test_an_option_that_only_we_set() -> None:
+    assert "use --timeout" in platform_options.slurm_fault({"time": 5}, lambda: None)
+
+
+def test_modal_secrets_are_named_as_not_looked_into() -> None:
+    config = RunConfig()
+    place = Place("modal", secrets=("aws",))
+    notes = list(place_faults.notes_about(config, "s3://b/r", [place], {"DILOCO_RUN_KEY": "x"}))
+    assert any("Modal secret aws holds AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, DILOCO_RUN_KEY" in n for n in notes)
+    assert place_faults.keys_missing("s3://b/r", place, {}) == ""
+    assert place_faults.keys_missing("gs://b/r", Place("hf-jobs"), {}) == ""
+    assert place_faults.keys_missing("runs/x", Place("slurm"), {"DILOCO_RUN_KEY": "x"}) == ""  # inherits it
+
+
+def test_a_list_of_rewards_is_tried_function_by_function(folder: Path) -> None:
+    config = CONFIG.replace('rewards.function = "reward.py:score"\n', "")
+    lines = '[inner.rewards.functions]\n"reward.py:score" = 1.0\n"other.py:brief" = 0.2\n'
+    (folder / "run.toml").write_text(config + lines)
+    missing = plan(folder, *where("local", folder))
+    assert missing.code and "inner.rewards.functions: there is no file" in missing.err and "other.py" in missing.err
+    (folder / "other.py").write_text("def brief(completions, **columns):\n    return [1.0]\n")
+    wrong = plan(folder, *where("local", folder))
+    assert wrong.code and "reward other.py:brief returned 1 values for 2 completions" in wrong.err
+    (folder / "other.py").write_text("def brief(completions, **columns):\n    return [None] * len(completions)\n")
+    assert plan(folder, *where("local", folder)).code == 0

@@ -1,0 +1,93 @@
+"""Folders that a command writes into: its own, or none; and commands that are printed to be copied."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from executors.cli.checking.init import init
+from executors.cli.main import main
+from executors.cli.target import MARK, mark_export, refuse_export
+from executors.preflight.run_url import UsageError, make_folder, refuse_foreign_files
+from rendezvous import layout
+
+ROOT = Path(__file__).parents[2]
+CONFIG = 'name = "x"\n[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "text.txt"\n'
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def test_a_project_is_not_written_among_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"holds thesis.tex.*diloco init .*first"):
+        init(tmp_path, model="me/mine", task="sums")
+    assert listing(tmp_path) == ["thesis.tex"]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".git").mkdir()
+    assert "run.toml" in init(tmp_path / "new", model="me/mine", task="sums"), "hidden files disturb nothing"
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_run_is_not_founded_among_other_files(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("one two three")
+    before = listing(tmp_path)
+    assert main([verb, str(tmp_path / "run.toml"), "--run", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "holds run.toml, text.txt, which belong to no run" in said and f"--run {tmp_path}/runs/first" in said
+    assert listing(tmp_path) == before
+
+
+def test_the_folder_of_a_run_or_of_a_founding_that_was_cut_off_is_its_own(tmp_path: Path) -> None:
+    for name in ("code", "report.html"):
+        (tmp_path / name).mkdir()
+        refuse_foreign_files(str(tmp_path))
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(UsageError, match=r"notes\.md"):
+        make_folder(f"file://{tmp_path}")
+    (tmp_path / layout.RUN).write_text("{}")
+    refuse_foreign_files(str(tmp_path))
+
+
+def test_every_folder_of_a_run_is_known_as_its_own() -> None:
+    drawn = re.findall(r"^    [├└]── ([\w.]+)", layout.__doc__ or "", re.M)
+    assert set(drawn) == set(layout.TOP)
+
+
+def test_a_model_is_written_over_an_earlier_export_and_nothing_else(tmp_path: Path) -> None:
+    refuse_export(tmp_path / "new")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    refuse_export(mine)
+    (mine / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds config.json, which no export has written"):
+        refuse_export(mine)
+    mark_export(mine, "file:///run", 3)
+    refuse_export(mine)
+    assert (mine / MARK).is_file()
+    (tmp_path / "run" / "control").mkdir(parents=True)
+    (tmp_path / "run" / layout.RUN).write_text("{}")
+    with pytest.raises(UsageError, match="lies in the run at"):
+        refuse_export(tmp_path / "run" / "model")
+
+
+def test_what_is_printed_to_be_copied_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my $HOME run's"
+    assert main(["init", str(folder), "--model", "me/mine"]) == 0
+    cd = next(line.strip() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("cd "))
+    assert shlex.split(cd) == ["cd", str(folder)]
+    assert main(["status", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"--run {shlex.quote(str(folder))}" in said
+
+
+def test_no_command_in_the_source_names_a_path_without_quotes() -> None:
+    """`diloco VERB {url}` in a text is `{shlex.quote(url)}`."""
+    known = r"shlex\.quote|secrets|slot|beside|own\}|run\}|self\.(?:before|after)|lines"  # numbers; quoted before
+    command = re.compile(rf"(?:diloco \w+ (?:[A-Z]+ )?|--run |--from |--to )\{{(?!{known})([\w.]+)\}}")
+    texts = [(path, path.read_text()) for room in ("diloco", "executors") for path in (ROOT / room).rglob("*.py")]
+    found = [f"{path.name}: {m[0]}" for path, text in texts for m in command.finditer(text)]
+    assert not found

@@ -1,0 +1,1 @@
+"""Tests of the house: rooms, rules, English, pages, examples, studies, the wheel."""

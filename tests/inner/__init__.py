@@ -1,0 +1,1 @@
+"""Tests of the trainer, its channels, losses and worlds, beside TRL and other references."""

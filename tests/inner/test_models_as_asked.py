@@ -1,0 +1,182 @@
+"""The parts that a start model brings along: its generation config, absolute positions, a router, towers."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from inner.models.known import ask_hub, known_model, refuse_towers
+from inner.rollouts.positions import number_positions
+from inner.rollouts.sampling_config import sample_as_asked
+from inner.settings.inner import InnerConfig, InnerError
+from tests.inner import test_trainer
+from tests.inner.test_broken_policy import train_toy
+from tests.inner.test_scoring import ROWS, build
+from tests.inner.test_toolworld import small_folder
+from tests.inner.test_trainer import make, rollouts
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+LEAKS = {
+    "beams": {"num_beams": 4},
+    "no repeats": {"no_repeat_ngram_size": 1},
+    "a least length": {"min_new_tokens": 8},
+    "cut-offs": {"epsilon_cutoff": 0.4, "eta_cutoff": 0.4, "typical_p": 0.2},
+    "words": {"suppress_tokens": list(range(5, 40)), "stop_strings": ["7"]},
+}
+
+# -------------------------------------------------------------------- sampling
+
+
+def leaky_folder(folder: Path, **settings: Any) -> Path:
+    shutil.copytree(small_folder(), folder)
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(**settings)
+    (folder / "generation_config.json").write_text(json.dumps(config.to_dict(), default=str))
+    return folder
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_rollouts_and_evaluation_are_sampled_as_the_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak: str
+) -> None:
+    expected = rollouts(make())["completion_ids"], build().score(ROWS, greedy=False, seed=0)
+    folder = leaky_folder(tmp_path / "model", **LEAKS[leak])
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.to_diff_dict().items() >= LEAKS[leak].items()
+    monkeypatch.setattr(test_trainer, "small_folder", lambda: folder)
+    monkeypatch.setattr("tests.inner.test_grpo.small_folder", lambda: folder)
+    trainer = make()
+    assert torch.equal(rollouts(trainer)["completion_ids"], expected[0])
+    assert build().score(ROWS, greedy=False, seed=0) == expected[1]
+
+
+def test_only_special_tokens_are_left_of_a_models_generation_config() -> None:
+    model = tiny(Qwen2ForCausalLM, Qwen2Config)
+    model.generation_config = GenerationConfig(eos_token_id=[3, 5], bos_token_id=1, pad_token_id=0, **LEAKS["beams"])
+    sample_as_asked(model)
+    assert set(model.generation_config.to_diff_dict()) <= {
+        "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version",
+    }  # fmt: skip
+    assert model.generation_config.eos_token_id == [3, 5]
+
+
+def test_stop_strings_are_refused_in_words() -> None:
+    with pytest.raises(InnerError, match=r"inner\.trl\.generation_kwargs has stop_strings, .* vLLM's own name is stop"):
+        InnerConfig(trl={"generation_kwargs": {"stop_strings": ["\n"]}})
+    with pytest.raises(InnerError, match="stop_strings"):
+        InnerConfig(trl={"generation_kwargs": '{"stop_strings": "x"}'})
+
+
+# -------------------------------------------------------------------- positions
+
+
+def tiny(cls: Any, config: Any, **more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **more,
+    }  # fmt: skip
+    return cls(config(**sizes)).eval()
+
+
+@pytest.mark.parametrize(("cls", "config"), [(GPT2LMHeadModel, GPT2Config), (OPTForCausalLM, OPTConfig)])
+def test_a_padded_row_has_the_log_probs_of_the_row_alone(cls: Any, config: Any) -> None:
+    more = {"word_embed_proj_dim": 16} if config is OPTConfig else {}
+    model = tiny(cls, config, initializer_range=1.0, init_std=1.0, **more)
+    row, pad = torch.arange(5, 12)[None], torch.zeros(1, 6, dtype=torch.long)
+    padded, mask = torch.cat([pad, row], 1), torch.tensor([[0] * 6 + [1] * 7])
+    alone = model(row).logits.log_softmax(-1)
+    before = model(padded, attention_mask=mask).logits[:, 6:].log_softmax(-1)
+    number_positions(model)
+    number_positions(model)
+    after = model(padded, attention_mask=mask).logits[:, 6:].log_softmax(-1)
+    assert torch.allclose(after, alone, atol=1e-4)
+    assert config is OPTConfig or (before - alone).abs().max() > 0.1, "else this test shows nothing"
+    sampled = {"max_new_tokens": 5, "do_sample": False}
+    more_padded = model.generate(padded, attention_mask=mask, **sampled)[:, 13:]
+    assert torch.equal(more_padded, model.generate(row, attention_mask=torch.ones_like(row), **sampled)[:, 7:])
+
+
+def test_rotary_models_are_left_alone() -> None:
+    model = tiny(Qwen2ForCausalLM, Qwen2Config, intermediate_size=16, num_key_value_heads=2)
+    number_positions(model)
+    assert not model.base_model._forward_pre_hooks
+
+
+def test_absolute_positions_that_cannot_be_passed_are_refused() -> None:
+    config = BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+    with pytest.raises(InnerError, match="BartForCausalLM, whose positions are absolute and cannot be passed"):
+        number_positions(BartForCausalLM(config))
+
+
+def test_a_trainer_scores_the_policy_that_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probs of TRL's loss are those under which `generate` has drawn."""
+    gpt = tiny(GPT2LMHeadModel, GPT2Config, vocab_size=len(make().processing_class), max_position_embeddings=128)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda folder: gpt)
+    trainer = make()
+    row, width = torch.arange(5, 17)[None], 6
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), row], 1)
+    mask = torch.tensor([[0] * 7 + [1] * 12])
+    alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, row, torch.ones_like(row), width)
+    found, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, width)
+    assert torch.allclose(found, alone, atol=1e-5)
+
+
+# -------------------------------------------------------------------- a router
+
+
+def test_the_policy_loss_of_a_mixture_of_experts_has_its_routers_loss_beside_it() -> None:
+    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "decoder_sparse_step": 1}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = tiny(Qwen3MoeForCausalLM, Qwen3MoeConfig, **sizes, **heads, **router)
+    _, found = train_toy("worst", steps=2, model=model)
+    assert found["loss/router"][0] > 0.4 and abs(found["loss/grpo"][0]) < 1e-5, "on-policy its value is 0"
+    for total, grpo, router in zip(*(found[f"loss/{n}"] for n in ("total", "grpo", "router")), strict=True):
+        assert total == pytest.approx(grpo + router, abs=1e-6)
+
+
+# -------------------------------------------------------------------- towers
+
+
+@pytest.mark.parametrize("part", ["vision_config", "audio_config", "vq_config"])
+def test_a_multimodal_checkpoint_is_refused_before_the_start(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_folder(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    known_model(InnerConfig(model=str(folder), loop="supervised", data={"text": "t.txt"}))
+    (folder / "config.json").write_text(json.dumps({**config, part: {"hidden_size": 8}}))
+    with pytest.raises(InnerError, match=f"is a multimodal checkpoint: its config.json has {part}"):
+        known_model(InnerConfig(model=str(folder), loop="supervised", data={"text": "t.txt"}))
+    refuse_towers({**config, "text_config": {}, "quantization_config": {}}, "text")
+
+
+def test_the_hub_is_asked_for_the_config_of_a_model_that_it_calls_multimodal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = SimpleNamespace(gated=False, pipeline_tag="image-text-to-text")
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}, "vision_config": {}}))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *said, **more: info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **more: str(tmp_path / file))
+    with pytest.raises(InnerError, match="is a multimodal checkpoint"):
+        ask_hub("org/sees", None)
+    info.pipeline_tag = "text-generation"
+    ask_hub("org/reads", None)

@@ -1,0 +1,244 @@
+"""[inner.trl]: what is handed through arrives and acts; what the run owns, or TRL does not know, is refused by name."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from diloco.run.config import ConfigError, RunConfig
+from inner import InnerConfig, InnerError
+from inner.settings.tables import list_settings
+from inner.settings.trl import ALIASES, HANDED_THROUGH, OWNED
+from inner.settings.trl_fields import TRL_FIELDS
+from tests.inner.test_trainer import make, measure, rollouts
+from tests.support.trl_table import PAGE, table_source
+
+
+def test_what_is_handed_through_is_there_under_both_sets_of_versions() -> None:
+    found: dict[str, Any] = {}
+    exec(table_source(), found)
+    assert {name: found["TRL_FIELDS"].get(name) for name in HANDED_THROUGH} == {
+        n: TRL_FIELDS[n] for n in HANDED_THROUGH
+    }
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.18", reason="the second set's transformers has fewer arguments")
+def test_the_table_is_that_of_the_installed_trl() -> None:
+    assert PAGE.read_text(encoding="utf-8") == table_source(), "python -m tests.support.trl_table writes it anew"
+
+
+def test_every_field_is_handed_through_or_owned() -> None:
+    assert set(OWNED) | set(HANDED_THROUGH) == set(TRL_FIELDS) and len(HANDED_THROUGH) == 46
+
+
+def test_it_is_checked_without_torch() -> None:
+    code = "import inner, sys; inner.InnerConfig(trl={'top_p': 0.9}); print({'torch', 'trl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
+    with pytest.raises(InnerError) as refused:
+        InnerConfig(trl={name: 1})
+    assert str(refused.value) == f"inner.trl.{name} = 1: the run sets this itself. Use {OWNED[name]}."
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"topp": 0.9}, r"unknown setting inner\.trl\.topp; did you mean top_p\?"),
+        ({"zzzzzz": 1}, r"unknown setting inner\.trl\.zzzzzz; TRL 1\.16\.0's GRPOConfig has none"),
+        ({"top_p": "high"}, r"inner\.trl\.top_p = 'high' must be float, not str"),
+        ({"top_k": 3.5}, r"inner\.trl\.top_k = 3\.5 must be int, not float"),
+        ({"top_p": True}, r"inner\.trl\.top_p = True must be float, not bool"),
+        ({"mask_truncated_completions": 1}, "must be bool, not int"),
+        ({"chat_template_kwargs": [1]}, "must be dict or str or None, not list"),
+        ({"beta": -0.1}, r"beta = -0\.1 must be 0"),
+        ({"use_transformers_paged": True}, 'cast the trained float32 weights to it for good.*inner.autocast = "off"'),
+        ({"use_transformers_continuous_batching": True}, 'with inner.autocast = "auto"'),
+        ({"sapo_temperature_pos": 2.0}, "does not read sapo_temperature_pos"),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InnerError, match=words):
+        InnerConfig(trl=values)
+
+
+def test_continuous_batching_is_handed_through_where_nothing_is_cast() -> None:
+    name = "use_transformers_continuous_batching"
+    for fits in ({"autocast": "off"}, {"dtype": "bfloat16"}):
+        assert InnerConfig(trl={name: True}, **fits).trl == {name: True}
+    assert InnerConfig(trl={name: False}).autocast == "auto"
+
+
+def test_a_supervised_run_has_no_trl() -> None:
+    with pytest.raises(
+        InnerError, match=r'inner\.trl = .* does nothing here: it is read only where inner\.loop = "grpo"'
+    ):
+        InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"}, trl={"top_p": 0.9})
+
+
+@pytest.mark.parametrize("key", ["top_p", "reward_weights"])
+def test_a_key_of_trl_in_another_table_is_found(key: str) -> None:
+    with pytest.raises(InnerError, match=rf"unknown setting inner\.sampling\.{key}; did you mean inner\.trl\.{key}\?"):
+        InnerConfig.from_dict({"sampling": {key: 0.9}})
+
+
+def test_it_is_mathematics() -> None:
+    config = RunConfig.from_dict({"inner": {"trl": {"top_p": 0.9}}})
+    assert config.mathematics()["inner"]["trl"] == {"top_p": 0.9}
+    assert RunConfig.from_dict(config.to_dict()) == config
+
+
+def trainer_with(**values: Any) -> Any:
+    return make(config={"trl": values})
+
+
+def test_sampling_settings_reach_the_generation() -> None:
+    trainer = trainer_with(top_p=0.5, top_k=3, min_p=0.1, repetition_penalty=1.5)
+    held = trainer.generation_config
+    assert (held.top_p, held.top_k, held.min_p, held.repetition_penalty) == (0.5, 3, 0.1, 1.5)
+
+
+def test_top_k_of_one_samples_greedily() -> None:
+    """Without it, siblings differ: their prompt is the same."""
+
+    def answers(**values: Any) -> int:
+        trainer = trainer_with(**values)
+        trainer.model.train()
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        rows = [tuple(row[mask.bool()].tolist()) for row, mask in zip(
+            batch["completion_ids"], batch["completion_mask"], strict=True)]  # fmt: skip
+        prompts = [tuple(row.tolist()) for row in batch["prompt_ids"]]
+        return len(set(zip(prompts, rows, strict=True))) - len(set(prompts))
+
+    assert answers(top_k=1) == 0 < answers()
+
+
+def test_a_small_top_p_samples_only_what_is_likely() -> None:
+    """Each token of a rollout is the likeliest where the nucleus holds one token alone."""
+
+    def share_of_likeliest(**values: Any) -> float:
+        trainer = trainer_with(**values)
+        batch = rollouts(trainer)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        with torch.no_grad():
+            best = trainer.model(input_ids=ids, attention_mask=mask).logits.argmax(-1)[:, :-1]
+        sampled = batch["tool_mask"].bool() & batch["completion_mask"].bool()
+        hits = best[:, -batch["completion_ids"].shape[1] :] == batch["completion_ids"]
+        return hits[sampled].float().mean().item()
+
+    assert share_of_likeliest(top_p=1e-6) == 1.0 > share_of_likeliest()
+
+
+def test_beta_adds_a_kl_term_and_needs_the_start_model() -> None:
+    assert not InnerConfig().compares_with_start and InnerConfig(trl={"beta": 0.1}).compares_with_start
+    trainer = trainer_with(beta=0.5)
+    assert trainer.beta == 0.5 and trainer.args.beta == 0.5
+    batch = rollouts(trainer)
+    assert "ref_per_token_logps" in batch and "ref_per_token_logps" not in rollouts(trainer_with())
+
+
+def test_beta_pulls_back_to_the_start_model() -> None:
+    """Away from θ₀ the loss without advantages is β · KL, and its gradient is not zero; without β there is none."""
+
+    def pull(beta: float) -> tuple[float, float]:
+        trainer = trainer_with(beta=beta)
+        batch = rollouts(trainer)
+        batch["advantages"].zero_()
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p.mul_(1.01)
+        loss, gradient = measure(trainer.model, lambda: trainer._compute_loss(trainer.model, batch))
+        return loss.item(), gradient.norm().item()
+
+    off, half, whole = pull(0.0), pull(0.05), pull(0.1)
+    assert off == (0.0, 0.0) and half[0] > 0 and half[1] > 0
+    assert whole[0] == pytest.approx(2 * half[0], rel=1e-4) and whole[1] == pytest.approx(2 * half[1], rel=1e-3)
+
+
+def test_chat_template_kwargs_change_the_prompt() -> None:
+    """The small world's template does not read any: this one writes what it is given behind each prompt."""
+
+    def prompt(**values: Any) -> str:
+        trainer = trainer_with(**values)
+        tokenizer = trainer.processing_class
+        tokenizer.chat_template += "{% if say_twice %}{{ messages[0]['content'] }}{% endif %}"
+        return tokenizer.decode(rollouts(trainer)["prompt_ids"][0], skip_special_tokens=True)
+
+    once, twice = prompt(), prompt(chat_template_kwargs={"say_twice": True})
+    assert twice.startswith(once) and len(twice) > len(once)
+
+
+def test_a_batch_of_truncated_completions_has_no_loss_where_they_are_masked() -> None:
+    def loss_and_gradient(**values: Any) -> tuple[float, float]:
+        trainer = make(config={"trl": values, "sampling": {"max_completion_length": 2}})
+        batch = rollouts(trainer)
+        batch["advantages"] += 0.3
+        loss, gradient = measure(trainer.model, lambda: trainer._compute_loss(trainer.model, batch))
+        return loss.item(), gradient.norm().item()
+
+    assert loss_and_gradient(mask_truncated_completions=True) == (0.0, 0.0)
+    assert all(abs(value) > 1e-3 for value in loss_and_gradient())
+
+
+def test_reward_weights_scale_the_reward() -> None:
+    def mean_reward(**values: Any) -> float:
+        trainer = make(config={"trl": values}, reward=lambda completions, **_: [1.0] * len(completions))
+        trainer.model.train()
+        trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        return trainer._metrics["train"]["reward"][0]
+
+    assert (mean_reward(), mean_reward(reward_weights=[0.25])) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"learning_rate": 1e-6}, "unknown setting inner.learning_rate. Use inner.lr"),
+        ({"per_device_train_batch_size": 8}, "Use inner.batch_size"),
+        ({"max_steps": 100}, "Use outer.sync_every and fleet.steps"),
+        ({"save_steps": 100}, "Use outer.snapshot_every"),
+        ({"warmup_ratio": 0.1}, "Use inner.schedule.lr_warmup"),
+        ({"lora": {"rank": 8}}, "Use inner.lora.r"),
+        ({"lora": {"target_modules": []}}, "Use inner.lora.targets"),
+        ({"sampling": {"max_new_tokens": 8}}, "Use inner.sampling.max_completion_length"),
+        ({"temperature": 1.0}, "write temperature in the table [inner.sampling]"),
+        ({"sampling": {"top_k": 5}}, "did you mean inner.trl.top_k?"),
+        ({"beta": 0.1}, "did you mean inner.trl.beta?"),
+        ({"fsdp": "full_shard"}, "Leave it out: a replica is one process on one device"),
+        ({"load_in_4bit": True}, "Leave it out: weights are trained as they are"),
+        ({"trl": {"warmup_ratio": 0.1}}, "Use inner.schedule.lr_warmup"),
+        ({"trl": {"learning_rate": 1.0}}, "the run sets this itself. Use inner.lr"),
+        ({"weird_rate": 1.0}, "unknown setting inner.weird_rate; known: "),  # no guess out of another table
+    ],
+)
+def test_a_name_of_another_trainer_is_told_what_it_is_here(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(InnerError) as refused:
+        InnerConfig.from_dict(raw)
+    assert told in str(refused.value)
+
+
+def test_every_name_of_trl_is_known_wherever_it_is_written() -> None:
+    """Before: a guess by likeness out of any table, e.g. inner.sdpo.ema_rate for learning_rate."""
+    keys = {name.rpartition(".")[2] for name in list_settings(RunConfig)}
+    for name in TRL_FIELDS:
+        with pytest.raises(ConfigError) as refused:
+            RunConfig.from_dict({"fleet": {name: 1}})
+        said = str(refused.value)
+        here = [f"inner.trl.{name}?", *([f"{name}?"] if name in keys else [])]
+        assert "Use " in said or "Leave it out" in said or any(words in said for words in here), said
+
+
+def test_every_place_that_a_name_is_told_exists() -> None:
+    known = {*list_settings(RunConfig), "inner.trl.beta", "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
+    for place in ALIASES.values():
+        named = re.findall(r"\b(?:inner|outer|fleet|eval)(?:\.\w+)+", place)
+        assert set(named) <= known, place

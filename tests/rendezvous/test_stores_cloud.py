@@ -1,0 +1,587 @@
+"""The store contract, put_once and bad days on S3: our faulty server, and moto as a second opinion."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rendezvous.clock import SystemClock
+from rendezvous.errors import GaveUp, KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.store import PatientStore, Store, put_once
+from rendezvous.stores import cloud
+from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.open import open_store
+from rendezvous.stores.uplink import FIRST, LEAST, Uplink
+from tests.rendezvous.test_store import (  # noqa: F401  the contract, run here on this file's `store`
+    test_a_stream_is_written_as_its_pieces_come,
+    test_a_stream_that_breaks_off_passes_its_error_on_and_changes_nothing,
+    test_bodies_of_every_size,
+    test_create_writes_once,
+    test_delete_forgets_and_does_not_mind_what_is_missing,
+    test_get_into_fills_the_buffer_or_says_no,
+    test_list_is_sorted_and_by_prefix,
+    test_one_of_sixteen_threads_wins,
+    test_put_and_get,
+)
+from tests.support.fakes import ManualClock
+from tests.support.s3_server import S3Server
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+TOKEN = "FwoGZXIvYXdzEXAMPLETOKEN1234567890"
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with S3Server(access_key="AKIDTEST", buckets=("bucket", "runs")) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """moto looks whether a key is there and then writes it, in two steps; here no other request comes between."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    from moto.s3.responses import S3Response
+
+    two_steps, lock = S3Response.put_object, threading.Lock()
+
+    def in_one(self: S3Response) -> Any:
+        with lock:
+            return two_steps(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Response, "put_object", in_one)
+        server.start()
+        yield "http://{}:{}".format(*server.get_host_and_port())
+        server.stop()
+
+
+@pytest.fixture(params=["ours", "ours, two keys a page", "gs", "moto"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "moto":
+        import boto3
+
+        endpoint = request.getfixturevalue("moto")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        bucket = f"b{os.urandom(4).hex()}"
+        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=bucket)
+        yield CloudStore(f"s3://{bucket}/runs/demo")
+        return
+    s3: S3Server = request.getfixturevalue("s3")
+    s3.page = 2 if "page" in request.param else 1000
+    yield open_store("s3://bucket/runs/demo") if request.param != "gs" else google(s3, tmp_path, monkeypatch)
+
+
+def google(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Google's XML requests are S3's in all that we ask for, but for the header of an exclusive create."""
+    s3.access_key = None
+    account = {"gcs_base_url": s3.endpoint, "disable_oauth": True}
+    account |= {"client_email": "", "private_key": "", "private_key_id": ""}
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    monkeypatch.setattr(cloud, "_plain_http", lambda endpoint: True)
+    return open_store("gs://bucket/runs/demo")
+
+
+def at(url: str = "s3://bucket/run", silence_s: float = 30.0) -> CloudStore:
+    return CloudStore(url, silence_s)
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def test_a_key_and_a_folder_of_that_name_stand_side_by_side(s3: S3Server) -> None:
+    store = at()
+    for key in ("a", "a/b", "a b/ü", "a%20b"):
+        store.put(key, key.encode())
+    assert store.list("") == sorted(["a", "a/b", "a b/ü", "a%20b"])
+    assert [store.get(k) for k in store.list("")] == [k.encode() for k in store.list("")]
+
+
+def test_big_objects_go_in_equal_parts_and_come_in_ranges(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud, "SINGLE", 6 << 20)
+    monkeypatch.setattr(cloud, "PART", 5 << 20)
+    monkeypatch.setattr(cloud, "RANGE", 1 << 20)
+    store, body = at(), os.urandom(13 << 20)
+    store.put("small", memoryview(body)[: 6 << 20])
+    assert s3.count("UploadPart") == 0
+    store.put("big", body)
+    assert s3.count("UploadPart", "big") == 3 and s3.count("PutObject", "big") == 0
+    out = bytearray(len(body) - 10)
+    assert store.get_into("big", memoryview(out), 10) and out == body[10:]
+    assert s3.count("GetObject", "big") == 13
+    assert not store.get_into("big", memoryview(out), 11), "one byte past the end"
+    assert not store.get_into("none", memoryview(out))
+
+
+def test_where_many_cannot_be_deleted_at_once_they_are_deleted_one_by_one(s3: S3Server) -> None:
+    s3.fault("501", op="DeleteObjects", times=100)
+    store = at()
+    for key in "abc":
+        store.put(key, b"x")
+    store.delete(["a", "never", "b"])
+    asked = s3.count("DeleteObjects")
+    assert store.list("") == ["c"] and asked > 0 and s3.count("DeleteObject$") == 3
+    store.delete(["c"])
+    assert store.list("") == [] and s3.count("DeleteObjects") == asked, "it does not ask again for what the store lacks"
+
+
+def test_a_failed_big_upload_leaves_nothing(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud, "SINGLE", 1 << 20)
+    monkeypatch.setattr(cloud, "PART", 5 << 20)
+    s3.fault("403", op="UploadPart", times=100)
+    with pytest.raises(StoreReadOnly):
+        at().put("big", bytes(8 << 20))
+    assert s3.uploads == {} and at().get("big") is None
+
+
+def test_create_asks_exactly_once(s3: S3Server) -> None:
+    for kind in ("500", "503", "409", "lost", "dropped"):
+        s3.fault(kind, op="PutObject", key=f"{kind}$")
+        with pytest.raises(KeyExists if kind == "409" else StoreUnclear):
+            at().create(kind, b"x")
+        assert s3.count("PutObject", f"{kind}$") == 1
+        assert at().get(kind) == (b"x" if kind == "lost" else None)
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "dropped", "lost"])
+def test_data_is_asked_for_again(s3: S3Server, kind: str) -> None:
+    store = at()
+    store.put("warm", b"")
+    s3.fault(kind, times=2)
+    store.put("k", b"body")
+    s3.fault(kind, times=2)
+    assert store.get("k") == b"body"
+    s3.fault(kind, op="ListObjectsV2", times=2)
+    assert store.list("") == ["k", "warm"]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "short"])
+def test_a_cut_range_never_passes_for_a_whole_one(s3: S3Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud, "RANGE", 1 << 20)
+    store, body = at(), os.urandom(5 << 20)
+    store.put("k", body)
+    s3.fault(kind, op="GetObject", times=3)
+    patient, out = PatientStore(store, SystemClock(), 20.0), bytearray(len(body))
+    assert patient.get_into("k", memoryview(out)) and out == body
+    assert not s3.faults[0].times
+
+
+def test_nobody_writes_into_the_buffer_after_a_failure(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud, "RANGE", 1 << 20)
+    store, out = at(), bytearray(8 << 20)
+    store.put("k", b"\1" * len(out))
+    s3.fault("403", op="GetObject")
+    s3.fault("slow", op="GetObject", times=100, seconds=0.1)
+    with pytest.raises(StoreRefused):
+        store.get_into("k", memoryview(out))
+    seen = bytes(out)
+    time.sleep(0.4)
+    assert out == seen
+
+
+def test_redirects_are_followed_when_reading(s3: S3Server) -> None:
+    at().put("elsewhere", b"0123456789")
+    s3.fault("302", op="GetObject", key="k$", times=2, location=f"{s3.endpoint}/bucket/run/elsewhere")
+    assert at().get("k") == b"0123456789"
+    out = bytearray(3)
+    assert at().get_into("k", memoryview(out), 4) and out == b"456"
+    s3.fault("302", op="PutObject", location=f"{s3.endpoint}/bucket/run/elsewhere")
+    with pytest.raises(StoreUnclear, match="302"):
+        at().create("k", b"x")
+
+
+def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
+    store = at(silence_s=1.0)
+    answered = threading.Event()
+    s3.fault("slow", op="PutObject", until=answered)
+    with pytest.raises(StoreUnclear, match="no answer in time"):
+        store.create("k", b"x")
+    s3.fault("slow", op="GetObject", until=answered)
+    assert store.get("k") in (b"x", None) and s3.count("GetObject") >= 2
+    assert not answered.is_set(), "both came back while the store was silent"
+    answered.set()
+
+
+def test_nobody_at_home_is_unclear() -> None:
+    with pytest.raises(StoreUnclear, match=r"cannot create s3://b/run/k: no connection"):
+        at("s3://b/run?endpoint=http://127.0.0.1:9").create("k", b"")
+
+
+def test_hugging_face_buckets_speak_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cloud.parse_address("hf://buckets/team/runs/demo/1").endpoint == "https://s3.hf.co/team"
+    with S3Server(access_key="AKIDTEST", buckets=("runs",), base="/team") as gateway:
+        monkeypatch.setenv("HF_S3_ENDPOINT", gateway.endpoint.removesuffix("/team"))
+        store = open_store("hf://buckets/team/runs/demo/1")
+        assert store.url == "hf://buckets/team/runs/demo/1"
+        store.create("reg", b"one")
+        with pytest.raises(KeyExists):
+            store.create("reg", b"two")
+        assert store.get("reg") == b"one" and store.list("") == ["reg"]
+        assert gateway.requests[0] == ("PutObject", "demo/1/reg") and not s3.requests
+
+
+# ---------------------------------------------------------------------- put_once under faults
+
+
+def race(store: Store, key: str, writers: int = 16) -> list[tuple[bool, bytes]]:
+    gate, results = threading.Barrier(writers), list[tuple[bool, bytes]]()
+
+    def run(n: int) -> None:
+        gate.wait()
+        results.append(put_once(store, SystemClock(), key, b"%d %s" % (n, os.urandom(8).hex().encode())))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(writers)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return results
+
+
+@pytest.mark.parametrize(
+    "kinds", [("lost",), ("409",), ("503",), ("dropped",), ("lost", "409", "503", "500", "dropped")]
+)
+def test_sixteen_writers_agree_whatever_happens_to_their_requests(s3: S3Server, kinds: tuple[str, ...]) -> None:
+    store = at()
+    for n in range(4):
+        for kind in kinds:
+            s3.fault(kind, op="PutObject", key=f"reg/{n}$", times=3)
+            s3.fault(kind, op="PutObject", key=f"reg/{n}$", times=20, probability=0.3)
+        results = race(store, f"reg/{n}")
+        assert len(results) == 16 and len({value for _, value in results}) == 1
+        assert sum(won for won, _ in results) == 1
+
+
+def test_sixteen_writers_agree_on_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    boto3.client("s3", endpoint_url=moto).create_bucket(Bucket="race")
+    for n in range(3):
+        results = race(at("s3://race"), f"reg/{n}")
+        assert len({value for _, value in results}) == 1 and sum(won for won, _ in results) == 1
+
+
+def test_a_lost_first_write_is_mine(s3: S3Server) -> None:
+    s3.fault("lost", op="PutObject")
+    assert put_once(at(), ManualClock(), "r", b"mine") == (True, b"mine")
+    s3.fault("409", op="PutObject", times=2)
+    assert put_once(at(), ManualClock(), "r2", b"mine") == (True, b"mine"), "a 409 is nobody's victory"
+
+
+# ---------------------------------------------------------------------- what a person has to mend
+
+REFUSALS = [
+    ("403", "", StoreReadOnly, "AccessDenied.*AWS_ACCESS_KEY_ID"),
+    ("404", "", StoreRefused, "no bucket 'bucket': create it .`aws s3 mb s3://bucket`"),
+    ("expired", "", StoreRefused, "expired.*renew it; the run goes on.*credentials"),
+    (
+        "403",
+        "<Error><Code>InvalidAccessKeyId</Code></Error>",
+        StoreRefused,
+        "InvalidAccessKeyId.*AWS_SECRET_ACCESS_KEY",
+    ),
+    ("403", "<Error><Code>RequestTimeTooSkewed</Code></Error>", StoreRefused, "clock is wrong"),
+    ("500", "<Error><Code>QuotaExceeded</Code></Error>", StoreFull, "Free some space"),
+    ("403", "<Error><Code>AuthorizationHeaderMalformed</Code></Error>", StoreRefused, "AWS_REGION"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "error", "words"), REFUSALS)
+def test_a_refusal_says_what_to_do(s3: S3Server, kind: str, body: str, error: type, words: str) -> None:
+    s3.bodies = [body] if body else []
+    s3.fault(kind, op="PutObject")
+    with pytest.raises(error, match=f"cannot create s3://bucket/run/k.*{words}"):
+        at().create("k", b"x")
+
+
+@pytest.mark.parametrize("verb", ["put", "create", "get", "get_into", "list", "delete"])
+def test_every_verb_notices_a_missing_bucket_and_wrong_keys(s3: S3Server, verb: str, monkeypatch: Any) -> None:
+    out = memoryview(bytearray(1))
+    args = {
+        "put": ("k", b""),
+        "create": ("k", b""),
+        "get": ("k",),
+        "get_into": ("k", out),
+        "list": ("",),
+        "delete": (["k"],),
+    }
+    with pytest.raises(StoreRefused, match="no bucket 'none'"):
+        getattr(at("s3://none/run"), verb)(*args[verb])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDWRONG")
+    with pytest.raises(StoreRefused, match=r"InvalidAccessKeyId.*AWS_ACCESS_KEY_ID"):
+        getattr(at(), verb)(*args[verb])
+
+
+def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(StoreRefused, match=r"cannot open s3://bucket/run: .*Set AWS_ACCESS_KEY_ID"):
+        at()
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    error = cloud.explain_error(
+        cloud.parse_address("s3://b/run"),
+        "read",
+        "k",
+        OSError("Error performing PUT http://169.254.169.254/latest/api/token in 1ms"),
+    )
+    assert isinstance(error, StoreRefused) and "No credentials were found. Set AWS_ACCESS_KEY_ID" in str(error)
+
+
+def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
+    said = list[str]()
+    store = PatientStore(at(), SystemClock(), 60.0, on_trouble=said.append)
+    store.put("before", b"1")
+    s3.expired = True
+    threading.Timer(1.5, setattr, (s3, "expired", False)).start()
+    assert put_once(store, SystemClock(), "reg", b"mine") == (True, b"mine")
+    assert store.get("before") == b"1"
+    assert said and "renew it; the run goes on" in said[0] and "trying again until 60 s" in said[0]
+
+
+def test_renewed_keys_are_taken_from_the_file(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = at()
+    store.put("k", b"v")
+    s3.access_key = "AKIDNEW"
+    with pytest.raises(StoreRefused):
+        store.get("k")
+    (tmp_path / "credentials").write_text(
+        f"[default]\naws_access_key_id = AKIDNEW\naws_secret_access_key = {SECRET}\naws_session_token = {TOKEN}\n"
+    )
+    monkeypatch.setattr(cloud, "_began", time.time() - 60)
+    assert store.get("k") == b"v"
+
+
+def test_keys_may_come_from_the_file_alone(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    (tmp_path / "credentials").write_text(f"[lab]\naws_access_key_id=AKIDTEST\naws_secret_access_key={SECRET}\n")
+    at().create("k", b"v")
+    assert at().get("k") == b"v"
+
+
+def test_an_outage_ends_in_advice(s3: S3Server) -> None:
+    s3.expired = True
+    with pytest.raises(GaveUp, match=r"ExpiredToken.*run the same command again"):
+        PatientStore(at(), ManualClock(), 60.0).put("k", b"v")
+
+
+# ---------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://AKIDTEST:{SECRET.replace('/', '%2F')}@bucket/run",
+        f"s3://{TOKEN}@bucket/run",
+        f"az://container/run?sig={TOKEN}",
+        f"s3://bucket/run?X-Amz-Signature={TOKEN}",
+        f"s3://bucket/run?endpoint=https://me:{TOKEN}@host",
+        f"s3://[{TOKEN}/run",
+    ],
+)
+def test_a_url_with_a_secret_is_refused_without_repeating_it(url: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        open_store(url)
+    assert_clean(str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["403", "404", "409", "412", "500", "503", "expired"])
+@pytest.mark.parametrize("verb", ["create", "put", "get"])
+def test_what_a_server_quotes_back_does_not_travel(s3: S3Server, kind: str, verb: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    quoted = f"<Message>{SECRET}</Message><AWSAccessKeyId>AKIDTEST</AWSAccessKeyId><CanonicalRequest>{TOKEN}"
+    s3.bodies = [f"<Error><Code>SomeCode</Code>{quoted}</CanonicalRequest></Error>"] * 9
+    s3.fault(kind, times=9)
+    error: BaseException | None = None
+    try:
+        getattr(at(), verb)("k", *([] if verb == "get" else [b"x"]))
+    except StoreError as caught:
+        error = caught
+    assert error is not None or kind == "404"
+    while error is not None:  # nor in the errors that a traceback prints below it
+        assert_clean(f"{error!r} {error}")
+        error = error.__cause__ or error.__context__
+
+
+def test_no_secret_in_the_store_itself(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    store = at()
+    store.put("k", b"v")
+    assert_clean(f"{store!r} {store.url} {vars(store)} {cloud.parse_address(store.url)}")
+
+
+def assert_clean(text: str) -> None:
+    for secret in (SECRET, SECRET.replace("/", "%2F"), TOKEN, "AKIDTEST"):
+        assert secret not in text
+
+
+# ---------------------------------------------------------------------- URLs, http, forks
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3:///run", "the bucket is missing"),
+        ("hf://models/me/x", "hf://buckets/namespace/bucket/prefix"),
+        ("hf://buckets/me", "hf://buckets/namespace/bucket/prefix"),
+        ("s3://b/run?endpoint=http://192.0.2.1:9000", "unencrypted; use https, or set AWS_ALLOW_HTTP=true"),
+    ],
+)
+def test_a_wrong_url_says_what_is_right(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        open_store(url)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "modal", "fsspec+s3"])
+@pytest.mark.parametrize("end", ["exp#1", "exp#1?endpoint=https://other", "exp\t1", "exp\n", "exp1 "])
+def test_what_a_parser_drops_from_a_url_is_refused(scheme: str, end: str) -> None:
+    """s3://bucket/exp#1 and #2 were one prefix; #3 went on with the first one's run."""
+    with pytest.raises(ValueError, match=r"would be dropped with all|begins or ends with a blank"):
+        open_store(f"{scheme}://buckets/me/{end}")
+
+
+def test_a_folder_may_be_called_anything(tmp_path: Path) -> None:
+    for name in ("exp#1", "exp#2"):
+        open_store(str(tmp_path / name)).put("key", name.encode())
+    assert open_store(f"file://{tmp_path}/exp#2").get("key") == b"exp#2"
+
+
+def test_plain_http_beyond_this_machine_has_to_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert at("s3://b/run?endpoint=http://192.0.2.1:9000").address.endpoint == "http://192.0.2.1:9000"
+
+
+def test_an_endpoint_in_the_url_stays_in_it(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    store = open_store(f"s3://bucket/run?endpoint={s3.endpoint}")
+    store.put("k", b"v")
+    assert open_store(store.url).get("k") == b"v"
+
+
+def test_a_forked_child_is_told_and_does_not_hang(s3: S3Server) -> None:
+    store = at()
+    store.put("k", b"v")
+    child = os.fork()
+    if child == 0:
+        said = 0
+        for use in (lambda: store.get("k"), lambda: open_store("s3://bucket/other")):
+            try:
+                use()
+            except RuntimeError as error:
+                said += "spawn" in str(error) and not isinstance(error, StoreError)
+        os._exit(40 + said)
+    for _ in range(100):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 42
+
+
+def test_one_client_serves_all_stores_of_a_bucket(s3: S3Server) -> None:
+    assert at()._current_clients() is at()._current_clients()
+
+
+# ---------------------------------------------------------------------- what it takes
+
+PEAK = """
+import resource, sys
+from rendezvous.stores.cloud import CloudStore
+store, body = CloudStore("s3://bucket/run"), bytearray(int(sys.argv[1]) << 20)
+store.put("warm", memoryview(body)[:1 << 20])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store.put("k", memoryview(body))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("mib", [60, 100], ids=["one request", "in parts"])
+def test_an_upload_copies_nothing(s3: S3Server, mib: int) -> None:
+    assert int(python(PEAK, str(mib))) <= 20, "MiB of memory on top of the caller's"
+    assert bool(s3.count("UploadPart")) == (mib > 64)
+
+
+def test_without_the_package_the_extra_is_named() -> None:
+    code = """
+import sys
+sys.modules["obstore"] = sys.modules["obstore.exceptions"] = None
+from rendezvous.stores.open import open_store
+from rendezvous.stores.uplink import FIRST, LEAST, Uplink
+try:
+    open_store("s3://b/run")
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'serverless-diloco[serverless]'" in python(code)
+
+
+def python(code: str, *args: str) -> str:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=180).stdout
+
+
+# ---------------------------------------------------------------------- slow links
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slow_link_finishes_a_large_blob(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """24 MiB that share a link of 16 MiB/s cannot arrive in 1 s; the same with 256 MiB, 7.2 Mbit/s and 300 s."""
+    body = bytes(range(256)) * (24 << 12)
+    with S3Server(access_key="AKIDTEST", rate=16 << 20) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        store = CloudStore("s3://bucket/run", request_s=1.0)
+        store.put("blob", Pieces(body) if stream else body)
+        assert store.get("blob") == body
+        first = store._uplink.in_flight
+        assert LEAST <= first < FIRST  # and so it stays: the next one is not tried in vain
+        store.put("again", body[: 12 << 20])
+        assert not [op for op, key in server.requests if "again" in key and "Abort" in op]
+
+
+class Pieces:
+    """A body in pieces of a megabyte."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self.size = body, len(body)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self._body[at : at + (1 << 20)] for at in range(0, self.size, 1 << 20))
+
+    def __bytes__(self) -> bytes:
+        return self._body
+
+
+def test_what_is_in_flight_follows_the_link() -> None:
+    link = Uplink(request_s=120.0)
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (8 << 20, 8)
+    link.note_upload(1 << 30, 10.0, 256 << 20)
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (32 << 20, 8)
+    assert link.parts(1 << 40, 32 << 20, 8, 5000)[0] * 5000 >= 1 << 40
+    link.note_upload(8 << 20, 120.0, 256 << 20)  # 0.6 Mbit/s
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (LEAST, 1)
+    assert not link.can_slow_down()

@@ -1,0 +1,1 @@
+"""What tests share: fakes, servers, tiny models, fleets.  No test is here."""

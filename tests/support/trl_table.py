@@ -1,0 +1,54 @@
+"""Writes inner/settings/trl_fields.py from the installed TRL: python -m tests.support.trl_table"""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "inner" / "settings" / "trl_fields.py"
+HEAD = '''"""The settings of TRL's GRPOConfig and their types; made and compared by tests/support/trl_table.py.
+
+No torch here.
+"""
+
+TRL_VERSION = "{version}"
+TRL_FIELDS: dict[str, str] = {{
+{rows}
+}}
+'''
+PLAIN = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", list: "list", type(None): "None"}
+
+
+def table_source() -> str:
+    import trl
+    from trl.trainer.grpo_config import GRPOConfig
+
+    hints = typing.get_type_hints(GRPOConfig)
+    rows = [f'    "{f.name}": "{type_text(hints[f.name])}",' for f in dataclasses.fields(GRPOConfig) if f.init]
+    return HEAD.format(version=trl.__version__, rows="\n".join(rows))
+
+
+def type_text(hint: Any) -> str:
+    """ "float | None": the types of a TOML value that this field takes."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
+    names = {_name_of(option) for option in options} - {""}
+    return " | ".join(sorted(names, key=lambda name: (name == "None", name)))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Union
+
+
+def _name_of(option: Any) -> str:
+    origin = typing.get_origin(option)
+    if origin is typing.Literal:
+        return PLAIN[type(typing.get_args(option)[0])]
+    kind = origin or option
+    if kind in PLAIN:
+        return PLAIN[kind]
+    return "str" if isinstance(kind, type) and issubclass(kind, str) else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(table_source(), encoding="utf-8")
