@@ -78,14 +78,14 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse_arguments(argv)
+    url, slot, parent = _parse_arguments(argv)
     survive_lost_output()
     try:
-        return _run_session(args.url, args.slot, _parent_check(args.parent))
+        return _run_session(url, slot, _parent_check(parent))
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
-        return _print_end(args.slot, error, exitcodes.USER_ERROR)
+        return _print_end(slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
-        return _print_end(args.slot, error, exitcodes.GAVE_UP)
+        return _print_end(slot, error, exitcodes.GAVE_UP)
 
 
 def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
@@ -435,9 +435,11 @@ def _parent_check(parent: str) -> Callable[[], bool]:
     return lambda: is_named_alive(parent)
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str]:
+    """Return (url, slot, parent)."""
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process without which this replica leaves")
-    return parser.parse_args(argv)
+    typed = parser.parse_args(argv)
+    return typed.url, typed.slot, typed.parent

@@ -14,6 +14,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 SLOTS = "{slots of the run}"  # a placeholder: only the run knows its slots
 
@@ -43,8 +44,9 @@ class Verb:
         return tuple(flag for option in self.options for flag in option.flags)
 
 
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    return {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[shell](list(verbs_of(parser)))
+def completion_script(verbs: Any, shell: str) -> str:
+    """The script for this shell.   verbs: of the parser (argparse's action)."""
+    return SCRIPTS[shell](list(verbs_of(verbs)))
 
 
 def slots_of(url: str, sessions: bool = False) -> list[str]:
@@ -66,14 +68,12 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
     return [*slots, *ended, SUPERVISOR] if sessions else slots
 
 
-def verbs_of(parser: argparse.ArgumentParser) -> Iterator[Verb]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for name, verb in action.choices.items():
-                words = tuple(_positional_words(verb))
-                plain = tuple(w for w in words if w != SLOTS)
-                yield Verb(name, texts.get(name, ""), tuple(_options_of(verb)), plain, SLOTS in words)
+def verbs_of(verbs: Any) -> Iterator[Verb]:
+    texts = {choice.dest: choice.help for choice in verbs._choices_actions}
+    for name, verb in verbs.choices.items():
+        words = tuple(_positional_words(verb))
+        plain = tuple(w for w in words if w != SLOTS)
+        yield Verb(name, texts[name], tuple(_options_of(verb)), plain, SLOTS in words)
 
 
 def _options_of(verb: argparse.ArgumentParser) -> Iterator[Option]:
@@ -167,3 +167,6 @@ def fish_script(verbs: list[Verb]) -> str:
             value = f" -x -a {shlex.quote(' '.join(option.words))}" if option.words else " -r" * option.takes_value
             lines.append(f"{inside} {named}{value} -d {shlex.quote(option.text)}")
     return "\n".join(lines)
+
+
+SCRIPTS = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}

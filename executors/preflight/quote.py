@@ -1,6 +1,6 @@
 """A quote: places and budget as a person asked for them, shown with a price before anything is rented.
 
-    --executor modal --gpu H100 --max-usd 20  ──wanted_places, limits──▶ places, budget
+    StartRequest (request.py)  ──wanted_places, budget_from──▶ places, budget
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
                           └─agree──▶ yes · no · no terminal to ask at: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
@@ -8,67 +8,74 @@
 Not promised: the bill.  Prices are the platforms' own lists, or a dated table; storage and traffic are not in them.
 """
 
-import argparse
+import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.founding import refuse_fewer_steps
-from diloco.run.record import Run
+from diloco.run.record import Run, read_run
 from diloco.run.sizing import parameters_of, trained_parameters_of
+from diloco.runlog.reader import read_report
+from diloco.runlog.scope import COSTS
 from diloco.units import dollars
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
+from executors.preflight.alert_url import take_alert
+from executors.preflight.request import BudgetWish, PlaceWish, StartRequest
 from executors.preflight.run_url import UsageError, is_folder
 from executors.preflight.task_packages import task_requirements, with_requirements
-from executors.supervision.costs import Budget, Costs, launch_refusal
+from executors.supervision.costs import Budget, Costs, costs, launch_refusal
 from inner.models.hub_model import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.store import Store
+from rendezvous.stores.cache import cache_of
+from rendezvous.stores.open import open_store
 
 OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
 
 # -------------------------------------------------------------------- where
 
 
-def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
-    """Take the places that the options name, else those that the run had before."""
-    if args.places and args.executor:
+def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
+    """Take the places that the wish names, else those that the run had before."""
+    if wish.places and wish.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
-    if args.places or args.executor:
-        named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
+    if wish.places or wish.executor:
+        named = wish.places or (Place(wish.executor),)
     else:
         named = places_of(before)
-        if not any((args.gpu, args.secrets, args.timeout, args.option, args.pip, args.no_lease)):
+        if not wish.refines:
             return named
         if not before:
             raise UsageError(
                 "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
             )
-    _check_words(args, named)
-    return tuple(_refined_place(p, args) for p in named)
+    _check_words(wish, named)
+    return tuple(_refined_place(p, wish) for p in named)
 
 
-def _check_words(args: argparse.Namespace, named: Sequence[Place]) -> None:
+def _check_words(wish: PlaceWish, named: Sequence[Place]) -> None:
     """Raise UsageError where an option names an unknown executor, or one that no place has."""
-    _check_pip(args.pip, named)
+    _check_pip(wish.pip, named)
     there = {p.executor for p in named}
     if unknown := there.difference(EXECUTORS):
         raise UsageError(f"there is no executor {min(unknown)!r}; there are {', '.join(EXECUTORS)}")
-    said = [("option", key, "." in key) for key, _ in args.option or ()]
-    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in args.secrets or ()]
+    said = [("option", key, "." in key) for key, _ in wish.options]
+    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in wish.secrets]
     for what, name, is_for_one in said:
         if is_for_one and name.partition(".")[0] not in there:
             raise UsageError(f"--{what} {name}: none of the places is {name.partition('.')[0]!r}")
 
 
-def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
+def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
     if packages and not any(p.executor in FAR for p in places):
         raise UsageError(
             f"--pip is for images that are built ({', '.join(FAR)}); replicas on {places[0].executor} use the Python "
@@ -76,28 +83,28 @@ def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
         )
 
 
-def _refined_place(place: Place, args: argparse.Namespace) -> Place:
+def _refined_place(place: Place, wish: PlaceWish) -> Place:
     """One place, with the options for all of them.  "modal.region=eu" is an option for modal alone.
 
     Secrets and the like become the place's own, also where they were given as an option: readers look there.
     """
     options = dict(place.options)
-    for key, value in args.option or ():
+    for key, value in wish.options:
         whose, dot, rest = key.partition(".")
         if not dot or whose == place.executor:
             options[rest if dot else key] = value
-    if args.pip and place.executor in FAR:
-        options["pip"] = list(args.pip)
+    if wish.pip and place.executor in FAR:
+        options["pip"] = list(wish.pip)
     own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
     return Place(
         executor=place.executor,
         count=place.count,
-        gpu=place.gpu or tuple(args.gpu or _words(own.get("gpu", ()))),
-        timeout_s=args.timeout or place.timeout_s or float(own.get("timeout_s", 0.0)),
-        secrets=_secrets_of(place, args.secrets or ()) or (*place.secrets, *_words(own.get("secrets", ()))),
+        gpu=place.gpu or (wish.gpu or _words(own.get("gpu", ()))),
+        timeout_s=wish.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
+        secrets=_secrets_of(place, wish.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
         env={**place.env, **own.get("env", {})},
         options=options,
-        lease=place.lease and not args.no_lease,
+        lease=place.lease and not wish.no_lease,
     )
 
 
@@ -138,11 +145,6 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
 
 
-def replicas_in(places: Sequence[Place]) -> int | None:
-    """The number of replicas in all places; None unless each names its own."""
-    return sum(p.count for p in places) if all(p.count for p in places) else None
-
-
 def check_reach(url: str, places: Sequence[Place]) -> None:
     """Raise UsageError where the run is a folder of this machine, and a place elsewhere cannot reach it."""
     far = sorted({p.executor for p in places if p.executor in FAR})
@@ -156,13 +158,9 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 # -------------------------------------------------------------------- how much
 
 
-def budget_from(args: argparse.Namespace, wanted: Wanted) -> Budget:
-    """Take the limits that the options name, else those that the run had before."""
-    return Budget(
-        wanted.max_usd if args.max_usd is None else args.max_usd,
-        wanted.max_hours if args.max_hours is None else args.max_hours,
-        wanted.allow_unknown_price if args.allow_unknown_price is None else args.allow_unknown_price,
-    )
+def budget_from(wish: BudgetWish, wanted: Wanted) -> Budget:
+    """Take the limits that the wish names, else those that the run had before."""
+    return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(wish).items()})
 
 
 @dataclass(frozen=True)
@@ -205,6 +203,32 @@ class Quote:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
         limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
         return {"plan": list(self.plan.lines), **price, **limit}
+
+
+def quote_start(
+    asked: StartRequest,
+    config: RunConfig,
+    replicas: int,
+    wanted: Wanted | None = None,
+    spent: Costs | None = None,
+) -> Quote:
+    """The quote of a start.   replicas: unless the request names them.   wanted, spent: None: read from the run."""
+    wanted = read_control(open_store(asked.url)) if wanted is None else wanted
+    places = fitted_places(wanted_places(asked.places, wanted.places), config)
+    check_reach(asked.url, places)
+    if asked.alert is not None:
+        take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
+    slots = slots_of(asked.fleet.replicas or replicas)
+    spent = spent_so_far(asked.url) if spent is None else spent
+    return make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
+
+
+def spent_so_far(url: str) -> Costs:
+    """What the run at `url` has cost; nothing where none stands there."""
+    if open_store(url).get(layout.RUN) is None:
+        return Costs()
+    run = read_run(url)
+    return costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), time.time())
 
 
 def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Quote:

@@ -19,8 +19,7 @@ from diloco.model.export import model_record, put_into, start_folder, state_at
 from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
-from executors.cli.looking.back import split_command
-from executors.cli.main import main
+from executors.cli.main import main, split_command
 from inner.train.build import load_start
 from inner.train.text_loss import text_losses
 from rendezvous import layout

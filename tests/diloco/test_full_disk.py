@@ -24,7 +24,8 @@ from diloco.process.scratch import remove_left_behind
 from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
 from executors.cli.looking.status import status_table
-from executors.cli.main import VERBS, main
+from executors.cli.main import main
+from executors.cli.starting import verbs
 from executors.platforms.base import ReplicaSpec, Unavailable
 from executors.platforms.container import run_replica
 from executors.platforms.machine.full_disk import full_words, room_for
@@ -214,7 +215,7 @@ def test_a_command_says_so_and_may_be_typed_again(
     no_folder: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: "[Errno 28] No space left on device", and exit code 2."""
-    monkeypatch.setitem(VERBS, "demo", lambda args: tempfile.mkdtemp())
+    monkeypatch.setattr(verbs, "_demo", lambda args: tempfile.mkdtemp())
     assert main(["demo"]) == exitcodes.GAVE_UP
     assert capsys.readouterr().err == f"diloco demo: {WORDS.format('its files')}; free some, then the same command\n"
 

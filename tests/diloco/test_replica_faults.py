@@ -26,7 +26,7 @@ from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import read_report, summary
 from diloco.units import byte_size
 from executors.cli.looking.status import status_dict, status_table
-from executors.cli.main import _best_step
+from executors.cli.writing.verbs import best_step
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
@@ -317,7 +317,7 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
     log.parent.mkdir(parents=True)
     log.write_text("".join(json.dumps(event) + "\n" for event in evaluated))
     assert [e.step for e in read_report(fleet.run.store).evaluations] == [3, 15, 16]
-    assert _best_step(fleet.run, None) == 15, "the best of those that are kept"
+    assert best_step(fleet.run, None) == 15, "the best of those that are kept"
 
 
 @pytest.mark.slow

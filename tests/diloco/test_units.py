@@ -40,7 +40,7 @@ def test_money_below_a_cent_shows_the_first_two_digits_that_tell() -> None:
 
 
 def test_no_other_module_of_diloco_or_executors_defines_its_own() -> None:
-    """`parser.duration` reads one."""
+    """`typed.duration` reads one."""
     names = {"duration", "nice_time", "format_duration", "nice_bytes", "in_bytes", "byte_size", "dollars"}
     found = {
         path.relative_to(ROOT).as_posix(): node.name
@@ -49,4 +49,4 @@ def test_no_other_module_of_diloco_or_executors_defines_its_own() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name in names and path.name != "units.py"
     }
-    assert found == {"executors/cli/parser.py": "duration"}
+    assert found == {"executors/cli/typed.py": "duration"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from tests.diloco.test_report import killed_and_replaced
+from tests.support.command import verbs
 
 ROOT = Path(__file__).parents[2]
-VERBS = tuple(cli.VERBS)
+VERBS = tuple(verbs())
 CONFIG = """
 name = "tiny"
 [fleet]
@@ -116,7 +118,10 @@ def test_plan_of_a_local_run_needs_no_torch_and_no_platform(config):
 
 def test_help_documents_every_verb_and_exit_code():
     text = python("from executors.cli.main import make_parser; make_parser().print_help()").stdout
-    assert all(f"\n    {verb}" in text for verb in VERBS)
+    lines, _, more = text.partition("\nmore:\n")
+    named = re.findall(r"\w+", more.splitlines()[0])
+    shown = re.findall(r"^    ([a-z]+) +\S", lines, re.M)
+    assert shown[0] == "init" and sorted([*shown, *named]) == sorted(VERBS)
     assert all(f"\n  {code} " in text for code in ("0", "1", "2", "3", "4", "75", "130"))
     assert "DILOCO_DEBUG" in text
 

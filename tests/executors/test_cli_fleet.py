@@ -15,10 +15,10 @@ import pytest
 
 from diloco.process.journal import Journal
 from executors.cli import main as cli
-from executors.cli import parser
+from executors.cli import typed
 from executors.platforms.base import LaunchPlan
 from executors.platforms.multi import Place
-from executors.preflight import place_faults, quote
+from executors.preflight import place_faults, quote, request
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
@@ -26,6 +26,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from tests.executors.test_cli import CONFIG, ROOT, complaint, config, run, say  # noqa: F401  (fixtures)
+from tests.support.command import asked, verbs
 from tests.support.fleet import TEXT
 
 BASH = "/bin/bash"
@@ -53,19 +54,19 @@ def outcome(argv: list[object], **environ: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_places(text, place):
-    assert parser.place(text) == place
+    assert typed.place(text) == place
 
 
 @pytest.mark.parametrize("text", ["", ":2", "modal:x", "modal:0", "modal:-1"])
 def test_what_is_no_place(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must look like NAME"):
-        parser.place(text)
+        typed.place(text)
 
 
 def test_times_amounts_and_options():
-    assert [parser.duration(t) for t in ("90", "90m", "1.5h", "1d")] == [90.0, 5400.0, 5400.0, 86400.0]
-    assert [parser.amount(t) for t in ("0", "12.50", "$3")] == [0.0, 12.5, 3.0]
-    assert [parser.option(t) for t in ("a=gpu", "n=4", "x=[1]")] == [("a", "gpu"), ("n", 4), ("x", [1])]
+    assert [typed.duration(t) for t in ("90", "90m", "1.5h", "1d")] == [90.0, 5400.0, 5400.0, 86400.0]
+    assert [typed.amount(t) for t in ("0", "12.50", "$3")] == [0.0, 12.5, 3.0]
+    assert [typed.option(t) for t in ("a=gpu", "n=4", "x=[1]")] == [("a", "gpu"), ("n", 4), ("x", [1])]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_words_that_mean_nothing(capsys, argv, told):
 
 
 def wanted(*argv: str) -> tuple[Place, ...]:
-    return quote.wanted_places(parser.make_parser().parse_args(["plan", "c", "--run", "r", *argv]))
+    return quote.wanted_places(asked("plan", "c", "--run", "r", *argv).places)
 
 
 def test_one_executor_with_what_belongs_to_it():
@@ -101,8 +102,8 @@ def test_a_mixed_fleet_with_options_for_one_of_its_places():
     modal, local = wanted("--place", "modal:2:H100", "--place", "local", "--option", "modal.region=eu", "--timeout=1h")
     assert (modal.executor, modal.count, modal.gpu, modal.options) == ("modal", 2, ("H100",), {"region": "eu"})
     assert (local.executor, local.options, local.timeout_s) == ("local", {}, 3600.0)
-    assert quote.replicas_in((modal, local)) is None  # the last one takes the rest
-    assert quote.replicas_in((modal, Place("local", 1))) == 3
+    assert request.replicas_in((modal, local)) is None  # the last one takes the rest
+    assert request.replicas_in((modal, Place("local", 1))) == 3
 
 
 def test_each_place_has_its_own_secrets():
@@ -129,11 +130,10 @@ def test_what_is_said_as_an_option_of_a_place_is_found_by_who_checks_the_place()
 
 def test_a_run_keeps_its_places_and_they_can_be_refined():
     before = [Place("modal", 0, ("H100",)).to_dict()]
-    args = parser.make_parser().parse_args(["resume", "r", "--timeout", "2h"])
-    assert quote.wanted_places(args, before) == (Place("modal", 0, ("H100",), 7200.0),)
-    assert quote.wanted_places(parser.make_parser().parse_args(["resume", "r"]), before) == (
-        Place("modal", 0, ("H100",)),
+    assert quote.wanted_places(asked("resume", "r", "--timeout", "2h").places, before) == (
+        Place("modal", 0, ("H100",), 7200.0),
     )
+    assert quote.wanted_places(asked("resume", "r").places, before) == (Place("modal", 0, ("H100",)),)
 
 
 def test_an_unknown_executor_names_those_there_are(capsys, config):  # noqa: F811
@@ -361,12 +361,7 @@ def test_costs(capsys, run):  # noqa: F811
 
 
 def test_every_verb_speaks_json():
-    made = parser.make_parser()
-    (verbs,) = [a.choices for a in made._actions if isinstance(a, argparse._SubParsersAction)]
-    assert set(verbs) == set(cli.VERBS)
-    assert all(
-        "--json" in flags for v in verbs.values() for flags in [[f for a in v._actions for f in a.option_strings]]
-    )
+    assert all("--json" in verb._option_string_actions for verb in verbs().values())
 
 
 def test_json_of_stop_report_and_objectives(capsys, run):  # noqa: F811
@@ -438,7 +433,7 @@ def test_bash_completes_verbs_and_options(capsys):
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_are_told_every_verb_and_option(capsys, shell):
     script = say(capsys, "completion", shell)[1]
-    assert all(verb in script for verb in cli.VERBS) and "max-usd" in script
+    assert all(verb in script for verb in verbs()) and "max-usd" in script
 
 
 def test_completion_of_an_unknown_shell(capsys):

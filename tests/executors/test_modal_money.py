@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,7 +25,7 @@ from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
 from executors.cli import main as cli
-from executors.cli.parser import make_parser
+from executors.cli.answers import Answer
 from executors.platforms.base import ReplicaSpec, State
 from executors.platforms.multi import Place, build_executor
 from executors.platforms.on_modal.app import app_name
@@ -34,6 +33,7 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.preflight.quote import fitted_places, wanted_places
+from executors.preflight.request import PlaceWish
 from executors.preflight.run_url import UsageError
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -41,6 +41,7 @@ from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreUnclear
 from rendezvous.stores.open import open_store
+from tests.support.command import asked
 from tests.support.fakes import ManualClock
 from tests.support.modal_fixtures import (  # noqa: F401
     ROOT,
@@ -134,18 +135,18 @@ def test_a_container_has_the_packages_that_pip_names(platform, run) -> None:
     assert len(install) == 1 and "torch==" in install[0], "resolved together with ours"
 
 
-def parsed(*more: str) -> Namespace:
-    return make_parser().parse_args(["train", "run.toml", "--run", "s3://b/r", *more])
+def wish(*more: str) -> PlaceWish:
+    return asked("train", "run.toml", "--run", "s3://b/r", *more).places
 
 
 def test_pip_is_for_the_places_whose_image_is_built() -> None:
-    places = wanted_places(parsed("--place", "modal:2", "--place", "local", "--pip", "judge", "--pip", "numpy<3"), [])
+    places = wanted_places(wish("--place", "modal:2", "--place", "local", "--pip", "judge", "--pip", "numpy<3"), [])
     assert [p.options.get("pip") for p in places] == [["judge", "numpy<3"], None]
     for name in ("modal", "hf-jobs", "sky"):
-        (place,) = wanted_places(parsed("--executor", name, "--pip", "judge"), [])
-        assert place.options["pip"] == ["judge"] and wanted_places(parsed(), [place.to_dict()]) == (place,)
+        (place,) = wanted_places(wish("--executor", name, "--pip", "judge"), [])
+        assert place.options["pip"] == ["judge"] and wanted_places(wish(), [place.to_dict()]) == (place,)
     with pytest.raises(UsageError, match=r"replicas on local use the Python that is here: `pip install judge`"):
-        wanted_places(parsed("--executor", "local", "--pip", "judge"), [])
+        wanted_places(wish("--executor", "local", "--pip", "judge"), [])
 
 
 CONFIG = """
@@ -219,7 +220,7 @@ def test_the_memory_limit_follows_the_models_size(tmp_path) -> None:
 def test_a_resumed_run_that_moves_to_modal_has_its_models_limit(run, bucket, tmp_path, monkeypatch) -> None:
     found = founded(run, bucket, tmp_path)
     write_control(found.store, SystemClock(), places=[Place("local").to_dict()], stop=True)
-    monkeypatch.setattr(cli, "_supervise_here", lambda *_: 0)
+    monkeypatch.setattr("executors.cli.starting.verbs._supervise", lambda *_: Answer())
     assert cli.main(["resume", run, "--executor", "modal", "--secret", bucket.secret, "--yes"]) == 0
     (place,) = read_control(found.store).places
     assert place["options"]["max_memory_mib"] == memory_limit_mib(99_200)

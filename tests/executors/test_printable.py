@@ -14,8 +14,9 @@ from diloco.process.output import PlainOutput, print_plainly, survive_lost_outpu
 from diloco.runlog.opening import open_view
 from diloco.runlog.reader import shown
 from diloco.runlog.scope import COSTS
+from executors.cli.checking import verbs
 from executors.cli.looking import logs, status
-from executors.cli.main import VERBS, main
+from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
 from executors.cli.watch.windows import TextWindow
@@ -81,7 +82,7 @@ def test_neither_an_error_nor_a_defect_prints_it(monkeypatch: pytest.MonkeyPatch
     def fail(_: Any) -> int:
         raise OSError(STEERING)
 
-    monkeypatch.setitem(VERBS, "objectives", fail)
+    monkeypatch.setattr(verbs, "_objectives", fail)
     assert main(["objectives"]) == 2
     assert isinstance(sys.stderr, PlainOutput), "a traceback goes the same way"
     assert "owned" in (told := capsys.readouterr().err) and not UNPLAIN.search(told)

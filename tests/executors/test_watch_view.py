@@ -560,7 +560,7 @@ def test_without_textual_a_line_says_how_to_get_it(monkeypatch) -> None:
 
 
 def test_nothing_but_the_view_imports_textual() -> None:
-    modules = "executors.cli.main, executors.cli.watch.run, executors.cli.parser as p"
+    modules = "executors.cli.main, executors.cli.watch.run, executors.cli.main as p"
     code = f"import sys, {modules}; p.make_parser(); sys.exit(bool({{'textual', 'rich'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0
 

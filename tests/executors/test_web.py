@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from diloco.runlog.reader import read_report
 from diloco.views.page.publish import Publisher
 from executors.cli import main as cli
 from executors.cli.looking.report import publish_page
-from executors.cli.parser import make_parser
+from executors.cli.main import main
 from executors.cli.web import server as web
 from executors.cli.web.looks import PageLooks
-from executors.cli.web.run import PageWriter, watch_page
+from executors.cli.web.run import PageRequest, PageWriter, watch_page
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
 from rendezvous.errors import StoreRefused, StoreUnclear
@@ -102,7 +101,7 @@ def test_a_port_in_use_is_said_and_without_port_a_free_one_is_taken() -> None:
 
 def test_the_grammar_refuses_a_port_that_is_none(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["watch", "runs/x", "--web", "--port", "99999"])
+        main(["watch", "runs/x", "--web", "--port", "99999"])
     assert "is no port" in capsys.readouterr().err
 
 
@@ -366,14 +365,13 @@ def test_a_bucket_that_may_only_be_read_says_what_still_works() -> None:
 
 def test_a_published_run_that_is_over_ends_the_command(capsys: Any) -> None:
     b = killed_and_replaced()
-    args = Namespace(web=False, publish=True, port=None, bind="127.0.0.1", json=False)
     b.store.url = "memory://over"  # type: ignore[misc]
     from executors.cli.web import run as module
 
     original = module.open_view
     module.open_view = lambda url, scope: view_of(b.store)  # type: ignore[assignment]
     try:
-        assert watch_page(args, "memory://over", FixedClock(T0 + 30)) == 0
+        assert watch_page(PageRequest(publish=True), "memory://over", FixedClock(T0 + 30)) == 0
     finally:
         module.open_view = original
     assert "published: memory://over/page/index.html" in capsys.readouterr().out

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from executors.cli.answers import fit_lines, wrap_line
 from executors.cli.main import main
-from executors.cli.wrapping import fit_lines, wrap_line
 from tests.support.puppets import PuppetRun
 
 LONG = "  r00-1 at 23:44:33.629: 2 inner steps, 32 samples, 35.0 s since its last outer step; counted with weight 1"

@@ -2,7 +2,7 @@
 
 a public class name means one class · four things by position at most six · functions of at most 60 lines
 a class of at most 25 methods, but for those in LARGE, each with its reason · folders of at most 14 files
-no circle of files, also not through imports inside functions
+no circle of files, also not through imports inside functions · Namespace is known in executors/cli alone, by verbs
 """
 
 import ast
@@ -126,6 +126,19 @@ def _circles(arrows: dict[str, set[str]]) -> list[set[str]]:
         if name in reach[name] and not any(name in circle for circle in circles):
             circles.append({other for other in reach[name] if name in reach[other]})
     return circles
+
+
+def test_namespace_is_known_in_the_command_line_alone() -> None:
+    """What was typed leaves a verb as a request of its own kind; argparse's Namespace has any field, and no type."""
+    knowing = {
+        str(path)
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if "Namespace" in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", ""))
+    }
+    ways = {f"executors/cli/{name}.py" for name in ("main", "answers", "opening", "options")}
+    assert {path for path in knowing if not path.endswith("/verbs.py")} == ways
+    assert all(path.startswith("executors/cli/") for path in knowing)
 
 
 def test_an_accelerator_is_asked_for_only_if_it_is_there() -> None:

@@ -1,6 +1,5 @@
 """The documentation holds together: what can be checked without the builder of the site (`make docs`, strict too)."""
 
-import argparse
 import importlib
 import re
 import tomllib
@@ -13,10 +12,10 @@ import torch
 
 from diloco import StoreManager, make_diloco
 from diloco.run.config import RunConfig
-from executors.cli.parser import make_parser
 from inner.settings.tables import list_settings
 from rendezvous import layout
 from tests.support import choose_tables
+from tests.support.command import verbs
 from tests.support.site_pages import (
     DOCS,
     ROOT,
@@ -171,8 +170,7 @@ def _settings_in(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def test_each_command_that_is_shown_has_a_verb_and_options_that_exist() -> None:
-    verbs = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
-    known = {verb: {o for action in parser._actions for o in action.option_strings} for verb, parser in verbs.items()}
+    known = {verb: {*parser._option_string_actions} for verb, parser in verbs().items()}
     wrong, seen = list[str](), set[str]()
     for page in all_pages():
         if page.name in ("CHANGELOG.md", "log.md"):  # what was
@@ -186,9 +184,8 @@ def test_each_command_that_is_shown_has_a_verb_and_options_that_exist() -> None:
 
 
 def test_every_verb_stands_in_the_list_of_operations() -> None:
-    verbs = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
     shown = {verb for verb, _ in _commands_in((DOCS / "operations.md").read_text(encoding="utf-8"))}
-    assert set(verbs) - shown == {"completion"}, "completion is a line of its own below the list"
+    assert set(verbs()) - shown == {"completion"}, "completion is a line of its own below the list"
 
 
 def _commands_in(text: str) -> Iterator[tuple[str, str]]:

@@ -8,10 +8,12 @@ started (another namespace, another login).
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.units import dollars
+from executors.cli.answers import Answer
 from executors.platforms import EXECUTORS
 from executors.platforms.base import FleetExecutor, Status, wait_for_all
 from executors.platforms.multi import Place, make_executor
@@ -84,6 +86,22 @@ class ShortRun:
         words = f"no news: {status.trouble}" if status.stale else status.reason
         name = f"{status.handle.slot}.{status.handle.attempt}"
         return f"  {name:8s} {status.state:10s} {time:>9s} {money:>8s}  {words}".rstrip()
+
+
+def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purge: bool = False) -> Answer:
+    """Answer one of VERBS; any other has records to read.   Raises UsageError."""
+    if verb not in VERBS:
+        raise run_url.UsageError(
+            f"{run.url} was started by launch_replicas, which keeps no records: {', '.join(VERBS)} know it; its "
+            "logs are executor.logs(handle), with the handles of executor.find(run)"
+        )
+    with closing(run.executor):
+        found = run.stop(grace_s) if verb == "stop" else run.look()
+        purged = run.executor.purge(run.url) if verb == "stop" and purge else []
+    rows = [{**s.to_dict(), "usd": run.usd(s)} for s in found]
+    data = {"run": run.url, "replicas": rows, "purged": purged}
+    code = 1 if verb == "stop" and not all(s.state.ended for s in found) else 0
+    return Answer(data, [*run.lines(found), *purged], code)
 
 
 def short_run(url: str, clock: Clock) -> ShortRun | None:

@@ -20,8 +20,9 @@ from diloco.run.record import Run
 from diloco.runlog.reader import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
 from diloco.views.overview import inner_steps_per_round
 from diloco.views.page.charts import write_picture
+from executors.cli.answers import say
 from executors.cli.looking.report import write_page
-from executors.cli.starting.foreground import say, supervise_here
+from executors.cli.starting.foreground import supervise_here
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun

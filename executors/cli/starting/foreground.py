@@ -20,6 +20,7 @@ from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.units import duration
 from diloco.views.overview import end_words
+from executors.cli.answers import say
 from executors.cli.looking.status import StatusView, view_for
 from executors.platforms.multi import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
@@ -101,8 +102,3 @@ def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def say(text: str) -> None:
-    """Print a word to the person, beside the data."""
-    print(text, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ Not promised: a page in a bucket that is newer than PUBLISH_S.
 
 import json
 import sys
-from argparse import Namespace
+from dataclasses import dataclass
 from typing import TextIO
 
 from diloco.runlog.opening import View, open_view
@@ -27,14 +27,25 @@ from rendezvous.errors import RendezvousError
 PUBLISH_S = 30.0  # between two writes
 
 
-def watch_page(args: Namespace, url: str, clock: Clock) -> int:
+@dataclass(frozen=True)
+class PageRequest:
+    """web: serve the page at bind:port.   port: None for the usual one, or a free one; 0: a free one."""
+
+    web: bool = False
+    publish: bool = False
+    port: int | None = None
+    bind: str = "127.0.0.1"
+    as_json: bool = False
+
+
+def watch_page(asked: PageRequest, url: str, clock: Clock) -> int:
     """Serve the page, publish it, or both; -> exit code.   Raises ConfigError, UsageError before anything is shown."""
-    if args.web:
+    if asked.web:
         web.check_web()
     view = ask_again(lambda: open_view(url, COSTS), clock)
-    looks = PageLooks(view, clock, POLL_S if args.web else PUBLISH_S)
-    server = _serve(args, looks) if args.web else None
-    publisher = PageWriter(view, clock, sys.stderr if args.json else sys.stdout) if args.publish else None
+    looks = PageLooks(view, clock, POLL_S if asked.web else PUBLISH_S)
+    server = _serve(asked, looks) if asked.web else None
+    publisher = PageWriter(view, clock, sys.stderr if asked.as_json else sys.stdout) if asked.publish else None
     try:
         _look_on(looks, clock, publisher, ends=server is None)
     except KeyboardInterrupt:
@@ -45,14 +56,14 @@ def watch_page(args: Namespace, url: str, clock: Clock) -> int:
     return 0 if publisher is None or not publisher.refused else 1
 
 
-def _serve(args: Namespace, looks: PageLooks) -> web.PageServer:
-    listening = web.bound_socket(args.bind, args.port)
-    door = web.make_door(args.bind, listening.getsockname()[1])
+def _serve(asked: PageRequest, looks: PageLooks) -> web.PageServer:
+    listening = web.bound_socket(asked.bind, asked.port)
+    door = web.make_door(asked.bind, listening.getsockname()[1])
     server = web.PageServer(web.PageApp(door, looks.name, lambda: looks.files, lambda: looks.stale), listening)
     server.start()
-    address = web.page_address(args.bind, door)
+    address = web.page_address(asked.bind, door)
     words = f"the run is at {address}   (Ctrl-C ends the view, never the run)"
-    print(json.dumps({"address": address}) if args.json else words, flush=True)
+    print(json.dumps({"address": address}) if asked.as_json else words, flush=True)
     return server
 
 

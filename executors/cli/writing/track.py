@@ -12,7 +12,6 @@ Not promised: that --follow ends for a run that was stopped and never goes on; `
 import os
 import signal
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,21 @@ FAR_LOOK_S = 20.0  # the same where every look has a price
 
 
 @dataclass(frozen=True)
+class TrackRequest:
+    """to: names of trackers.   samples: completions per outer step.   folder: of TensorBoard's files.
+
+    parent: "PID:START" of a process that we do not outlive, or "".
+    """
+
+    to: tuple[str, ...]
+    follow: bool
+    samples: int
+    project: str | None
+    folder: Path
+    parent: str
+
+
+@dataclass(frozen=True)
 class Tracked:
     """The result of `track`, for people and for programs."""
 
@@ -44,9 +58,9 @@ class Tracked:
     good: bool
 
 
-def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -> Tracked:
+def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None]) -> Tracked:
     """Write a run's curves to its trackers.   Raises TrackerError before anything is written."""
-    names = list(dict.fromkeys(args.to))
+    names = list(dict.fromkeys(asked.to))
     for name in names:
         check_tracker(name)
     view = ask_again(lambda: open_view(url, EVERYTHING), clock)
@@ -54,23 +68,23 @@ def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -
     run = TrackedRun(
         name=str(record.config.get("name", "run")),
         nonce=record.nonce,
-        project=args.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        project=asked.project or os.environ.get("WANDB_PROJECT") or PROJECT,
         config={**record.config, "run": url},
     )
     locks = hold_alone(run, names)
     feed = Feed(
         run=run,
         reader=Reader(view.run.store, EVERYTHING, view.cache, view.answers),
-        samples=SampleReader(view.run.store, args.samples),
-        trackers=[make_tracker(name, Path(args.folder)) for name in names],
+        samples=SampleReader(view.run.store, asked.samples),
+        trackers=[make_tracker(name, asked.folder) for name in names],
         clock=clock,
         say=say,
     )
-    must_end = _ending_signals(args.parent)
+    must_end = _ending_signals(asked.parent)
     near = getattr(view.run.store, "near", False)
     try:
         feed.open_all()
-        report = _feed_until(feed, must_end, args.follow, LOOK_S if near else FAR_LOOK_S)
+        report = _feed_until(feed, must_end, asked.follow, LOOK_S if near else FAR_LOOK_S)
     finally:
         feed.close()
         for lock in locks:
@@ -92,10 +106,7 @@ def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, loo
 
 
 def _ending_signals(parent: str) -> Callable[[float], bool]:
-    """Return a function that waits so many seconds; -> whether we must end.
-
-    parent: "PID:START" of a process that we do not outlive, or "".
-    """
+    """Return a function that waits so many seconds; -> whether we must end."""
     asked = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:

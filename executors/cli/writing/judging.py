@@ -1,4 +1,4 @@
-"""`diloco bisect RUN -- COMMAND` and `diloco blame RUN`: from words typed to an answer.
+"""`diloco bisect RUN -- COMMAND` and `diloco blame RUN`: from what is asked to an answer.
 
     bisect   which θ are kept ──▶ diloco/audit/bisect.py, with the command as the judge
     blame    the metric that is asked for ──▶ diloco/audit/blame.py
@@ -9,12 +9,13 @@ Not promised: anything about the command; it is the user's, and runs with the us
 """
 
 import time
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors.cli.answers import Answer
 from executors.preflight.run_url import UsageError
 
 if TYPE_CHECKING:
@@ -22,21 +23,31 @@ if TYPE_CHECKING:
     from diloco.audit.judge import Judge
     from diloco.run.record import Run
 
-Answer = tuple[dict[str, Any], list[str]]  # for programs, for people
-WITH_COMMAND = ("bisect", "blame")
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """The stretch θ_first … θ_last, and the command that judges them.   merge: it gets whole models, not adapters."""
+
+    first: int | None = None
+    last: int | None = None
+    command: tuple[str, ...] = ()
+    merge: bool = False
 
 
-def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """("bisect", "RUN", "--", "cmd", "-x") -> (["bisect", "RUN"], ["cmd", "-x"])"""
-    if not argv or argv[0] not in WITH_COMMAND or "--" not in argv:
-        return [*argv], []
-    at = list(argv).index("--")
-    return [*argv[:at]], [*argv[at + 1 :]]
+@dataclass(frozen=True)
+class BlameRequest:
+    """by: what is left out, "replica" or "step".   text, prompts: files to judge by, in the place of a command."""
+
+    judge: JudgeRequest
+    by: str = "replica"
+    text: str | None = None
+    prompts: str | None = None
+    no_metric: bool = False
 
 
-def bisect_answer(run: "Run", args: Namespace, say: Callable[[str], None]) -> Answer:
+def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -> Answer:
     """Find the step at which the command's judgement changes.   Raises UsageError, ConfigError."""
-    if not args.judge:
+    if not asked.command:
         raise UsageError(
             "`diloco bisect RUN -- COMMAND` needs a command that says by its exit code whether a model is good (0) or "
             "bad (1 to 124; 125: cannot say). The model lies in {model} or DILOCO_MODEL; its outer step is {step} or "
@@ -44,55 +55,38 @@ def bisect_answer(run: "Run", args: Namespace, say: Callable[[str], None]) -> An
         )
     from diloco.audit.bisect import bisect, most_judgements
 
-    steps = _kept_steps(run, args.first, args.last)
+    steps = _kept_steps(run, asked.first, asked.last)
     say(f"{len(steps)} θ, from θ_{steps[0]} to θ_{steps[-1]}: the two ends, then at most {most_judgements(steps)} more")
-    change = bisect(steps, _told(_judge(run, args), say))
-    return {"run": run.url, **change.to_dict(), "lines": change.lines(run.url)}, change.lines(run.url)
+    change = bisect(steps, _told(_judge(run, asked), say))
+    lines = change.lines(run.url)
+    return Answer({"run": run.url, **change.to_dict(), "lines": lines}, lines, sentences=True)
 
 
-def blame_answer(run: "Run", args: Namespace) -> Answer:
+def blame_answer(run: "Run", asked: BlameRequest) -> Answer:
     """Find whose pseudogradients moved a metric most.   Raises UsageError, ConfigError."""
     from diloco.audit.blame import blame, blame_dict, blame_lines, refuse_unseparated
     from diloco.audit.metrics import CommandNumber, open_metric
     from diloco.model.export import model_record
 
-    _refuse_two_metrics(args)
-    first, last = args.first or 0, _head(run) if args.last is None else args.last
-    named = {"text": _file(args.text), "prompts": _file(args.prompts)}
-    if args.judge:
-        opened: Any = nullcontext(CommandNumber(_judge(run, args)))
+    _refuse_two_metrics(asked)
+    first, last = asked.judge.first or 0, _head(run) if asked.judge.last is None else asked.judge.last
+    named = {"text": _file(asked.text), "prompts": _file(asked.prompts)}
+    if asked.judge.command:
+        opened: Any = nullcontext(CommandNumber(_judge(run, asked.judge)))
     else:
-        opened = nullcontext() if args.no_metric else open_metric(run, model_record(run), **named)
+        opened = nullcontext() if asked.no_metric else open_metric(run, model_record(run), **named)
     with opened as metric:
-        found = blame(run, first, last, metric, args.by)
+        found = blame(run, first, last, metric, asked.by)
     refuse_unseparated(found)
-    return {"run": run.url, **blame_dict(found)}, blame_lines(found)
+    return Answer({"run": run.url, **blame_dict(found)}, blame_lines(found), sentences=True)
 
 
-def gc_answer(run: "Run", args: Namespace, agreed: Callable[[list[str]], bool]) -> Answer:
-    """Delete objects beyond a size, once agreed.   agreed: asks the person, after these lines.   Raises ConfigError."""
-    from diloco.model.give_back import collect, plan_gc, plan_lines
-    from diloco.runlog.evaluation import best_evaluation
-    from diloco.runlog.reader import read_report
-    from rendezvous.clock import SystemClock
-
-    plan = plan_gc(run, args.keep, SystemClock())
-    best = best_evaluation(read_report(run.store).evaluations)
-    lines = plan_lines(run.url, plan, best.step if best else None)
-    done = bool(plan.keys) and not args.dry_run and (args.yes or agreed(lines))
-    if done:
-        collect(run, plan, SystemClock())
-    lines.append("done" if done else "nothing was deleted")
-    facts = {"objects": len(plan.keys), "freed": plan.freed, "unnamed": plan.unnamed, "lost": plan.lost, "done": done}
-    return {"run": run.url, **facts, "keys": [*plan.keys], "lines": lines}, lines
-
-
-def _judge(run: "Run", args: Namespace) -> "Judge":
+def _judge(run: "Run", asked: JudgeRequest) -> "Judge":
     from diloco.audit.judge import Judge
     from diloco.model.export import model_record, refuse_merge
 
-    refuse_merge(run, args.merge)
-    return Judge(run, model_record(run), args.judge, args.merge)
+    refuse_merge(run, asked.merge)
+    return Judge(run, model_record(run), asked.command, asked.merge)
 
 
 def _told(judge: "Judge", say: Callable[[str], None]) -> "Callable[[int], Judgement]":
@@ -139,10 +133,10 @@ def _file(name: str | None) -> Path | None:
     return Path(name)
 
 
-def _refuse_two_metrics(args: Namespace) -> None:
-    given = [
-        *(["--text"] if args.text else []), *(["--prompts"] if args.prompts else []),
-        *(["--no-metric"] if args.no_metric else []), *(["-- COMMAND"] if args.judge else []),
-    ]  # fmt: skip
-    if len(given) > 1:
+def _refuse_two_metrics(asked: BlameRequest) -> None:
+    ways = {
+        "--text": asked.text, "--prompts": asked.prompts, "--no-metric": asked.no_metric,
+        "-- COMMAND": asked.judge.command,
+    }  # fmt: skip
+    if len(given := [name for name, value in ways.items() if value]) > 1:
         raise UsageError(f"{' and '.join(given)} name two ways to judge. Leave one of them out")

@@ -1,0 +1,121 @@
+"""What a command says: an answer for programs or for people, a word beside it, and an error in words.
+
+    act(args) ──▶ Answer(data, lines, code) ──▶ stdout: lines, or --json: data        stderr: note, say
+    an error  ──▶ explain_error ──▶ (text, exit code)
+
+    step 3 was closed by r01-1 at 2026-11-23 23:44:35.233 UTC: 2 fresh and 0 late
+      pseudogradients, min_replicas 2, …              ◀── sentences, in a terminal: their own indent and two more
+
+Not promised: stable words for people; programs read --json.  What is wider than the terminal loses its alignment.
+"""
+
+import json
+import shutil
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from executors.preflight.quote import Quote
+
+NARROWEST = 20  # below this a terminal that names its width wrongly would get a word per line
+DECLINED = 130
+BUSY = (
+    "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
+    "bucket as well: say the same command again later"
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """data: for programs.   lines: for people; whole sentences take the terminal's width.   note: for stderr, after it.
+
+    An act that has printed its answer itself leaves all of them empty.
+    """
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+    code: int = 0
+    note: str = ""
+    sentences: bool = False
+
+
+Act = Callable[[Namespace], Answer]
+
+
+def print_answer(answer: Answer, as_json: bool) -> int:
+    """Print the answer; -> its exit code."""
+    lines = fit_lines(answer.lines, sys.stdout) if answer.sentences else answer.lines
+    if answer.data if as_json else lines:
+        print(json.dumps(answer.data, indent=1) if as_json else "\n".join(lines), flush=True)
+    if answer.note:
+        say(answer.note)
+    return answer.code
+
+
+def say(text: str) -> None:
+    """Print a word to the person, beside the data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def is_agreed(offer: "Quote", yes: bool) -> bool:
+    """Show what a start costs, and ask whether that is right."""
+    from executors.preflight.quote import ask_agreement
+
+    if not offer.free:
+        say("\n".join(f"  {line}" for line in offer.lines()))
+    return ask_agreement(offer, yes)
+
+
+# -------------------------------------------------------------------- sentences
+
+
+def fit_lines(lines: Iterable[str], out: TextIO) -> list[str]:
+    """The lines as they are to be printed there: elsewhere than in a terminal one each, for `grep`."""
+    if not out.isatty():
+        return [*lines]
+    width = max(NARROWEST, shutil.get_terminal_size().columns)
+    return [piece for line in lines for piece in wrap_line(line, width)]
+
+
+def wrap_line(line: str, width: int) -> list[str]:
+    """Wrap between words alone: a path or command that is longer than the terminal stays whole, to be copied."""
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+# -------------------------------------------------------------------- errors
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether the error says what to do next; any other is a defect, and keeps its traceback."""
+    from diloco.run.config import ConfigError
+    from diloco.views.page.charts import ReportError
+    from executors.platforms.base import ExecutorError
+    from executors.preflight.run_url import UsageError
+    from inner import InnerError
+    from rendezvous.errors import RendezvousError
+
+    known = ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError | ExecutorError
+    return isinstance(error, known)
+
+
+def explain_error(error: Exception) -> tuple[str, int]:
+    """Return (text, exit code).  No answer of a platform, or a full disk, is no mistake in the command: the same one
+    may work later."""
+    from diloco.process import exitcodes
+    from diloco.process.disk_space import full_disk_words, is_full
+    from diloco.views.trackers.tracker import TrackerBusy
+    from executors.platforms.base import Unavailable
+    from rendezvous.errors import GaveUp, StoreUnclear
+
+    if isinstance(error, StoreUnclear | GaveUp):  # the latter says what to do
+        return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and is_full(error):
+        return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
+    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

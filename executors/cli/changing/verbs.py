@@ -1,0 +1,108 @@
+"""The verbs that change a run that goes on: more or fewer replicas, one of them may go, all of them must.
+
+    scale drain ─▶ control records; a supervisor hears of them        stop ─▶ the platforms, asked until all have ended
+
+Not promised: that anything but `stop` happens at once.
+"""
+
+import sys
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.completion import SLOTS
+from executors.cli.opening import opened, present_url, reach_store
+from executors.cli.options import add_run_verb, flag, offer, value
+from executors.cli.typed import positive, seconds
+from executors.platforms import EXECUTORS
+from executors.preflight import run_url
+from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from diloco.run.record import Run
+
+SWEPT_S = 120.0  # for a platform to say that cancelled processes have ended
+
+
+def add_verbs(verbs: Any) -> None:
+    scale = add_run_verb(verbs, "scale", "keep another number of replicas from now on", opened(_scale))
+    value(scale, "replicas", "N", "replicas to keep", type=positive)
+    value(scale, "--min-replicas", "M", "offers that every outer step needs", type=positive)
+    flag(scale, "--yes", "-y", help="do not ask whether the price is right")
+    text = "let one replica finish its round and leave (`scale` and `resume` undo it)"
+    drain = add_run_verb(verbs, "drain", text, opened(_drain))
+    offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
+    stop = add_run_verb(verbs, "stop", "end every replica of a run, and prove it", _stop)
+    stop._actions[-1].nargs = "?"
+    offer(value(stop, "--executor", "NAME", "with --all, in RUN's place: what lives on this platform"), *EXECUTORS)
+    flag(stop, "--all", help="of any run, also what no run knows of; asks first")
+    flag(stop, "--yes", "-y", help="with --all: do not ask")
+    value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type=seconds)
+    flag(stop, "--purge", help="and remove what platforms keep of it; never the run itself")
+
+
+def _scale(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.changing import scale
+    from executors.preflight.quote import spent_so_far
+
+    offer = scale.growth_quote(run, args.replicas, args.min_replicas, spent_so_far(run.url))
+    if offer is not None and not is_agreed(offer, args.yes):
+        return Answer(code=DECLINED)
+    lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
+    return Answer({"run": run.url, "replicas": args.replicas, "messages": lines}, lines)
+
+
+def _drain(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.changing import scale
+
+    lines = scale.drain(run, SystemClock(), args.slot)
+    return Answer({"run": run.url, "slot": args.slot, "messages": lines}, lines)
+
+
+def _stop(args: Namespace) -> Answer:
+    if args.all or args.executor or not args.run:
+        return _stop_all(args)
+    from executors.cli.changing import scale
+    from executors.supervision.purge import purge_run
+    from executors.supervision.shutdown import stop_run
+
+    url = present_url(args.run)
+    store = reach_store(url)
+    words = sys.stderr if args.json else sys.stdout
+    found = stop_run(store, SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
+    live = [end.name for end in found if end.live]
+    over = scale.after_stop_words(store, found=bool(found))
+    rows = [f"  {end.name:12s} {end.text}" for end in found]
+    purged = purge_run(store) if args.purge and not live else []
+    ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
+    data = {"run": url, "live": live, "ends": ends, "purged": purged}
+    if not live:
+        return Answer(data, [*rows, over, *purged])
+    advice = "; nothing was purged" if args.purge else ""
+    note = f"diloco stop: {', '.join(live)} may still run; try again, or look there{advice}"
+    return Answer(data, rows, 1, note)
+
+
+def _stop_all(args: Namespace) -> Answer:
+    from executors.platforms.multi import Place, make_executor
+    from executors.preflight import quote
+
+    if args.run or not (args.all and args.executor):
+        raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` what lives there")
+    executor = make_executor(Place(args.executor))
+    try:
+        found = executor.sweep_all(dry_run=True)
+        say("\n".join(found))
+        if found and not quote.yes("end them?", args.yes):
+            return Answer(code=DECLINED, note="nothing was ended; --yes ends them without asking")
+        ended = executor.sweep_all() if found else []
+        until = time.monotonic() + SWEPT_S
+        while (left := executor.sweep_all(dry_run=True)) and time.monotonic() < until:
+            time.sleep(1.0)
+    finally:
+        executor.close()
+    words = [*(f"ended {what}" for what in ended), *(f"still there: {what}" for what in left)]
+    nothing = f"nothing of this project lives on {args.executor}"
+    data = {"executor": args.executor, "ended": ended, "live": left}
+    return Answer(data, words or [nothing], 1 if left else 0)

@@ -1,0 +1,137 @@
+"""The verbs beside a run: a new project, a look at what a run would need, and help for the shell.
+
+    init ─▶ check ─▶ (plan, train)        the way of a new project
+    setup doctor                          an account and a store
+    objectives completion                 the menu of losses, tab completion
+
+Not promised: that a run which would be possible learns anything.
+"""
+
+import os
+import shlex
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from executors.cli.answers import Answer, print_answer
+from executors.cli.checking.init import MODEL, TASKS
+from executors.cli.completion import SCRIPTS
+from executors.cli.options import add_config, add_verb, again, flag, read_config, value
+from executors.cli.typed import count, positive
+from executors.preflight import run_url
+from rendezvous.clock import SystemClock
+
+
+def add_verbs(verbs: Any) -> None:
+    start = add_verb(verbs, "init", "a small project that runs as it stands: config, prompts, reward, its test", _init)
+    value(start, "folder", "FOLDER", "a new one")
+    value(start, "--model", "MODEL", f"on the Hub, a folder or .gguf ({MODEL})", default=MODEL)
+    start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: to write over")
+    check = add_verb(verbs, "check", "ask the reward about the first prompts; nothing is started", _check)
+    add_config(check)
+    value(check, "--rows", "N", "prompts (default 3)", type=positive, default=3)
+    again(check, "--completion", default=[], metavar="TEXT", help="score this one too; again for more")
+    doctor = add_verb(verbs, "doctor", "can this store carry a run, and what does one sync take and cost", _doctor)
+    value(doctor, "store", "URL", "of a store, or of a run that is to lie in it")
+    size = doctor.add_mutually_exclusive_group()
+    value(size, "--parameters", "N", "of the model, e.g. 600M or 1.7B", type=count)
+    value(size, "--config", "CONFIG", "a run.toml: its model, codec and replicas")
+    value(doctor, "--replicas", "N", "default: as in CONFIG, else 4", type=positive)
+    text = "from an account to the command that starts a run: login, store, secret; makes what it may"
+    setup = add_verb(verbs, "setup", text, _setup)
+    value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))
+    value(setup, "--run", "URL", "default: modal://diloco/first, or a bucket of your namespace", dest="url")
+    value(setup, "--secret", "NAME", "Modal's secret with the store's keys", default="diloco-storage")
+    flag(setup, "--yes", "-y", help="make what is missing without asking")
+    text = "inner.grpo.objective's menu: formulas, knobs, when to use which"
+    told = "a run.toml: what would be inert there"
+    add_verb(verbs, "objectives", text, _objectives).add_argument("config", nargs="?", metavar="CONFIG", help=told)
+    text = 'tab completion for your shell: eval "$(diloco completion bash)"'
+    shell = add_verb(verbs, "completion", text, partial(_completion, verbs))
+    value(shell, "shell", "SHELL", ", ".join(SCRIPTS), choices=tuple(SCRIPTS))
+    shell.add_argument("--verb", default="", help="for whose sake (`logs` knows sessions, such as r01-2, too)")
+    value(shell, "--slots", "RUN", "only name the slots of a run, one a line (the scripts ask this)")
+
+
+def _init(args: Namespace) -> Answer:
+    from executors.cli.checking.init import init
+
+    names = init(Path(args.folder), model=args.model, task=args.task)
+    steps = [
+        f"cd {shlex.quote(args.folder)}",
+        "python test_rewards.py                         # the reward, without a model",
+        "diloco check run.toml                          # the reward on three prompts, with the model's tokenizer",
+        "diloco plan run.toml --run runs/first          # what it would do; starts nothing",
+        "diloco train run.toml --run runs/first",
+    ]
+    lines = [f"wrote {', '.join(names)}. Next:", *(f"  {step}" for step in steps)]
+    return Answer({"folder": args.folder, "files": names}, lines)
+
+
+def _check(args: Namespace) -> Answer:
+    from dataclasses import asdict
+
+    from executors.cli.checking.check import check_lines
+    from inner.usercode.trial import try_reward
+
+    config = read_config(args)
+    found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
+    rewards = config.inner.rewards
+    tried = ", ".join(rewards.named.values()) or str(config.inner.scoring_task)
+    models = [f"not asked here: {spelling}, a reward model" for spelling in rewards.models.values()]
+    return Answer(asdict(found), [*check_lines(found, tried), *models])
+
+
+def _doctor(args: Namespace) -> Answer:
+    from executors.cli.checking.doctor import doctor
+
+    table, good = doctor(run_url.checked_url(args.store), args.parameters, args.config, args.replicas)
+    return Answer({"url": args.store, "good": good, "table": table.splitlines()}, [table], 0 if good else 2)
+
+
+def _setup(args: Namespace) -> Answer:
+    from executors.cli.checking import setup
+    from executors.preflight.quote import yes
+
+    clock = SystemClock()
+    url = run_url.checked_url(args.url or setup.default_url(args.place, clock))
+    steps = list[setup.SetupStep]()
+    for step in setup.setup(args.place, url, args.secret, clock, lambda text: yes(text, args.yes), os.environ):
+        steps.append(step)
+        if not args.json:
+            print_answer(Answer(lines=[step.line, *([f"  next: {step.todo}"] if step.todo else [])]), args.json)
+    good = not any(step.todo for step in steps)
+    typed = setup.next_command(args.place, url, args.secret)
+    data = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
+    lines = ["all there. A first run, of a few minutes and cents (with `plan` for `train` it says its price):", typed]
+    return Answer(data, lines if good else [], 0 if good else 2)
+
+
+def _objectives(args: Namespace) -> Answer:
+    from dataclasses import asdict
+
+    from diloco.run.config import load_config
+    from inner.settings.objectives import PO_OBJECTIVES, format_menu
+
+    settings = {}
+    about = []
+    if args.config:
+        inner = load_config(args.config).inner
+        settings = {
+            "gradient_accumulation_steps": inner.gradient_accumulation_steps,
+            "steps_per_generation": inner.grpo.steps_per_generation,
+            "num_iterations": inner.grpo.num_iterations,
+        }
+        about = [f"{args.config} has inner.grpo.objective = {inner.grpo.objective!r}\n"]
+    return Answer({name: asdict(o) for name, o in PO_OBJECTIVES.items()}, [*about, format_menu(settings)])
+
+
+def _completion(verbs: Any, args: Namespace) -> Answer:
+    from executors.cli.completion import completion_script, slots_of
+
+    if args.slots is not None:
+        found = slots_of(args.slots, sessions=args.verb == "logs")
+        return Answer({"run": args.slots, "slots": found}, found)
+    text = completion_script(verbs, args.shell)
+    return Answer({"shell": args.shell, "script": text}, [text])

@@ -1,0 +1,149 @@
+"""The verbs that look at a run: they only read its bucket (but for a page that is to be published there).
+
+    status costs report diff   short, and nothing is written before all was read: asked again while the bucket is busy
+    watch logs                 as it goes on
+
+Not promised: a picture that is newer than its bucket.
+"""
+
+import json
+import shutil
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executors.cli.answers import Answer
+from executors.cli.completion import SLOTS
+from executors.cli.opening import opened, patient, patient_store
+from executors.cli.options import add_run_verb, add_verb, flag, offer, value
+from executors.cli.typed import natural, port
+from executors.preflight import run_url
+from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from diloco.run.record import Run
+    from diloco.runlog.opening import View
+    from diloco.runlog.reader import Reader
+    from diloco.runlog.scope import Scope
+
+
+def add_verbs(verbs: Any) -> None:
+    add_run_verb(verbs, "status", "what a run is doing", patient(_status))
+    text = "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts"
+    watch = add_run_verb(verbs, "watch", text, _watch)
+    flag(watch, "--web", help="as a page in your browser")
+    value(watch, "--port", "P", "of --web: default 8642, else a free one; 0: a free one", type=port)
+    value(watch, "--bind", "HOST", "of --web: elsewhere its address has a token", default="127.0.0.1")
+    flag(watch, "--publish", help="write the page into the bucket, again and again")
+    logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
+    told = "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor; none: the slots are named"
+    offer(value(logs, "slot", "SLOT", told, nargs="?", default=""), SLOTS)
+    flag(logs, "--follow", "-f", help="and what comes, until it ends")
+    value(logs, "--tail", "N", "the last N lines only", type=natural)
+    add_run_verb(verbs, "costs", "what a run has cost so far, by replica and place", patient(_costs))
+    report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
+    value(report, "--to", "DIR", "where to (default: the run's folder; here, for a bucket)")
+    flag(report, "--publish", help="and write the page into the bucket, below page/")
+    flag(report, "--png", help="and report.png, a picture of it")
+    text = "say which settings differ between two runs; their curves side by side"
+    diff = add_verb(verbs, "diff", text, patient(_diff))
+    value(diff, "old", "OLD", "a run")
+    value(diff, "new", "NEW", "another one")
+
+
+def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
+    from diloco.runlog.opening import open_view
+    from diloco.runlog.reader import Reader
+
+    view = open_view(run_url.checked_url(url), scope)
+    return view, Reader(view.run.store, scope, view.cache, view.answers)
+
+
+def _status(args: Namespace) -> Answer:
+    from diloco.runlog.scope import STATUS
+    from executors.cli.looking import status
+    from executors.supervision.costs import costs
+    from executors.supervision.health import describe_supervision
+
+    _, reader = _opened(args.run, STATUS)
+    report = reader.refresh()
+    now = time.time()
+    last, supervisor = describe_supervision(reader.ahead, SystemClock(), report)
+    spent = costs(report, now)
+    table = status.status_table(report, now, shutil.get_terminal_size().columns)
+    money = [f"  {status.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
+    data = {**status.status_dict(report, now), **status.cost_status(spent, report.wanted), **supervisor}
+    return Answer(data, [*table, *money, f"  {last}"])
+
+
+def _watch(args: Namespace) -> Answer:
+
+    url = run_url.checked_url(args.run)
+    if args.web or args.publish:
+        from executors.cli.web.run import PageRequest, watch_page
+
+        asked = PageRequest(web=args.web, publish=args.publish, port=args.port, bind=args.bind, as_json=args.json)
+        return Answer(code=watch_page(asked, url, SystemClock()))
+    from executors.cli.watch.run import watch
+
+    return Answer(code=watch(url, SystemClock(), as_json=args.json, out=sys.stdout))
+
+
+def _logs(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.looking import logs
+    from rendezvous.agreement.membership import read_control
+
+    with logs.log_of(run.url, read_control(run.store), args.slot) as log:
+        if not args.follow:
+            lines = log.lines(args.tail)
+            return Answer({"slot": args.slot, "handle": log.handle, "lines": lines}, lines)
+        for line in log.follow(args.tail):
+            print(json.dumps({"slot": args.slot, "line": line}) if args.json else line, flush=True)
+    return Answer()
+
+
+def _costs(args: Namespace) -> Answer:
+    from diloco.runlog.scope import COSTS
+    from executors.cli.looking import status
+    from executors.supervision.costs import costs
+
+    view, reader = _opened(args.run, COSTS)
+    report = reader.refresh()
+    spent = costs(report, time.time())
+    data = {"name": report.name, "url": view.run.url, **spent.to_dict(), **status.cost_status(spent, report.wanted)}
+    return Answer(data, status.cost_table(spent, report))
+
+
+def _report(args: Namespace) -> Answer:
+    from diloco.runlog.reader import summary
+    from diloco.runlog.scope import EVERYTHING
+    from executors.cli.looking import status
+    from executors.cli.looking.report import publish_page, write_page
+
+    view, reader = _opened(args.run, EVERYTHING)
+    report = reader.refresh()
+    folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
+    now = time.time()
+    page = write_page(report, view.run.store, folder, now)
+    data = {**status.status_dict(report, now), "page": str(page)}
+    wrote = f"\nwrote {page}"
+    if args.png:
+        from diloco.views.page.charts import write_picture
+
+        data["picture"] = str(write_picture(report, folder))
+        wrote += f" and {data['picture']}"
+    if args.publish:
+        data["published"] = publish_page(report, patient_store(view.run.store), now)
+        wrote += f"\npublished: {data['published']}"
+    return Answer(data, [summary(report), wrote])
+
+
+def _diff(args: Namespace) -> Answer:
+    from diloco.runlog.scope import EVERYTHING
+    from diloco.views.comparison import compare_runs
+
+    (old, reader), (new, other) = (_opened(url, EVERYTHING) for url in (args.old, args.new))
+    found = compare_runs((old.run.record, new.run.record), (reader.refresh(), other.refresh()))
+    return Answer({"old": args.old, "new": args.new, **found.to_dict()}, found.lines(args.old, args.new))

@@ -1,0 +1,62 @@
+"""What every verb is made of: its parser, its act, its options.
+
+    add_run_verb(verbs, "logs", "what a replica prints", _logs) ──▶ RUN, --json, args.act = _logs
+    args.run    RUN: a run that is there        args.url    --run URL: where one is to be founded
+
+Not promised: what a typed word must look like (typed.py), and that what it names exists: the act tells.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from executors.cli.answers import Act, say
+
+if TYPE_CHECKING:
+    from diloco.run.config import RunConfig
+
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 the same again later goes on; `diloco --help` lists all"
+
+
+def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
+    parser.set_defaults(act=act)
+    flag(parser, "--json", help="for programs: JSON on stdout, words on stderr")
+    return parser
+
+
+def add_run_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
+    parser = add_verb(verbs, name, text, act)
+    parser.add_argument("run", metavar="RUN", help="where the run lies: runs/mine, s3://…")
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, and what replaces single settings of it."""
+    parser.add_argument("config", metavar="CONFIG", help="the run.toml")
+    again(parser, "--set", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's: inner.lr=2e-6")
+
+
+def read_config(args: argparse.Namespace) -> "RunConfig":
+    """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
+    from diloco.run.config import load_config
+    from diloco.run.data_files import gather_data
+
+    return gather_data(load_config(args.config, args.set), say)
+
+
+def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
+    parser.add_argument(*names, action="store_true", help=help, **more)
+
+
+def value(parser: Any, name: str, metavar: str, help: str, **more: Any) -> argparse.Action:
+    return parser.add_argument(name, metavar=metavar, help=help, **more)
+
+
+def again(parser: Any, *names: str, **more: Any) -> argparse.Action:
+    """An option that may be given more than once; -> a list."""
+    return parser.add_argument(*names, action="append", **more)
+
+
+def offer(action: argparse.Action, *words: str) -> None:
+    """Set the values that TAB offers for an option."""
+    action.offered = words  # type: ignore[attr-defined]

@@ -1,0 +1,261 @@
+"""The verbs that start a run, or only say what starting would do.
+
+    typed ──_request──▶ StartRequest ─▶ pre-flight ─▶ the quote, agreed? ─▶ founded, or wishes written ─▶ supervised
+                                              plan ends here ┘                   foreground, or --detach: elsewhere
+
+Not promised: that a platform has a machine free; the price is the platform's own list.
+"""
+
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.opening import present_url
+from executors.cli.options import add_config, add_run_verb, add_verb, again, flag, offer, read_config, value
+from executors.cli.typed import amount, duration, option, place, positive
+from executors.platforms import EXECUTORS
+from executors.preflight import run_url
+from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from diloco.model.fork import Fork
+    from diloco.run.config import RunConfig
+    from diloco.run.record import Run
+    from executors.preflight.checks import Checked
+    from executors.preflight.request import StartRequest
+    from rendezvous.agreement.membership import Wanted
+
+
+UNSAID = {
+    "config": "", "no_preflight": False, "alert": None, "again": False, "origin": "", "momentum": False,
+    "detach": False, "yes": False,
+}  # fmt: skip
+
+
+def add_verbs(verbs: Any) -> None:
+    train = add_verb(verbs, "train", "start a run, or resume it: the same command does both", _train)
+    plan = add_verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", _plan)
+    for parser in (train, plan):
+        add_config(parser)
+        value(parser, "--run", "URL", "where the run lies: runs/mine, s3://…", dest="url", required=parser is train)
+        flag(parser, "--no-preflight", help="do not look for mistakes first")
+    resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
+    for parser in (train, plan, resume):
+        _add_wishes(parser)
+    flag(train, "--again", help="found a run anew in which nothing was trained yet")
+    value(train, "--from", "OLD[@STEP]", "begin with another run's weights after STEP outer steps", dest="origin")
+    flag(train, "--momentum", help="with --from: its outer momentum, too")
+    for parser in (train, resume):
+        flag(parser, "--detach", help="return once a supervisor elsewhere watches it")
+        flag(parser, "--yes", "-y", help="do not ask whether the price is right")
+        told = "a webhook that hears of troubles (or DILOCO_ALERT in the environment)"
+        value(parser, "--alert", "URL", told, default="")
+    demo = add_verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way", _demo)
+    value(demo, "--run", "DIR", "default runs/demo; once that is done runs/demo-2, …", dest="url")
+
+
+def _add_wishes(parser: ArgumentParser) -> None:
+    parser.set_defaults(**UNSAID)
+    value(parser, "--replicas", "N", "replicas to keep (default: as in CONFIG)", type=positive)
+    value(parser, "--steps", "T", "outer steps in all (default: as in CONFIG)", type=positive)
+    value(parser, "--min-replicas", "M", "offers that every outer step needs", type=positive)
+    where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
+    names = f"{', '.join(EXECUTORS)}: all replicas there"
+    offer(value(where, "--executor", "NAME", names, default=""), *EXECUTORS)
+    several = "N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest"
+    offer(again(where, "--place", type=place, metavar="NAME[:N[:GPU]]", dest="places", help=several), *EXECUTORS)
+    again(where, "--gpu", metavar="KIND", help="again for a second choice; in NAME's words")
+    again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
+    value(where, "--timeout", "TIME", "of one replica's life: 6h, 90m (it restarts)", type=duration)
+    again(where, "--pip", metavar="PACKAGE", help="what a reward of yours needs there")
+    again(where, "--option", type=option, metavar="KEY=VALUE", help="partition=gpu, region=eu")
+    money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
+    value(money, "--max-usd", "X", "US dollars, since the run began", type=amount)
+    value(money, "--max-hours", "H", "hours with any replica running", type=amount)
+    flag(money, "--no-lease", help="rented replicas go on for ever without a supervisor")
+    flag(money, "--allow-unknown-price", default=None, help="where no price is known")
+
+
+def request_of(args: Namespace, url: str) -> "StartRequest":
+    """What was typed, as everybody else reads it.   url: of the run, where it is now.   Raises UsageError."""
+    from executors.platforms.multi import Place
+    from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
+
+    places = tuple(Place.from_dict(p) for p in args.places or ())
+    where = PlaceWish(
+        executor=args.executor, places=places, gpu=tuple(args.gpu or ()), secrets=tuple(args.secrets or ()),
+        timeout_s=args.timeout or 0.0, pip=tuple(args.pip or ()), options=tuple(args.option or ()),
+        no_lease=args.no_lease,
+    )  # fmt: skip
+    return StartRequest(
+        url,
+        places=where,
+        budget=BudgetWish(args.max_usd, args.max_hours, args.allow_unknown_price),
+        fleet=FleetWish(args.replicas, args.steps, args.min_replicas).within(places),
+        as_json=args.json,
+        **{name: getattr(args, name) for name in UNSAID},
+    )
+
+
+def _train(args: Namespace) -> Answer:
+    from diloco.run.founding import open_run
+    from executors.cli.changing.scale import finished_words
+    from executors.preflight import quote
+    from rendezvous.agreement.membership import read_control
+    from rendezvous.stores.open import open_store
+
+    clock = SystemClock()
+    asked = request_of(args, present_url(run_url.shareable_url(args.url)))
+    if asked.momentum and not asked.origin:
+        raise run_url.UsageError("--momentum is that of the run that --from names; add --from OLD[@STEP]")
+    config = read_config(args)
+    for note in _checked(asked, config, read_control(open_store(asked.url))).notes:
+        say(note)
+    fork = _read_fork(asked, config) if asked.origin else None
+    offer = quote.quote_start(asked, config, config.fleet.replicas)
+    over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps or config.fleet.steps)
+    if not over and not is_agreed(offer, asked.yes):
+        return Answer(code=DECLINED)
+    if asked.again:
+        from executors.cli.starting.again import found_again
+
+        asked = replace(asked, url=found_again(config, asked.url, clock, say))
+    run_url.make_folder(asked.url)
+    run = open_run(config, asked.url, clock, parent=fork.parent if fork else None, **vars(asked.fleet))
+    if fork is not None:
+        _begin_fork(run, fork, asked)
+    if over:
+        say(over)
+    else:
+        quote.write_quote(run.store, clock, offer)
+    if run.record.why_codec:
+        say(f"codec {run.record.codec}: {run.record.why_codec}")
+    return _supervise(run, asked, read_control(run.store))
+
+
+def _read_fork(asked: "StartRequest", config: "RunConfig") -> "Fork":
+    from diloco.model.fork import read_fork
+
+    return read_fork(run_url.checked_url(asked.origin), config, asked.momentum)
+
+
+def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
+    from diloco.model.fork import begin
+
+    begin(run, fork, SystemClock())
+    say(f"goes on from {fork.parent}, {'with' if asked.momentum else 'without'} its outer momentum")
+
+
+def _resume(args: Namespace) -> Answer:
+    from diloco.run.record import read_run
+    from executors.cli.changing.scale import finished_words
+    from executors.preflight import quote
+    from rendezvous.agreement.membership import read_control, refuse_lost
+
+    asked = request_of(args, present_url(run_url.shareable_url(args.run)))
+    run = read_run(asked.url)
+    wanted = read_control(run.store)
+    refuse_lost(run.store, wanted)
+    if over := finished_words(run.store, asked.url, asked.fleet.steps):
+        say(over)
+        return _supervise(run, asked, wanted)  # ends that no supervisor saw are still written down
+    offer = quote.quote_start(asked, run.config, wanted.replicas)
+    if not is_agreed(offer, asked.yes):
+        return Answer(code=DECLINED)
+    quote.write_desired(run, SystemClock(), **asked.fleet.told())
+    quote.write_quote(run.store, SystemClock(), offer)
+    return _supervise(run, asked, read_control(run.store))
+
+
+def _plan(args: Namespace) -> Answer:
+    from diloco.process import exitcodes
+    from executors.preflight import outlook, quote
+    from executors.supervision.costs import Costs
+
+    config = read_config(args)
+    url = run_url.shareable_url(args.url) if args.url else ""
+    if url:
+        run_url.refuse_foreign_files(url)
+    bucket = outlook.look_into_bucket(url)
+    asked = request_of(args, bucket.url)
+    checked = _checked(asked, config, bucket.wanted)
+    places = quote.wanted_places(asked.places, bucket.wanted.places)
+    named = replace(asked, url=outlook.stand_in_url(asked.url, places, quote.FAR))
+    spent = None if url and not bucket.note else Costs()
+    offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
+    replicas = asked.fleet.replicas or config.fleet.replicas
+    sizes = outlook.size_lines(config, checked.model, replicas, asked.fleet.steps or config.fleet.steps)
+    rate = outlook.rate_line(config, replicas)
+    notes = [note for note in (*checked.notes, bucket.note) if note]
+    data = {"run": asked.url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}
+    lines = [*offer.lines(), rate, *sizes, *notes, "nothing was started"]
+    if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
+        return Answer(data, lines)
+    note = f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here"
+    return Answer(data, lines, exitcodes.GAVE_UP, note)
+
+
+def _checked(asked: "StartRequest", config: "RunConfig", wanted: "Wanted") -> "Checked":
+    """Check config, places and options before anything is created.  Raises UsageError."""
+    from executors.preflight import quote
+    from executors.preflight.checks import Checked, preflight
+
+    places = quote.wanted_places(asked.places, wanted.places)
+    quote.check_reach(asked.url or "s3://", places)
+    return Checked() if asked.no_preflight else preflight(config, asked.config, asked.url, places)
+
+
+def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
+    from diloco.process import exitcodes
+    from diloco.process.output import survive_lost_output
+    from diloco.run.founding import solo_warning
+    from executors.cli.looking.status import view_for
+    from executors.cli.starting.foreground import supervise_here
+
+    if text := solo_warning(wanted):
+        say(f"warning: {text}")
+    if asked.detach:
+        return _supervise_detached(run, asked)
+    survive_lost_output()  # the fleet does not end because `| head` does, or a log's disk is full
+    outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
+    words = [] if asked.as_json else [outcome.text]
+    if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
+        words.append(f"to go on: diloco resume {shlex.quote(asked.url)}")
+    if outcome.code == exitcodes.DONE:
+        words.append(
+            f"next: diloco report {shlex.quote(asked.url)}, or diloco export {shlex.quote(asked.url)} --to DIR"
+        )
+    data = {"run": run.url, "code": outcome.code, "text": outcome.text}
+    return Answer(data, code=outcome.code, note="\n".join(words))
+
+
+def _supervise_detached(run: "Run", asked: "StartRequest") -> Answer:
+    from executors.cli.starting.detached import hand_over
+
+    found = hand_over(run, SystemClock(), say)
+    begun = found.started
+    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
+    if begun is not None:
+        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
+    next_ones = (f"  diloco status {shlex.quote(asked.url)}", f"  diloco stop {shlex.quote(asked.url)}")
+    return Answer(data, [found.text, *next_ones], found.code)
+
+
+def _demo(args: Namespace) -> Answer:
+    from executors.cli.starting.demo import demo
+
+    if args.url and not run_url.is_folder(args.url):
+        raise run_url.UsageError(
+            f"the demo lives in a folder of this machine, not at {args.url}; use e.g. --run runs/demo"
+        )
+    folder = Path(run_url.shareable_url(args.url).removeprefix("file://")) if args.url else None
+    if not args.json:
+        return Answer(code=demo(folder))
+    with redirect_stdout(sys.stderr):
+        code = demo(folder)
+    return Answer({"code": code}, code=code)

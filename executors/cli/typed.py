@@ -1,0 +1,104 @@
+"""What a word must look like that is typed: a value, or the message that says what is wrong with it.
+
+    "1.7B" ──count──▶ 1_700_000_000     "90m" ──duration──▶ 5400.0     "0" ──positive──▶ ArgumentTypeError: in words
+
+Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
+"""
+
+import json
+import math
+import re
+from argparse import ArgumentTypeError
+from typing import Any
+
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def step_or_all(text: str) -> int | None:
+    """ "all" -> None"""
+    return None if text == "all" else natural(text)
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        advice = "; to end a run: diloco stop RUN" if text == "0" else ""
+        raise ArgumentTypeError(f"{text!r} must be a whole number of at least 1{advice}")
+    return number
+
+
+def port(text: str) -> int:
+    number = natural(text)
+    if number > 65535:
+        raise ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return number
+
+
+def natural(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+def amount(text: str) -> float:
+    """ "12.50", "$12.50" """
+    if not re.fullmatch(r"\$?\d+(\.\d*)?", text):
+        raise ArgumentTypeError(f"{text!r} is no amount; write e.g. 25 or 12.50 (0: no limit)")
+    return float(text.removeprefix("$"))
+
+
+def duration(text: str) -> float:
+    """ "90m" -> 5400.0"""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text)
+    if found is None or not float(found[1]):
+        raise ArgumentTypeError(f"{text!r} is no time; write e.g. 90m, 6h or 1d")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def seconds(text: str) -> float:
+    """ "20", "0.5" -> a number of seconds that can be waited for"""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds; write e.g. 20 (0: kill at once)")
+    return number
+
+
+def option(text: str) -> tuple[str, Any]:
+    """ "cpu=4" -> ("cpu", 4);  a value that is no JSON is a text"""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def place(text: str) -> dict[str, Any]:
+    """ "modal:2:H100,A100" -> a place as it stands in the run (executors/platforms/multi.py)"""
+    name, _, rest = text.partition(":")
+    number, _, gpus = rest.partition(":")
+    if not name or (number and not re.fullmatch(r"[1-9]\d*", number)):
+        raise ArgumentTypeError(f"{text!r} must look like NAME, NAME:2 or NAME:2:H100,A100")
+    found: dict[str, Any] = {"executor": name}
+    if number:
+        found["count"] = int(number)
+    if gpus:
+        found["gpu"] = [g for g in gpus.split(",") if g]
+    return found
+
+
+def count(text: str) -> int:
+    """ "1.7B" -> 1_700_000_000"""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e15:
+        raise ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 50000000, 50M or 1.7B")
+    return round(number)

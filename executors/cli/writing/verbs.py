@@ -1,0 +1,222 @@
+"""The verbs that write a run elsewhere, or compute it again from its bucket.
+
+    export traces track          a model, states to ask teachers about, curves: beside the run
+    verify explain blame bisect  the same numbers again, and what they say       eval: on held-out prompts
+    gc                           the only one that changes the bucket: it deletes
+
+Not promised: that θ of every step is there; `verify` says what is kept.
+"""
+
+import sys
+from argparse import SUPPRESS, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
+from executors.cli.answers import Answer, fit_lines, say
+from executors.cli.opening import opened
+from executors.cli.options import add_run_verb, again, flag, offer, value
+from executors.cli.typed import natural, step_or_all
+from executors.cli.writing.target import mark_export, refuse_export
+from executors.preflight import run_url
+from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from diloco.run.config import RunConfig
+    from diloco.run.record import Run
+    from executors.cli.writing.judging import JudgeRequest
+
+STEP = "after T outer steps (default: the newest)"
+
+
+def add_verbs(verbs: Any) -> None:
+    export = add_run_verb(verbs, "export", "write a step's model as a from_pretrained folder", opened(_export))
+    value(export, "--step", "T", STEP, type=int)
+    flag(export, "--best", help="the step with the highest reward on held-out prompts")
+    value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
+    flag(export, "--merge", help="of a LoRA run: the whole model, not the adapter alone")
+    verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
+    value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type=step_or_all)
+    text = "one outer step in words: who offered what, why it closed, what it did"
+    explain = add_run_verb(verbs, "explain", text, opened(_explain))
+    value(explain, "--step", "T", "the outer step after θ_T", type=natural, required=True)
+    _add_judging_verbs(verbs)
+    gc = add_run_verb(verbs, "gc", "delete what a run needs no more, beyond a size", opened(_gc))
+    value(gc, "--keep", "SIZE", '"5 GB"; "window": only what a replica may need', required=True)
+    flag(gc, "--dry-run", help="only say what would go")
+    flag(gc, "--yes", "-y", help="do not ask")
+    text = "the reward of a step's model on held-out prompts, on this machine"
+    evaluate = add_run_verb(verbs, "eval", text, opened(_eval))
+    value(evaluate, "--step", "T", STEP, type=int)
+    value(evaluate, "--prompts", "FILE", "a file of prompts (default: that of the run's [eval])")
+    value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type=natural)
+    text = "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)"
+    value(add_run_verb(verbs, "traces", text, opened(_traces)), "--to", "FILE", "a new file", required=True)
+    _add_track(verbs)
+
+
+def _add_judging_verbs(verbs: Any) -> None:
+    text = "whose pseudogradients moved a number most: θ again without each replica"
+    blame = add_run_verb(verbs, "blame", text, opened(_blame))
+    text = "since which outer step: a binary search, with a command as the judge"
+    bisect = add_run_verb(verbs, "bisect", text, opened(_bisect))
+    for parser in (blame, bisect):
+        parser.usage = f"{parser.prog} RUN [options] [-- COMMAND …]"
+        value(parser, "--from", "A", "from θ_A on (default: the oldest)", dest="first", type=natural)
+        value(parser, "--to", "B", "up to θ_B (default: the newest)", dest="last", type=natural)
+        flag(parser, "--merge", help="COMMAND gets whole models of a LoRA run, not adapters")
+    told = "what is left out (default: replica)"
+    blame.add_argument("--by", choices=("replica", "step"), default="replica", help=told)
+    value(blame, "--text", "FILE", "judge by the loss on this text")
+    value(blame, "--prompts", "FILE", "judge by the reward on these prompts (default: the run's [eval])")
+    flag(blame, "--no-metric", help="only lengths and cosines; nothing is loaded")
+
+
+def _add_track(verbs: Any) -> None:
+    track = add_run_verb(verbs, "track", "write a run's curves to a tracker; its bucket is only read", _track)
+    offer(again(track, "--to", required=True, choices=TRACKERS, help="again for another one"), *TRACKERS)
+    flag(track, "--follow", "-f", help="and what comes, until the run is done")
+    value(track, "--samples", "N", f"completions per outer step (default {SAMPLES})", type=natural, default=SAMPLES)
+    value(track, "--project", "NAME", "in wandb and trackio (default: WANDB_PROJECT, or diloco)")
+    value(track, "--folder", "DIR", "of TensorBoard's files (default tensorboard)", default=FOLDER)
+    track.add_argument("--parent", default="", help=SUPPRESS)
+
+
+def _export(args: Namespace, run: "Run") -> Answer:
+    to = Path(args.to)
+    refuse_export(to)
+    from diloco.model.export import export
+
+    step = export(run.url, best_step(run, args.step) if args.best else args.step, to, args.merge)
+    mark_export(to, run.url, step)
+    is_adapter = run.config.inner.lora is not None and not args.merge
+    what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
+    text = f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"
+    return Answer({"run": run.url, "outer_step": step, "to": args.to}, [text])
+
+
+def best_step(run: "Run", step: int | None) -> int:
+    """The step whose θ did best on the held-out prompts, of those that are kept.
+
+    Raises ConfigError where none was evaluated, or where `step` is given as well."""
+    from diloco.model.export import keep_of, what_is_kept
+    from diloco.run.config import ConfigError
+    from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
+    from diloco.runlog.reader import read_report
+
+    if step is not None:
+        raise ConfigError("--best and --step both name a step. Leave one of them out")
+    kept = what_is_kept(run)
+    evaluations = read_report(run.store).evaluations
+    best = best_evaluation([e for e in evaluations if kept is None or kept.covers_step(e.step)])
+    if best is None and evaluations:
+        raise ConfigError(f"no evaluated step is kept (fleet.keep = {keep_of(run)}). Leave out --best for the newest")
+    if best is None:
+        raise ConfigError(
+            "no step of this run was evaluated on held-out prompts. Use --step T, or set [eval] in the next run"
+        )
+    kind, score = best.headline
+    say(f"best: step {best.step}, held out {kind} {score_words(score)} on {prompts_words(best)}")
+    return best.step
+
+
+def _verify(args: Namespace, run: "Run") -> Answer:
+    from diloco.audit.verify import verify
+
+    verdict = verify(run, args.step)
+    return Answer({"run": run.url, **verdict.to_dict()}, verdict.lines(), 0 if verdict.good else 1, sentences=True)
+
+
+def _explain(args: Namespace, run: "Run") -> Answer:
+    from diloco.audit.explain import explain, explain_dict
+    from diloco.audit.step_facts import read_step
+
+    facts = read_step(run, args.step)
+    return Answer({"run": run.url, **explain_dict(facts)}, explain(facts), sentences=True)
+
+
+def _bisect(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.writing.judging import bisect_answer
+
+    return bisect_answer(run, _judgement(args), say)
+
+
+def _blame(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.writing.judging import BlameRequest, blame_answer
+
+    asked = BlameRequest(_judgement(args), args.by, args.text, args.prompts, args.no_metric)
+    return blame_answer(run, asked)
+
+
+def _judgement(args: Namespace) -> "JudgeRequest":
+    from executors.cli.writing.judging import JudgeRequest
+
+    return JudgeRequest(args.first, args.last, tuple(args.judge), args.merge)
+
+
+def _gc(args: Namespace, run: "Run") -> Answer:
+    from diloco.model.give_back import collect, plan_gc, plan_lines
+    from diloco.runlog.evaluation import best_evaluation
+    from diloco.runlog.reader import read_report
+
+    plan = plan_gc(run, args.keep, SystemClock())
+    best = best_evaluation(read_report(run.store).evaluations)
+    lines = plan_lines(run.url, plan, best.step if best else None)
+    done = bool(plan.keys) and not args.dry_run and (args.yes or _is_deletion_agreed(lines))
+    if done:
+        collect(run, plan, SystemClock())
+    lines.append("done" if done else "nothing was deleted")
+    facts = {"objects": len(plan.keys), "freed": plan.freed, "unnamed": plan.unnamed, "lost": plan.lost, "done": done}
+    return Answer({"run": run.url, **facts, "keys": [*plan.keys], "lines": lines}, lines, sentences=True)
+
+
+def _is_deletion_agreed(lines: list[str]) -> bool:
+    """Ask on a terminal; raise UsageError elsewhere, where a person has to say --yes."""
+    from executors.preflight import quote
+
+    if not sys.stdin.isatty():
+        raise run_url.UsageError("what is deleted does not come back. Say --yes, or look first with --dry-run")
+    say("\n".join(fit_lines(lines, sys.stderr)))
+    return quote.yes("delete them?", agreed=False)
+
+
+def _eval(args: Namespace, run: "Run") -> Answer:
+    prompts = _held_out_file(args.prompts, run.config) if args.prompts else None
+    from diloco.audit.offline_eval import evaluate_step
+    from diloco.runlog.evaluation import evaluation_dict, evaluation_words
+
+    found = evaluate_step(run, args.step, prompts=prompts, samples=args.samples, report_progress=say)
+    return Answer({"run": run.url, **evaluation_dict(found)}, [f"held out {evaluation_words([found])}"])
+
+
+def _held_out_file(spelling: str, config: "RunConfig") -> Path:
+    """The file that is named, or one with the rows of a dataset of the Hub."""
+    from diloco.run.data_files import gather_rows
+    from inner.settings.flat_names import EVAL
+    from inner.settings.task import is_one_file
+
+    if not is_one_file(spelling):
+        return gather_rows(EVAL, spelling, Path(), config.inner.data, say)[1]
+    if not Path(spelling).is_file():
+        raise run_url.UsageError(f"--prompts: there is no file {spelling}")
+    return Path(spelling)
+
+
+def _traces(args: Namespace, run: "Run") -> Answer:
+    from diloco.model.traces import freeze
+
+    made = freeze(run.store, Path(args.to))
+    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
+    return Answer({"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)])
+
+
+def _track(args: Namespace) -> Answer:
+    from executors.cli.writing.track import TrackRequest, track
+
+    url = run_url.checked_url(args.run)
+    asked = TrackRequest(
+        tuple(args.to), follow=args.follow, samples=args.samples, project=args.project, folder=Path(args.folder),
+        parent=args.parent,
+    )  # fmt: skip
+    done = track(asked, url, SystemClock(), say)
+    return Answer({"run": url, **done.data}, done.lines, 0 if done.good else 1)

@@ -1,0 +1,90 @@
+"""What a person asks for when a run starts or goes on; made once, by the command line, and read by everybody else.
+
+    --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
+    --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest
+    --replicas --steps --min-replicas    ─▶ FleetWish  ┘
+
+What was not typed is None or empty: the run's own value counts then, or the config's.
+
+Not promised: that it can be had; `preflight`, the quote and the platform tell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from executors.platforms.multi import Place
+from executors.preflight.run_url import UsageError
+
+
+@dataclass(frozen=True)
+class PlaceWish:
+    """Where replicas run.   options: (key, value), the key perhaps with a place's name before it: modal.region."""
+
+    executor: str = ""
+    places: tuple[Place, ...] = ()
+    gpu: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    timeout_s: float = 0.0
+    pip: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    no_lease: bool = False
+
+    @property
+    def refines(self) -> bool:
+        """Whether it says anything about places, beside their names."""
+        return any((self.gpu, self.secrets, self.timeout_s, self.options, self.pip, self.no_lease))
+
+
+@dataclass(frozen=True)
+class BudgetWish:
+    """What the run may cost.   0: no limit."""
+
+    max_usd: float | None = None
+    max_hours: float | None = None
+    allow_unknown_price: bool | None = None
+
+
+@dataclass(frozen=True)
+class FleetWish:
+    replicas: int | None = None
+    steps: int | None = None
+    min_replicas: int | None = None
+
+    def told(self) -> dict[str, int]:
+        """Those that were typed."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def within(self, places: Sequence[Place]) -> "FleetWish":
+        """The wish, with the number of replicas that the places name.   Raises UsageError where they contradict it."""
+        named = replicas_in(places)
+        if named and self.replicas and self.replicas < named:
+            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
+        return FleetWish(self.replicas or named or None, self.steps, self.min_replicas)
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """A start.   url: of the run, "" for none.   alert: None where nobody is to be alerted, "" for the environment's.
+
+    origin: OLD[@STEP], the run to begin with.
+    """
+
+    url: str
+    places: PlaceWish = field(default_factory=PlaceWish)
+    budget: BudgetWish = field(default_factory=BudgetWish)
+    fleet: FleetWish = field(default_factory=FleetWish)
+    config: str = ""
+    no_preflight: bool = False
+    alert: str | None = None
+    again: bool = False
+    origin: str = ""
+    momentum: bool = False
+    detach: bool = False
+    yes: bool = False
+    as_json: bool = False
+
+
+def replicas_in(places: Sequence[Place]) -> int | None:
+    """The number of replicas in all places; None unless each names its own."""
+    return sum(p.count for p in places) if all(p.count for p in places) else None
