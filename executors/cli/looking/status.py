@@ -287,21 +287,8 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
     if mine is not None:
         newest = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
         newest["beat_age_s"] = round(now - mine.at, 2)
-    fixed = {
-        "slot": session.slot,
-        "generation": session.generation,
-        "pid": session.pid,
-        "host": session.host,
-        "how": session.how,
-    }
-    return {
-        **fixed,
-        "device": session.device,
-        "counted_in": len(session.commits),
-        "end": session.end,
-        "why": session.why,
-        **newest,
-    }
+    fixed = {name: getattr(session, name) for name in ("slot", "generation", "pid", "host", "how", "device")}
+    return {**fixed, "counted_in": len(session.commits), "end": session.end, "why": session.why, **newest}
 
 
 # -------------------------------------------------------------------- money

@@ -9,7 +9,7 @@ Not promised: anything about the command; it is the user's, and runs with the us
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """The stretch θ_first … θ_last, and the command that judges them.   merge: it gets whole models, not adapters."""
+    """The stretch θ_first … θ_last, and the command that judges them.   merge: it gets whole models, not adapters.
+
+    by: what is left out, "replica" or "step".   text, prompts: files to judge by, in the place of a command.
+    """
 
     first: int | None = None
     last: int | None = None
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
     merge: bool = False
-
-
-@dataclass(frozen=True)
-class BlameRequest:
-    """by: what is left out, "replica" or "step".   text, prompts: files to judge by, in the place of a command."""
-
-    judge: JudgeRequest
     by: str = "replica"
     text: str | None = None
     prompts: str | None = None
@@ -62,17 +58,17 @@ def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -
     return Answer({"run": run.url, **change.to_dict(), "lines": lines}, lines, sentences=True)
 
 
-def blame_answer(run: "Run", asked: BlameRequest) -> Answer:
+def blame_answer(run: "Run", asked: JudgeRequest) -> Answer:
     """Find whose pseudogradients moved a metric most.   Raises UsageError, ConfigError."""
     from diloco.audit.blame import blame, blame_dict, blame_lines, refuse_unseparated
     from diloco.audit.metrics import CommandNumber, open_metric
     from diloco.model.export import model_record
 
     _refuse_two_metrics(asked)
-    first, last = asked.judge.first or 0, _head(run) if asked.judge.last is None else asked.judge.last
+    first, last = asked.first or 0, _head(run) if asked.last is None else asked.last
     named = {"text": _file(asked.text), "prompts": _file(asked.prompts)}
-    if asked.judge.command:
-        opened: Any = nullcontext(CommandNumber(_judge(run, asked.judge)))
+    if asked.command:
+        opened: Any = nullcontext(CommandNumber(_judge(run, asked)))
     else:
         opened = nullcontext() if asked.no_metric else open_metric(run, model_record(run), **named)
     with opened as metric:
@@ -133,10 +129,10 @@ def _file(name: str | None) -> Path | None:
     return Path(name)
 
 
-def _refuse_two_metrics(asked: BlameRequest) -> None:
+def _refuse_two_metrics(asked: JudgeRequest) -> None:
     ways = {
         "--text": asked.text, "--prompts": asked.prompts, "--no-metric": asked.no_metric,
-        "-- COMMAND": asked.judge.command,
+        "-- COMMAND": asked.command,
     }  # fmt: skip
     if len(given := [name for name, value in ways.items() if value]) > 1:
         raise UsageError(f"{' and '.join(given)} name two ways to judge. Leave one of them out")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from diloco.process.processes import is_alive
 from diloco.run.log_config import PROJECT
@@ -27,6 +26,7 @@ from diloco.views.samples import SampleReader
 from diloco.views.trackers.feed import Feed, hold_alone
 from diloco.views.trackers.make import check_tracker, make_tracker
 from diloco.views.trackers.tracker import TrackedRun
+from executors.cli.answers import Answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 
@@ -49,16 +49,7 @@ class TrackRequest:
     parent: str
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """The result of `track`, for people and for programs."""
-
-    lines: list[str]
-    data: dict[str, Any]
-    good: bool
-
-
-def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None]) -> Tracked:
+def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None]) -> Answer:
     """Write a run's curves to its trackers.   Raises TrackerError before anything is written."""
     names = list(dict.fromkeys(asked.to))
     for name in names:
@@ -89,7 +80,7 @@ def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None
         feed.close()
         for lock in locks:
             lock.close()
-    return _in_words(feed, report, names)
+    return _in_words(url, feed, report, names)
 
 
 def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, look_s: float) -> Report:
@@ -125,7 +116,7 @@ def _ending_signals(parent: str) -> Callable[[float], bool]:
     return must_end
 
 
-def _in_words(feed: Feed, report: Report, names: Sequence[str]) -> Tracked:
+def _in_words(url: str, feed: Feed, report: Report, names: Sequence[str]) -> Answer:
     states = dict(zip(names, feed.states, strict=True))
     lines = [
         f"{name}: {s.trouble}; run the same command again, it goes on where {name} stands"
@@ -136,5 +127,5 @@ def _in_words(feed: Feed, report: Report, names: Sequence[str]) -> Tracked:
     if feed.waiting > 0:
         lines.append(f"{feed.waiting} outer steps wait for the logs of their replicas; --follow waits for them")
     told = {name: {"written": s.written, "trouble": s.trouble} for name, s in states.items()}
-    good = not any(s.trouble for s in states.values())
-    return Tracked(lines, {"outer_step": report.head, "waiting": max(0, feed.waiting), "trackers": told}, good)
+    data = {"run": url, "outer_step": report.head, "waiting": max(0, feed.waiting), "trackers": told}
+    return Answer(data, lines, 1 if any(s.trouble for s in states.values()) else 0)

@@ -24,7 +24,6 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
     from diloco.run.record import Run
-    from executors.cli.writing.judging import JudgeRequest
 
 STEP = "after T outer steps (default: the newest)"
 
@@ -136,22 +135,19 @@ def _explain(args: Namespace, run: "Run") -> Answer:
 
 
 def _bisect(args: Namespace, run: "Run") -> Answer:
-    from executors.cli.writing.judging import bisect_answer
+    from executors.cli.writing.judging import JudgeRequest, bisect_answer
 
-    return bisect_answer(run, _judgement(args), say)
+    return bisect_answer(run, JudgeRequest(args.first, args.last, args.judge, merge=args.merge), say)
 
 
 def _blame(args: Namespace, run: "Run") -> Answer:
-    from executors.cli.writing.judging import BlameRequest, blame_answer
+    from executors.cli.writing.judging import JudgeRequest, blame_answer
 
-    asked = BlameRequest(_judgement(args), args.by, args.text, args.prompts, args.no_metric)
+    asked = JudgeRequest(
+        args.first, args.last, args.judge, merge=args.merge, by=args.by, text=args.text, prompts=args.prompts,
+        no_metric=args.no_metric,
+    )  # fmt: skip
     return blame_answer(run, asked)
-
-
-def _judgement(args: Namespace) -> "JudgeRequest":
-    from executors.cli.writing.judging import JudgeRequest
-
-    return JudgeRequest(args.first, args.last, tuple(args.judge), args.merge)
 
 
 def _gc(args: Namespace, run: "Run") -> Answer:
@@ -213,10 +209,8 @@ def _traces(args: Namespace, run: "Run") -> Answer:
 def _track(args: Namespace) -> Answer:
     from executors.cli.writing.track import TrackRequest, track
 
-    url = run_url.checked_url(args.run)
     asked = TrackRequest(
         tuple(args.to), follow=args.follow, samples=args.samples, project=args.project, folder=Path(args.folder),
         parent=args.parent,
     )  # fmt: skip
-    done = track(asked, url, SystemClock(), say)
-    return Answer({"run": url, **done.data}, done.lines, 0 if done.good else 1)
+    return track(asked, run_url.checked_url(args.run), SystemClock(), say)
