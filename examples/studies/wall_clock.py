@@ -20,6 +20,8 @@ from trials import Curve, Row, at_step, first_step, read_rows
 from tuned import choose
 from worlds import WORLDS, World
 
+from diloco.runlog.worth import resized
+
 CLOCK = (20, 40, 80)
 LEVEL = {"toolworld": 0.8, "text": 1.2}
 RATES = {"1": "default", "√N": "sqrt", "N": "times"}  # inner lr × this -> the study's rule
@@ -59,6 +61,26 @@ def table(world: World, tuning: list[Row], rows: list[Row]) -> str:
         cost = f"{first * machines / alone:.2f}" if first and alone else ""
         lines.append(f"| {words} | {' | '.join(cells)} | {f'{first:.0f}' if first else 'not reached'} | {cost} |")
     return "\n".join(lines)
+
+
+def agreement_table(rows: dict[str, list[Row]]) -> str:
+    """The price of twice as many replicas: as `diloco status` reckons it from their mean cosine, and as seen."""
+    told = "2 → 4 reckoned | seen | 4 → 8 reckoned | seen"
+    lines = [f"| samples to a loss of 2.0, a reward of .6, at 2 N against N | {told} |", "|---|---|---|---|---|"]
+    for name, found in rows.items():
+        for words, rule in RATES.items():
+            pairs = [_doubled(WORLDS[name], found, f"fleet-{n}-5 {rule}", f"fleet-{2 * n}-5 {rule}", n) for n in (2, 4)]
+            cells = [f"× {value:.2f}" for pair in pairs for value in pair]
+            lines.append(f"| {name}, lr × {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _doubled(world: World, rows: list[Row], arm: str, twice: str, n: int) -> tuple[float, float]:
+    sign, level = (1, 0.6) if world.upwards else (-1, 2.0)
+    curves = [[(step, sign * value) for step, value in mean_curve(rows, one)] for one in (arm, twice)]
+    steps = [first_step(curve, sign * level) or float("nan") for curve in curves]
+    cosine = fmean(c for row in by_seed(rows, arm) for c in row["cos_pair"] if c is not None)
+    return resized(n, 2 * n, cosine)[1], steps[1] * 2 * n / (steps[0] * n)
 
 
 def draw(world: World, tuning: list[Row], rows: list[Row], to: Path) -> None:

@@ -263,6 +263,7 @@ def test_the_page_of_tuned_rates_has_the_tables_of_its_rows(world: str) -> None:
     judged = {name: read_rows(ROWS / f"tuned-{name}-judging.jsonl") for name in tuned.NO_WORSE}
     assert tuned.decision_table(judged) in page
     assert wall_clock.table(here, tuning, judging) in page
+    assert wall_clock.agreement_table({name: judged[name] for name in ("text", "toolworld")}) in page
 
 
 @pytest.mark.parametrize("world", ["text", "toolworld"])
