@@ -185,8 +185,8 @@ class LogConfig(Table):
     error: ClassVar[type[Exception]] = ConfigError
 
     to: list = setting(list, "wandb, trackio, tensorboard: any of them, none by default.")
-    project: str = setting("", "Of wandb and trackio; without it WANDB_PROJECT, or diloco.")
-    folder: str = setting(FOLDER, "Of TensorBoard's event files, where the supervisor runs.")
+    project: str = setting("", "Project of wandb and trackio; left out: WANDB_PROJECT, or diloco.")
+    folder: str = setting(FOLDER, "Folder of TensorBoard's event files, on the machine where the supervisor runs.")
     samples: int = setting(
         SAMPLES, "Completions per outer step in a table, over all replicas; 0 for none.", least=0, most=64
     )
@@ -207,7 +207,7 @@ class RunConfig:
     """
 
     name: str = setting("run", "What `status` and the report call the run.")
-    seed: int = setting(0, "Of data order and sampling; each slot and session has its own, made from this one.")
+    seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own from it.")
     rendezvous: str = setting(
         "bucket",
         '"bucket", or lighthouse://host:port where replicas can reach each other (torchft\'s Manager, Gloo).',

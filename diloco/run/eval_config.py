@@ -34,13 +34,13 @@ class EvalConfig(Table):
         "", "Files or datasets like those of the training prompts, with their columns; this or `task` must be given."
     )
     task: str | None = setting(
-        None, "In the place of `prompts`: a task, like `inner.data.task`; rows that training has are left out."
+        None, "Task that replaces `prompts`, like `inner.data.task`; rows of the training data are left out."
     )
     task_options: dict | None = setting(
         None, "Its options (default: `inner.data.task_options`, where the task is the same)."
     )
     task_size: int = setting(200, "Rows of the task.", above=0, most=100_000)
-    task_seed: int = setting(1, "Of the task's rows.", least=0, most=4000)
+    task_seed: int = setting(1, "Seed of the task's rows.", least=0, most=4000)
     every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
     samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
     greedy: bool = setting(True, "And one completion of the likeliest tokens.")

@@ -2,6 +2,7 @@
 
     python examples/studies/elastic.py toolworld --to studies            about 40 minutes of one core
     python examples/studies/elastic.py text --to studies                 about 5
+    python examples/studies/elastic.py toolworld --default --to studies  at the default rate (× √4), other seeds
 
     equal             four equal machines that all take part
     slow-waits        one is half as fast, and all wait for it: `equal`, at half its pace; no trials of its own
@@ -29,14 +30,14 @@ import torch
 from fleet import Turn, flat, scripted_steps, with_nesterov
 from replicas import by_seed, curve_of
 from trials import Curve, Row, Trial, area, at_step, paired, read_rows, run_missing
-from tuned import Setting, choose, tunings
+from tuned import Setting, choose, rules, tunings
 from worlds import WORLDS, World
 
 from inner import InnerLoop
 from rendezvous.agreement.rules import Rules
 
 MACHINES, EVERY, ROUNDS = 4, 5, 16
-SEEDS = range(16, 24)
+SEEDS, DEFAULT_SEEDS = range(16, 24), range(40, 48)  # at the tuned setting; at the default
 WARMUP = 3  # inner steps of a session that begins in the middle of a run (diloco/replica/replica.py)
 SHORT = 2  # inner steps of a slow machine's round, and of one that was told to leave
 
@@ -72,17 +73,19 @@ def main() -> None:
     given = arguments()
     world = WORLDS[given.world]
     world.prepare(given.to)
-    trials = [Trial(arm, seed) for seed in SEEDS for arm in ARMS if given.arms in arm]
-    tuning = given.to / f"tuned-{world.name}-tuning.jsonl"
+    seeds = DEFAULT_SEEDS if given.default else SEEDS
+    trials = [Trial(arm, seed) for seed in seeds for arm in ARMS if given.arms in arm]
+    tuning = None if given.default else given.to / f"tuned-{world.name}-tuning.jsonl"
     run_one = partial(run, world, given.to, tuning)
-    rows = run_missing(trials, run_one, given.to / f"elastic-{world.name}.jsonl", given.workers)
+    path = given.to / f"elastic-{world.name}{'-default' if given.default else ''}.jsonl"
+    rows = run_missing(trials, run_one, path, given.workers)
     print(table(world, rows))
 
 
 # -------------------------------------------------------------------- one trial
 
 
-def run(world: World, folder: Path, tuning: Path, trial: Trial) -> Curve:
+def run(world: World, folder: Path, tuning: Path | None, trial: Trial) -> Curve:
     torch.set_num_threads(1)
     arm, best = ARMS[trial.arm], best_setting(world, tuning)
     lives = [life(arm, machine, random.Random(f"{trial.seed} {machine}")) for machine in range(MACHINES)]
@@ -99,9 +102,11 @@ def run(world: World, folder: Path, tuning: Path, trial: Trial) -> Curve:
     return curve_of(world, judge, thetas, ROUNDS, EVERY)
 
 
-def best_setting(world: World, tuning: Path) -> Setting:
-    """The setting that tuned.py chose for four machines and this H on this task."""
+def best_setting(world: World, tuning: Path | None) -> Setting:
+    """The setting that tuned.py chose for four machines and this H on this task; None: the product's default."""
     arm = f"fleet-{MACHINES}-{EVERY}"
+    if tuning is None:
+        return rules()[f"{arm} sqrt"]
     return dict(tunings()[arm])[choose(world, read_rows(tuning))[arm]]
 
 
@@ -165,6 +170,7 @@ def arguments() -> argparse.Namespace:
         "--to", type=Path, default=Path("studies"), help="the folder for everything; it has tuned.py's rows"
     )
     parser.add_argument("--arms", default="", help="only arms whose name has this in it")
+    parser.add_argument("--default", action="store_true", help="at the product's default rate, seeds 40 to 47")
     parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
     return parser.parse_args()
 

@@ -59,7 +59,9 @@ class SdpoSettings(Table):
         '"frozen" θ₀, "ema" this session\'s own average, "live" those of this very step.',
         one_of=TEACHERS,
     )
-    ema_rate: float = setting(0.01, 'Of `teacher = "ema"`, per inner step.', above=0, most=1)
+    ema_rate: float = setting(
+        0.01, 'Rate at which `teacher = "ema"` follows the policy, per inner step.', above=0, most=1
+    )
     wrapper: str = setting(
         "none",
         '"none" is generalized JSD, "taid" TAID, "entropy_opd" a soft gate, "eopd" a hard gate.',

@@ -38,7 +38,7 @@ class ProcessSettings(Table):
     function: str | None = setting(
         None, '`"process.py:score"`: a score, or None, for each turn of each rollout (docs/process.md).'
     )
-    head: str | None = setting(None, "In the place of `function`: the .safetensors that `ProcessHead.save` wrote.")
+    head: str | None = setting(None, "Learned scorer that replaces `function`: a .safetensors of `ProcessHead.save`.")
 
     def check(self) -> None:
         if (self.function is None) == (self.head is None):

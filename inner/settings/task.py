@@ -83,7 +83,7 @@ class DataSettings(Table):
     )
     task: str | None = setting(
         None,
-        "In the place of `prompts`: a task whose package makes the rows and scores the replies, "
+        "Task that replaces `prompts`: its package makes the rows and scores the replies, "
         '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`.',
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
@@ -283,7 +283,7 @@ class GrpoSettings(Table):
         "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
     )
     weight: float = setting(
-        1.0, "Of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+        1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
     )
     loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
     scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')

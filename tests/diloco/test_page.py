@@ -49,6 +49,27 @@ def test_the_head_has_what_a_person_asks_first(report: Report) -> None:
     assert [check["ok"] for check in head["checks"]] == [True, True, True]
 
 
+def test_the_first_tile_is_the_result_and_the_model_is_named(report: Report) -> None:
+    """Held out where it was evaluated twice, else what the replicas saw; an odd config has no words."""
+    now = report.last_sign + 3
+    result = page_data(report, now)["head"]["result"]
+    held = [one.headline[1].mean for one in report.evaluations]
+    assert result["name"] == "held-out reward" and result["error"] > 0
+    assert (result["first"], result["last"]) == pytest.approx((held[0], held[-1]), rel=1e-4)
+    seen = replace(report, events=[e for e in report.events if e["event"] != "evaluated"])
+    assert page_data(seen, now)["head"]["result"]["name"] == "reward, in training"
+    inner = {
+        "model": "a/model",
+        "lora": {"r": 8},
+        "data": {"prompts": "p.jsonl"},
+        "loop": "grpo",
+        "rewards": {"function": "r.py:f"},
+    }
+    named = replace(report, config={**report.config, "inner": inner})
+    assert page_data(named, now)["head"]["about"] == "a/model · LoRA r = 8 · p.jsonl · r.py:f · GRPO"
+    assert page_data(replace(report, config={"inner": 7}), now)["head"]["about"] == ""
+
+
 def test_a_chunk_has_every_column_for_each_of_its_steps(report: Report) -> None:
     (chunk,) = chunks_of(report)
     assert chunk["first"] == 0 and len(chunk["at"]) == len(chunk["by"]) == len(chunk["who"]) == 12

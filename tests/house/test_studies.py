@@ -26,6 +26,7 @@ import pretrained
 import process
 import replicas
 import tuned
+import wall_clock
 from fleet import Turn, flat, outer_steps, scripted_steps, with_nesterov
 from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
 from worlds import WORLDS
@@ -261,9 +262,11 @@ def test_the_page_of_tuned_rates_has_the_tables_of_its_rows(world: str) -> None:
     assert tuned.judging_table(here, judging, tuned.choose(here, tuning)) in page
     judged = {name: read_rows(ROWS / f"tuned-{name}-judging.jsonl") for name in tuned.NO_WORSE}
     assert tuned.decision_table(judged) in page
+    assert wall_clock.table(here, tuning, judging) in page
+    assert wall_clock.agreement_table({name: judged[name] for name in ("text", "toolworld")}) in page
 
 
-@pytest.mark.parametrize("world", ["text"])
+@pytest.mark.parametrize("world", ["text", "toolworld"])
 def test_the_page_of_unequal_machines_has_the_table_of_its_rows(world: str) -> None:
     here = WORLDS[world]
     elastic_rows = read_rows(ROWS / f"elastic-{world}.jsonl")

@@ -37,7 +37,7 @@ from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from tests.sim import sim
+from tests.sim import simulate
 from tests.sim.simulate import Schedule, draw
 from tests.support.fakes import Fault, FaultyStore, ManualClock
 
@@ -516,7 +516,7 @@ def busy(seed: int) -> Schedule:
 @pytest.mark.slow
 def test_the_promises_hold_while_everybody_collects() -> None:
     """Readers that stall are collected under, collectors are killed between two deletes: no replica averages a gap."""
-    results = [sim.run(busy(seed)) for seed in range(120)]
+    results = [simulate.run(busy(seed)) for seed in range(120)]
     red = [f"seed {r.schedule.seed}: {r.red}" for r in results if r.red]
     assert not red, "\n".join(red)
     fired = sum((r.fired for r in results), Counter[str]())

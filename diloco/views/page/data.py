@@ -21,7 +21,18 @@ from typing import Any
 from diloco.events import KINDS, MARKED, ON_PAGE, event_text
 from diloco.runlog.evaluation import evaluation_dict
 from diloco.runlog.kept import kept_words
-from diloco.runlog.reader import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, checks, headline, shown
+from diloco.runlog.reader import (
+    BAD_ENDS,
+    NUMBERS,
+    PARTS,
+    Report,
+    SessionSummary,
+    Step,
+    checks,
+    curve_of,
+    headline,
+    shown,
+)  # fmt: skip
 from diloco.runlog.worth import worth, worth_words
 from diloco.views.overview import Overview, SessionRow, overview, place_of_host, step_values
 from diloco.views.page.contributions import contribution_rows, tally
@@ -68,6 +79,8 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "partial": beside.partial,
         "stale": beside.stale,
         **_numbers_of(seen, report, began),
+        "result": _result(report),
+        "about": _about(report),
         "headline": headline(report),
         "worth": worth_words(worth(report)),
         "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
@@ -107,6 +120,42 @@ def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
         "replicas": report.wanted.replicas,
         "min_replicas": report.wanted.min_replicas,
     }
+
+
+def _result(report: Report) -> dict[str, Any] | None:
+    """What the run has learned: held out where it was evaluated twice, else the curve of its replicas.
+
+    error: the standard error of the last value, None where it is not known."""
+    held = [one.headline[1] for one in report.evaluations]
+    if len(held) > 1:
+        first, last = brief(held[0].mean), brief(held[-1].mean)
+        return {"name": "held-out reward", "first": first, "last": last, "error": brief(held[-1].error)}
+    curve = curve_of(report)
+    if not (known := curve.known):
+        return None
+    return {"name": f"{curve.name}, in training", "first": brief(known[0]), "last": brief(known[-1]), "error": None}
+
+
+def _about(report: Report) -> str:
+    """The model, what it reads and how it is trained, in one line."""
+    at = lambda *path: _setting_at(report.config, "inner", *path)  # noqa: E731
+    data = at("data", "prompts") or at("data", "task") or at("data", "text") or ""
+    found = [
+        str(at("model") or ""),
+        f"LoRA r = {rank}" if (rank := at("lora", "r")) else "",
+        str(data),
+        str(at("rewards", "function") or ""),
+        str(at("loop") or "").upper() if at("loop") == "grpo" else str(at("loop") or ""),
+    ]
+    return " · ".join(word[:LONGEST] for word in found if word)
+
+
+def _setting_at(config: Mapping[str, Any], *path: str) -> Any:
+    """A setting of a config that another release may have written; None where there is none."""
+    found: Any = config
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _remarks(report: Report) -> list[str]:

@@ -48,6 +48,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[int, int] = {}
         self._kills = oom.Kills()
+        self._death = ""  # its words, made once: a kill explains one death
         with launches_wait("the fork server's log"):
             self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
@@ -114,8 +115,8 @@ class ForkServer:
     def _how_it_died(self) -> str:
         with suppress(subprocess.TimeoutExpired):  # its end of the socket closes a moment before it
             code = self._process.wait(1.0)
-            return f"has died: {self._kills.explain(code) or describe_exit(code, ours=False)}"
-        return "has died"
+            self._death = self._death or f": {self._kills.explain(code) or describe_exit(code, ours=False)}"
+        return f"has died{self._death}"
 
     def _gone_error(self, what: str) -> OSError:
         self._log.seek(0)

@@ -103,6 +103,9 @@ Page.curves = (function () {
     };
   }
 
+  // "0.800" -> "0.8", "2.00 MB" -> "2 MB"
+  function shortly(text) { return text.replace(/(\.\d*?)0+(?!\d)/, "$1").replace(/\.(?!\d)/, ""); }
+
   function options(chart, box) {
     const axis = {stroke: () => Page.colour("--quiet"), font: "11px system-ui", grid: {stroke: () => Page.colour("--line"), width: 1},
       ticks: {stroke: () => Page.colour("--line"), width: 1, size: 4}};
@@ -112,8 +115,8 @@ Page.curves = (function () {
       legend: {show: false},
       cursor: {drag: {x: false, y: false}, points: {size: 6}},
       scales: {x: {time: false, range: rangeX(chart)}, y: {range: rangeOf(chart)}},
-      axes: [{...axis, size: 26, space: 60, incrs: byTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000]},
-        {...axis, size: 52, space: 30, values: (u, ticks) => ticks.map((tick) => chart.form(tick))}],
+      axes: [{...axis, size: 26, space: 60, label: byTime ? "hours" : "outer step", labelFont: "11px system-ui", labelSize: 16, incrs: byTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000]},
+        {...axis, size: 52, space: 30, values: (u, ticks) => ticks.map((tick) => shortly(chart.form(tick)))}],
       series: [{}, ...chart.series.map((one) => lineOf(one, count))],
       bands: chart.bands,
       hooks: {
@@ -196,7 +199,7 @@ Page.curves = (function () {
   }
 
   return {
-    show, FEW_REPLICAS,
+    show, FEW_REPLICAS, has: (key) => drawn.has(key),
     redraw: () => drawn.forEach((chart) => chart.plot && chart.plot.redraw(false, true)),
     setByTime: (wish) => { byTime = wish; },
   };

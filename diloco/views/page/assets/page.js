@@ -62,15 +62,29 @@
   // ---------------------------------------------------------------- outer steps
 
   function showSteps() {
-    const home = Page.byId("step-charts"), known = Page.steps.names("numbers");
+    const home = Page.byId("step-charts"), known = Page.steps.names("numbers"), constants = [];
     for (const [name, title] of Object.entries(OUTER)) {
       if (known.includes(name)) {
         const values = Page.steps.column((chunk) => chunk.numbers[name]);
+        const given = new Set(values.filter((value) => value !== null && value !== undefined));
+        if (given.size === 1 && !Page.curves.has("outer " + name)) {
+          constants.push(title + " " + number([...given][0]));
+          continue;
+        }
         Page.curves.show(home, "outer " + name, {title, series: [{label: name.replaceAll("_", " "), values, colour: "--accent"}], marks, errors: none, form: number});
       }
     }
     showSeconds(home);
     showBytes(home);
+    Page.put("constants", constants.length ? "The same in all outer steps: " + constants.join(" · ") + "." : "");
+  }
+
+  // The legend names the marks that this run has.
+  function showKey() {
+    const kinds = new Set(head.marks.map((mark) => mark.kind));
+    Page.byId("key-lost").hidden = !kinds.has("lost");
+    Page.byId("key-joined").hidden = !kinds.has("joined");
+    Page.byId("key-held").hidden = !head.evaluations.length;
   }
 
   // Parts on top of each other: the highest sum is drawn first, and each lower one over it.
@@ -111,6 +125,7 @@
   function showHead() {
     document.title = head.name + " · step " + head.step + (head.steps ? " of " + head.steps : "");
     Page.put("name", head.name);
+    Page.put("about", head.about);
     Page.put("headline", head.headline);
     Page.put("worth", head.worth.join(" · "));
     Page.put("state", head.state);
@@ -122,6 +137,7 @@
   function draw() {
     waiting = false;
     showHead();
+    showKey();
     showCurves();
     showSteps();
     Page.lanes.showGrid(head);

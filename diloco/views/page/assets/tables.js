@@ -19,11 +19,13 @@ Page.tables = (function () {
 
   function showTiles(head) {
     const live = head.sessions.filter((one) => one.phase && !["silent", "left"].includes(one.phase)).length;
-    const tiles = [tile("outer step", head.step, head.steps ? "of " + head.steps : "")];
+    const tiles = head.result ? [tile(head.result.name, Page.number(head.result.first) + " → " + Page.number(head.result.last),
+      head.result.error === null ? "" : "± " + Page.number(head.result.error))] : [];
+    tiles.push(tile("outer step", head.step, head.steps ? "of " + head.steps : ""));
     if (head.state === "running") tiles.push(tile("time left", Page.seconds(head.eta_s)));
     tiles.push(tile("per outer step", Page.seconds(head.step_s)), tile("running for", Page.seconds(head.elapsed_s)));
     tiles.push(tile("replicas", head.state === "running" ? live : head.slots.length, head.state === "running" ? "of " + head.replicas : ""));
-    if (head.costs) tiles.push(tile("spent", Page.dollars(head.costs.usd), head.costs.max_usd ? "of " + Page.dollars(head.costs.max_usd) : ""));
+    if (head.costs && (head.costs.usd || head.costs.usd_per_hour)) tiles.push(tile("spent", Page.dollars(head.costs.usd), head.costs.max_usd ? "of " + Page.dollars(head.costs.max_usd) : ""));
     if (head.snapshot !== null) tiles.push(tile("newest snapshot", "step " + head.snapshot, head.state === "running" ? Page.seconds(head.snapshot_age_s) + " old" : ""));
     Page.put("tiles", tiles);
   }
@@ -64,7 +66,7 @@ Page.tables = (function () {
     const limits = [costs.max_usd ? Page.dollars(costs.max_usd) : "", costs.max_hours ? costs.max_hours + " h" : ""].filter(Boolean);
     const words = Page.dollars(costs.usd) + " so far" + (limits.length ? " of " + limits.join(" and ") : "") + ", "
       + Page.dollars(costs.usd_per_hour) + " per hour now, " + costs.hours.toFixed(2) + " hours with any replica";
-    const unknown = costs.unknown_price.length ? element("p", {class: "trouble mild"}, "Nobody knows the price of " + costs.unknown_price.join(", ") + "; it is in no sum.") : null;
+    const unknown = costs.unknown_price.length ? element("p", {class: "trouble mild"}, "The price of " + costs.unknown_price.join(", ") + " is not known, so the sums leave it out.") : null;
     const places = Object.entries(costs.per_executor).map(([name, usd]) => [name, Page.dollars(usd)]);
     const slots = Object.entries(costs.per_slot).map(([name, usd]) => [name, Page.dollars(usd)]);
     Page.put("costs", element("p", {}, words), unknown, Page.table("cost by place", ["place", "so far"], places),
@@ -81,9 +83,11 @@ Page.tables = (function () {
   }
 
   function sampleOf(sample) {
-    const last = sample.turns.length ? sample.turns[sample.turns.length - 1].text : "";
+    const brief = (turn) => (turn ? turn.text.slice(-140).replace(/\s+/g, " ").trim() : "");
+    const asked = brief(sample.turns.filter((turn) => turn.role === "user").pop() || sample.turns[0]);
+    const last = sample.turns.length > 1 ? brief(sample.turns[sample.turns.length - 1]) : "";
     const head = element("summary", {}, element("span", {class: "reward"}, "reward " + Page.number(sample.reward)),
-      element("span", {}, "step " + sample.step + ", " + sample.slot), element("span", {class: "quiet"}, last.slice(0, 70).replace(/\s+/g, " ")));
+      element("span", {}, "step " + sample.step + ", " + sample.slot), element("span", {class: "brief quiet"}, asked), element("span", {class: "brief"}, last));
     return element("details", {class: "sample"}, head, element("div", {}, sample.turns.map(turnOf)));
   }
 
