@@ -1,6 +1,6 @@
 """Gives every file of the repository that a page links to a page of its own, so that the built site needs no host.
 
-    docs/architecture.md   [layout](../rendezvous/layout.py)   ──▶   site/source/rendezvous/layout.py.html
+    docs/internals/architecture.md   [layout](../../rendezvous/layout.py)   ──▶   site/source/rendezvous/layout.py.html
 
 mkdocs calls on_files once and on_page_markdown for each page.  A link to nothing stays as it is: `--strict` refuses it.
 Not promised: anchors into such a file.

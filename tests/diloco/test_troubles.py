@@ -299,7 +299,7 @@ def test_the_steps_with_suspicious_completions_are_named() -> None:
 
 
 def test_learning_that_makes_a_policy_sure_of_itself_is_no_hack() -> None:
-    """Entropy, length and reward of SmolLM2-135M in a real run (docs/real-model.md has its like)."""
+    """Entropy, length and reward of SmolLM2-135M in a real run (docs/studies/real-model.md has its like)."""
     entropy = [1.98, 2.153, 1.4, 1.055, 0.828, 0.535, 0.448, 0.329, 0.239, 0.183, 0.119, 0.157, 0.11, 0.09, 0.06]
     length = [9.1, 5.8, 3.3, 3.3, 3.0, 2.9, 2.8, 2.9, 3.0, 2.9, 2.8, 2.9, 2.9, 3.0, 2.9]
     reward = [0.03, 0.02, 0.06, 0.17, 0.22, 0.15, 0.23, 0.3, 0.41, 0.36, 0.33, 0.37, 0.4, 0.44, 0.43]
