@@ -25,7 +25,7 @@ class EvalError(InnerError):
 
 @dataclass(frozen=True)
 class EvalConfig(Table):
-    """The reward on prompts that training never sees, by outer step (evaluation.md)."""
+    """The reward on prompts that training never sees, by outer step (docs/data.md)."""
 
     path: ClassVar[str] = "eval"
     error: ClassVar[type[Exception]] = EvalError

@@ -33,7 +33,7 @@ SHOWN = {
     "checking": ("doctor",),
 }
 EXIT_CODES = """\
-exit codes:
+exit codes (docs/reference/operations.md says what to do):
   0    done; for `demo`: every check held; for `stop`: no replica runs any more; for `plan`: it could be started (75:
        the bucket, or the model that would be published from here, gave no answer)
   1    something failed (a replica that crashes again and again, a check that does not hold)

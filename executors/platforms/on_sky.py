@@ -9,7 +9,7 @@
 SkyPilot starts a preempted job again by itself, as the same job: the slot stays its own, and the replica takes a new
 generation.  It does not start a job again that failed.
 
-Not promised: anything that only a cloud can show.  docs/executors.md lists what was checked without one.
+Not promised: anything that only a cloud can show.  docs/internals/platforms.md lists what was checked without one.
 """
 
 import json

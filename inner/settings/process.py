@@ -36,7 +36,7 @@ class ProcessSettings(Table):
         one_of=CREDITS,
     )
     function: str | None = setting(
-        None, '`"process.py:score"`: a score, or None, for each turn of each rollout (docs/process.md).'
+        None, '`"process.py:score"`: a score, or None, for each turn of each rollout (docs/channels.md).'
     )
     head: str | None = setting(None, "Learned scorer that replaces `function`: a .safetensors of `ProcessHead.save`.")
 

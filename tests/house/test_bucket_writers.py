@@ -1,4 +1,4 @@
-"""The words of operations.md about writers to a bucket: each row of its two tables has tests that can fail.
+"""The words of reference/operations.md about writers to a bucket: each row of its two tables has tests that can fail.
 
 A row without tests here is red, and so is a test that is not there any more.
 """
@@ -74,7 +74,7 @@ WITH_A_KEY = {
     "waits until jobs are queued on Slurm": [f"{SLURM}::test_no_code_lies_in_the_run"],
 }  # fmt: skip
 WITHOUT = {
-    "writes run.json and code of his own": [
+    "writes run.json and code of its own": [
         f"{HERE}::test_run_json_with_another_s_code", f"{HERE}::test_what_runs_the_bucket_s_code_here",
     ],
     "writes a model, offers, deltas": [f"{SEALED}::test_without_a_key_a_made_collision_counts"],
@@ -103,7 +103,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize(("heading", "tests"), [("## A run key", WITH_A_KEY), ("## Without a run key", WITHOUT)])
 def test_each_row_has_its_tests(heading: str, tests: dict[str, list[str]]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "operations.md").read_text(encoding="utf-8")
     table = page[page.index(f"{heading}\n") :].partition("\n## ")[0].splitlines()
     rows = [line.split("|")[1].replace("*", "").strip() for line in table if line.startswith("| ")][1:]
     unmatched = {row: [start for start in tests if row.startswith(start)] for row in rows}

@@ -183,8 +183,8 @@ def test_each_command_that_is_shown_has_a_verb_and_options_that_exist() -> None:
     assert not wrong and len(seen) > 20
 
 
-def test_every_verb_stands_in_the_list_of_operations() -> None:
-    shown = {verb for verb, _ in _commands_in((DOCS / "operations.md").read_text(encoding="utf-8"))}
+def test_every_verb_stands_in_the_reference_of_operations() -> None:
+    shown = {verb for verb, _ in _commands_in((DOCS / "reference" / "operations.md").read_text(encoding="utf-8"))}
     assert set(verbs()) - shown == {"completion"}, "completion is a line of its own below the list"
 
 
