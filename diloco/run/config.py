@@ -179,7 +179,7 @@ class FleetConfig(Table):
 
 @dataclass(frozen=True)
 class LogConfig(Table):
-    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/trackers.md)."""
+    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/watch.md)."""
 
     path: ClassVar[str] = "log"
     error: ClassVar[type[Exception]] = ConfigError

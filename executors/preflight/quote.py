@@ -151,7 +151,8 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
     if far and is_folder(url):
         raise UsageError(
             f"{url} is a folder of this machine; replicas on {', '.join(far)} cannot reach it. Give a bucket: "
-            "--run s3://bucket/prefix (gs://, az:// and hf://buckets/… too; docs/reference/operations.md says which fits where)"
+            "--run s3://bucket/prefix (gs://, az:// and hf://buckets/… too; docs/reference/operations.md says which "
+            "fits where)"
         )
 
 

@@ -123,12 +123,17 @@ def test_a_quoted_error_is_one_that_the_program_prints(quoted: str) -> None:
     assert any(is_within(quoted, text) for text in source_texts()), "no text in the source reads so; quote it anew"
 
 
+def test_every_message_of_the_page_is_read() -> None:
+    assert len(quoted_errors(DOCS / "faq.md")) >= 25
+
+
 def test_a_quoted_error_that_was_reworded_would_be_found() -> None:
     assert not any(is_within("there is no run at … (no run.yaml). Check the path", text) for text in source_texts())
 
 
 def test_each_pitfall_names_a_test_that_is_there() -> None:
-    rows = [line for line in (DOCS / "pitfalls.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    section = (DOCS / "faq.md").read_text(encoding="utf-8").partition("\n## Pitfalls\n")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| pitfall")]
     named = [re.search(r"`(tests/\w+/\w+\.py)::(\w+)` \|$", row) for row in rows]
     assert len(rows) >= 20 and all(named), [row for row, name in zip(rows, named, strict=True) if name is None]

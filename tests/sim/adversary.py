@@ -7,9 +7,9 @@
 A run goes on with the right bits, or a replica ends loudly and the operator acts: puts back what stood there, and takes
 away what never was the run's.  Which of the two, says `LOUD`.
 
-Not promised: control records that vanish or are overwritten, and the newest commit.  What the operator wished, or what
-was decided, cannot be known any more then; docs/reference/operations.md says so.  Nor a commit that vanishes between a closer's
-last look for a gap and its `put_once`: a deleted register can be won by a replica that slept (seed 41003320).
+Not promised: control records that vanish or are overwritten, and the newest commit. What the operator wished, or what
+was decided, cannot be known any more then; docs/reference/operations.md says so. Nor a commit that vanishes between a
+closer's last look for a gap and its `put_once`: a deleted register can be won by a replica that slept (seed 41003320).
 """
 
 import json

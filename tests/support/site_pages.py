@@ -155,8 +155,10 @@ def names_of(room: str, module: str) -> set[str]:
 
 
 def quoted_errors(page: Path) -> list[str]:
-    """The texts in the page's ```error fences; … in a text stands for a varying part."""
-    return [" ".join(text.split()) for text in re.findall(r"^```error\n(.*?)^```", page.read_text(), re.M | re.DOTALL)]
+    """The texts in the first column of the page's tables of messages; … in a text stands for a varying part."""
+    tables = re.findall(r"^\| message \| .*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    found = [re.match(r"\| (`+) ?(.+?) ?\1 \|", row) for table in tables for row in table.splitlines()]
+    return [match[2] for match in found if match is not None]
 
 
 def is_within(quoted: str, text: str) -> bool:
