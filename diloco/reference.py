@@ -1,6 +1,7 @@
 """docs/configuration.md, made from the dataclasses that declare the settings.
 
-    RunConfig ──▶ one table per table of a run.toml: key · type · default · sentence      python -m diloco.reference
+    RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence      python -m diloco.reference
+    FIRST_RUN (what `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
 
 Not promised: prose. What a setting is for in a larger picture stands in the guides.
 """
@@ -25,11 +26,53 @@ Made from the code (`python -m diloco.reference`); a test keeps it so. A key tha
 that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below `[inner]` is
 `weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
 [operations.md](operations.md).
+
+Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: a run that works may become better, cheaper or larger with it.
+*Expert*: leave it out, unless a page or a message of this project names it.
+
+## First run
 """
+FIRST_RUN = (
+    "name fleet.replicas fleet.steps outer.sync_every inner.model inner.batch_size inner.lr inner.lora.r inner.lora.alpha "
+    "inner.data.prompts inner.rewards.function inner.sampling.num_generations inner.sampling.max_completion_length "
+    "eval.prompts eval.every"
+).split()
+TUNING = (
+    "seed outer.lr outer.momentum outer.codec outer.snapshot_every outer.sync_seconds "
+    "inner.loop inner.dtype inner.autocast inner.optimizer inner.weight_decay inner.max_grad_norm "
+    "inner.gradient_accumulation_steps inner.gradient_checkpointing inner.trl "
+    "inner.schedule.lr_shape inner.schedule.lr_warmup inner.schedule.lr_steps inner.schedule.lr_end "
+    "inner.schedule.lr_replicas inner.lora.targets inner.lora.dropout "
+    "inner.data.columns inner.data.system inner.data.task inner.data.task_options inner.data.task_size inner.data.text "
+    "inner.data.context_length inner.rewards.functions inner.rewards.timeout_s inner.rewards.retries "
+    "inner.sampling.temperature inner.sampling.environment inner.sampling.max_tool_calling_iterations "
+    "inner.grpo.objective inner.grpo.dynamic_sampling inner.sdpo.weight inner.sdpo.context inner.replay.weight "
+    "inner.replay.pairs inner.process.weight inner.process.function inner.vllm.memory inner.vllm.max_model_length "
+    "inner.vllm.sleep fleet.min_replicas fleet.keep fleet.log_rollouts log.to log.project "
+    "eval.task eval.task_size eval.samples"
+).split()
 
 
 def reference_page() -> str:
-    return "\n".join([HEAD, *(_section(*found) for found in list_tables(RunConfig)), _trl_section()])
+    return "\n".join([HEAD, _first_run(), *(_section(*found) for found in list_tables(RunConfig)), _trl_section()])
+
+
+def mark_of(name: str) -> str:
+    return "first run" if name in FIRST_RUN else "tuning" if name in TUNING else "expert"
+
+
+def list_keys() -> Iterator[tuple[str, Field[Any]]]:
+    """-> (dotted name, declaration) of each setting that has a sentence, in the order of the page."""
+    for path, cls in list_tables(RunConfig):
+        for f in fields(cls):
+            if f.metadata.get("sentence"):
+                yield f"{path}.{f.name}" if path else f.name, f
+
+
+def _first_run() -> str:
+    found = dict(list_keys())
+    rows = [f"| `{name}` | {_default_text(found[name])} | {_sentence(found[name])} |" for name in FIRST_RUN]
+    return "\n".join(["| key | default | |", "|---|---|---|", *rows, ""])
 
 
 def list_tables(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
@@ -43,8 +86,9 @@ def list_tables(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
 def _section(path: str, cls: type) -> str:
     title = f"## `[{path}]`" if path else "## At the top"
     about = f"\n{(cls.__doc__ or '').strip().splitlines()[0]}\n" if path else ""
-    rows = [_row(f, field_types(cls)[f.name]) for f in fields(cls) if f.metadata.get("sentence")]
-    return "\n".join([title, about, "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+    keys = [f for f in fields(cls) if f.metadata.get("sentence")]
+    rows = [_row(f, field_types(cls)[f.name], mark_of(f"{path}.{f.name}" if path else f.name)) for f in keys]
+    return "\n".join([title, about, "| key | type | default | mark | |", "|---|---|---|---|---|", *rows, ""])
 
 
 def _trl_section() -> str:
@@ -72,12 +116,18 @@ def _trl_section() -> str:
     )
 
 
-def _row(f: Field[Any], hint: Any) -> str:
-    default = default_of(f)
-    shown = "–" if default is None else f"`{json.dumps(default)}`"
+def _row(f: Field[Any], hint: Any, mark: str) -> str:
     limits = _limits_text(f.metadata.get("bounds", Bounds()))
-    sentence = f.metadata["sentence"].replace("|", "\\|")
-    return f"| `{f.name}` | {_type_text(hint)} | {shown} | {sentence}{limits} |"
+    return f"| `{f.name}` | {_type_text(hint)} | {_default_text(f)} | {mark} | {_sentence(f)}{limits} |"
+
+
+def _default_text(f: Field[Any]) -> str:
+    default = default_of(f)
+    return "–" if default is None else f"`{json.dumps(default)}`"
+
+
+def _sentence(f: Field[Any]) -> str:
+    return f.metadata["sentence"].replace("|", "\\|")
 
 
 def _type_text(hint: Any) -> str:

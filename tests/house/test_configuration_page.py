@@ -7,6 +7,7 @@ import pytest
 
 from diloco import reference
 from diloco.run.config import ConfigError, RunConfig
+from executors.cli.checking.init import RUN
 from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES
 from inner.settings.inner import MOVED, InnerConfig, InnerError
 from inner.settings.tables import Table, list_settings
@@ -17,6 +18,24 @@ def test_the_page_is_what_the_code_says() -> None:
     assert page == reference.reference_page(), "python -m diloco.reference writes it anew"
     for name in list_settings(RunConfig):
         assert f"| `{name.rpartition('.')[2]}` |" in page
+
+
+def test_the_first_runs_keys_are_those_that_init_writes() -> None:
+    text = RUN.format(name="mine", model="owner/name", length=12)
+    table, written = "", list[str]()
+    for line in text.splitlines():
+        if found := re.match(r"\[(.+?)\]", line):
+            table = f"{found[1]}."
+        elif found := re.match(r"(\w+) =", line):
+            written.append(f"{table}{found[1]}")
+    assert sorted(written) == sorted(reference.FIRST_RUN) and len(written) <= 16
+
+
+def test_a_mark_names_a_setting_and_each_setting_has_one() -> None:
+    known = {name for name, _ in reference.list_keys()}
+    assert not set(reference.FIRST_RUN) & set(reference.TUNING) and {*reference.FIRST_RUN, *reference.TUNING} <= known
+    marks = [reference.mark_of(name) for name in known]
+    assert marks.count("first run") < marks.count("tuning") < marks.count("expert"), "most readers need few"
 
 
 def test_every_key_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
