@@ -1,6 +1,7 @@
 """docs/configuration.md, made from the dataclasses that declare the settings.
 
-    RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence      python -m diloco.reference
+    RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence
+    python -m diloco.reference writes it
     FIRST_RUN (what `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
 
 Not promised: prose. What a setting is for in a larger picture stands in the guides.
@@ -27,30 +28,30 @@ that there is none, or that it depends on the model. TOML takes dotted keys, too
 `weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
 [operations.md](operations.md).
 
-Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: a run that works may become better, cheaper or larger with it.
-*Expert*: leave it out, unless a page or a message of this project names it.
+Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: a run that works may become better, cheaper or
+larger with it. *Expert*: leave it out, unless a page or a message of this project names it.
 
 ## First run
 """
 FIRST_RUN = (
-    "name fleet.replicas fleet.steps outer.sync_every inner.model inner.batch_size inner.lr inner.lora.r inner.lora.alpha "
-    "inner.data.prompts inner.rewards.function inner.sampling.num_generations inner.sampling.max_completion_length "
-    "eval.prompts eval.every"
-).split()
+    "name", "fleet.replicas", "fleet.steps", "outer.sync_every", "inner.model", "inner.batch_size", "inner.lr",
+    "inner.lora.r", "inner.lora.alpha", "inner.data.prompts", "inner.rewards.function",
+    "inner.sampling.num_generations", "inner.sampling.max_completion_length", "eval.prompts", "eval.every",
+)  # fmt: skip
 TUNING = (
-    "seed outer.lr outer.momentum outer.codec outer.snapshot_every outer.sync_seconds "
-    "inner.loop inner.dtype inner.autocast inner.optimizer inner.weight_decay inner.max_grad_norm "
-    "inner.gradient_accumulation_steps inner.gradient_checkpointing inner.trl "
-    "inner.schedule.lr_shape inner.schedule.lr_warmup inner.schedule.lr_steps inner.schedule.lr_end "
-    "inner.schedule.lr_replicas inner.lora.targets inner.lora.dropout "
-    "inner.data.columns inner.data.system inner.data.task inner.data.task_options inner.data.task_size inner.data.text "
-    "inner.data.context_length inner.rewards.functions inner.rewards.timeout_s inner.rewards.retries "
-    "inner.sampling.temperature inner.sampling.environment inner.sampling.max_tool_calling_iterations "
-    "inner.grpo.objective inner.grpo.dynamic_sampling inner.sdpo.weight inner.sdpo.context inner.replay.weight "
-    "inner.replay.pairs inner.process.weight inner.process.function inner.vllm.memory inner.vllm.max_model_length "
-    "inner.vllm.sleep fleet.min_replicas fleet.keep fleet.log_rollouts log.to log.project "
-    "eval.task eval.task_size eval.samples"
-).split()
+    "seed", "outer.lr", "outer.momentum", "outer.codec", "outer.snapshot_every", "outer.sync_seconds", "inner.loop",
+    "inner.dtype", "inner.autocast", "inner.optimizer", "inner.weight_decay", "inner.max_grad_norm",
+    "inner.gradient_accumulation_steps", "inner.gradient_checkpointing", "inner.trl", "inner.schedule.lr_shape",
+    "inner.schedule.lr_warmup", "inner.schedule.lr_steps", "inner.schedule.lr_end", "inner.schedule.lr_replicas",
+    "inner.lora.targets", "inner.lora.dropout", "inner.data.columns", "inner.data.system", "inner.data.task",
+    "inner.data.task_options", "inner.data.task_size", "inner.data.text", "inner.data.context_length",
+    "inner.rewards.functions", "inner.rewards.timeout_s", "inner.rewards.retries", "inner.sampling.temperature",
+    "inner.sampling.environment", "inner.sampling.max_tool_calling_iterations", "inner.grpo.objective",
+    "inner.grpo.dynamic_sampling", "inner.sdpo.weight", "inner.sdpo.context", "inner.replay.weight",
+    "inner.replay.pairs", "inner.process.weight", "inner.process.function", "inner.vllm.memory",
+    "inner.vllm.max_model_length", "inner.vllm.sleep", "fleet.min_replicas", "fleet.keep", "fleet.log_rollouts",
+    "log.to", "log.project", "eval.task", "eval.task_size", "eval.samples",
+)  # fmt: skip
 
 
 def reference_page() -> str:
