@@ -168,7 +168,6 @@ def example(name: str, replicas: int, steps: int, **settings: Any) -> str:
 COMPUTED = {
     "memory": memory_table,
     "sync": sync_table,
-    "small": lambda: example("SmolLM2-135M", 3, 20, lora=True, sync_every=4),
     "middle": lambda: example("Qwen2.5-1.5B", 4, 100, lora=True),
     "large": lambda: example("Qwen2.5-3B", 4, 100, lora=False, dtype="bfloat16", codec="int8"),
 }
