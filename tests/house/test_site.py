@@ -35,6 +35,8 @@ from tests.support.site_pages import (
 
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
 NOT_IN_NAV = "internals/decisions/0"
+PAGES, LINES = 25, 150
+LONG = ("configuration.md", "formats.md", "benchmarks.md")  # to look things up, and what was measured
 
 
 def test_every_page_has_its_place_in_the_nav() -> None:
@@ -44,6 +46,13 @@ def test_every_page_has_its_place_in_the_nav() -> None:
     assert not missing, f"add a line to `nav` in mkdocs.yml for each of {missing}"
     assert not [p for p in listed if p not in there], "mkdocs.yml names a page that is not there"
     assert len(listed) == len(set(listed))
+
+
+def test_the_pages_for_readers_are_few_and_short() -> None:
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) <= PAGES, "merge, or move what was measured into docs/studies and design into docs/internals"
+    lines = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in pages}
+    assert not {name: n for name, n in lines.items() if n > LINES and name not in LONG}
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=lambda p: str(p.relative_to(ROOT)))
