@@ -274,6 +274,12 @@ def test_the_page_of_unequal_machines_has_the_table_of_its_rows(world: str) -> N
     assert elastic.table(here, elastic_rows) in (ROWS.parent / "elastic.md").read_text()
 
 
+def test_the_page_of_unequal_machines_has_the_table_at_the_default_rate() -> None:
+    rows = read_rows(ROWS / "elastic-toolworld-default.jsonl")
+    assert {(r["arm"], r["seed"]) for r in rows} == {(a, s) for a in elastic.ARMS for s in elastic.DEFAULT_SEEDS}
+    assert elastic.table(WORLDS["toolworld"], rows) in (ROWS.parent / "elastic.md").read_text()
+
+
 def test_all_ways_of_stepping_take_the_same_inner_steps_and_the_plain_one_is_a_mean() -> None:
     assert {sum(arm.rounds) for arm in outer_rules.ARMS.values()} == {outer_rules.STEPS}
     theta, mean = torch.ones(3), torch.tensor([0.5, 0.0, -1.0])
@@ -306,7 +312,7 @@ def test_a_pretrained_fleet_is_judged_at_what_was_chosen_and_at_its_default() ->
     assert list(pretrained.judged(chosen, "products")) == list(on_sums)[:3]
 
 
-@pytest.mark.parametrize("world", ["text"])
+@pytest.mark.parametrize("world", ["text", "toolworld"])
 def test_the_page_of_other_rules_has_the_table_of_its_rows(world: str) -> None:
     rows = read_rows(ROWS / f"outer-rules-{world}.jsonl")
     assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in outer_rules.ARMS for s in outer_rules.SEEDS}
