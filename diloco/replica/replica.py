@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = open_patiently(url, SystemClock())
-    with suppress(StoreError):  # no answer now is no reason to go: the session below is patient
+    with suppress(StoreError):  # no answer now is not a reason to go: the session below is patient
         if (end := too_late(run, SystemClock())) is not None:
             return _print_end(slot, end[1], end[0])
     try:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "studies"))
 import effective_step
 import elastic
 import outer_rules
+import overlap
 import pretrained
 import process
 import replicas
@@ -84,6 +85,27 @@ def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Pat
     for t, theta in enumerate(islice(thetas, 5), 1):
         assert torch.equal(theta, torch.cat(state_at(run, record, t)[1].thetas)), t
     thetas.close()
+
+
+def test_overlapped_fragments_have_the_bits_of_a_real_fleet(tmp_path: Path) -> None:
+    """Two fragments, τ = 1 and α = ½, with the product's own outer loop in threads."""
+    settings = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    real = Fleet(tmp_path, inner=ONE_RATE, outer=settings, fleet={"replicas": 2, "min_replicas": 2, "steps": 4})
+    real.start_all()
+    assert set(real.wait()["r00"]) == {0}, real.logs()
+    run = read_run(real.url)
+    record, outer = model_record(run), run.config.outer
+    start, files = start_folder(run, record, tmp_path / "model"), fetch_files(run, tmp_path / "code")
+
+    def build(machine: int) -> InnerLoop:
+        slot = f"r{machine:02d}"
+        seeds = Seeds(derive_seed(0, slot), derive_seed(0, slot, 1), 0, share_of(run.config, slot))
+        return build_inner(run.config.inner, start, files, seeds)
+
+    thetas = overlap.fleet_thetas(build, 2, outer, 9)
+    for t in range(5):  # an outer step of one fragment every two inner steps, applied one later
+        want = torch.cat(state_at(run, record, t)[1].thetas)
+        assert torch.equal(thetas[2 * t + (t > 0)], want), t
 
 
 def turns_of(real: Fleet) -> dict[int, list[Turn]]:
