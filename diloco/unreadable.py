@@ -1,4 +1,4 @@
-"""The words for a config file that is none, and for a file or an object that it names and that is not there.
+"""The words for a file that is not a config, and for a file or an object that it names and that is not there.
 
     bad.toml, line 3: replicas = 2 3       the file, the line and its text; what TOML says of it
     grpo.py is a Python script             what it is, and where its parts belong
@@ -27,7 +27,7 @@ def toml_fault(path: Path, error: Exception) -> str:
     if not path.is_file():
         return f"{path} cannot be read as TOML: {error}"
     if isinstance(error, UnicodeDecodeError):
-        return f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        return f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix in (".py", ".ipynb") or (path.suffix != ".toml" and SCRIPT.search(text)):  # a prompt may hold code
         return _script_words(path, text)
@@ -80,7 +80,7 @@ def _defined_in(path: Path) -> list[str]:
 
 
 def _defined(text: str) -> list[str]:
-    """Public functions and classes of a file; [] if it is no Python."""
+    """Public functions and classes of a file; [] if it is not Python."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rendezvous.agreement.rules import Rules, Timing
-    from rendezvous.allreduce import ObjectStoreAllReduce
     from rendezvous.clock import SystemClock
+    from rendezvous.engine.allreduce import ObjectStoreAllReduce
     from rendezvous.engine.rendezvous import Rendezvous
     from rendezvous.store import put_once
     from rendezvous.stores.files import FileStore
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FileStore": "stores.files",
     "MemoryStore": "stores.memory",
-    "ObjectStoreAllReduce": "allreduce",
+    "ObjectStoreAllReduce": "engine.allreduce",
     "Rendezvous": "engine.rendezvous",
     "Rules": "agreement.rules",
     "SystemClock": "clock",

@@ -172,7 +172,7 @@ class Worker:
 class Parts:
     """Runner of the parts of a turn: no part hinders another one, now or in a later turn.
 
-    emit: hears of a failure that is no RendezvousError, once for each part and kind of error.
+    emit: hears of a failure that is not a RendezvousError, once for each part and kind of error.
     """
 
     def __init__(self, emit: Emit = no_emit) -> None:

@@ -19,7 +19,7 @@
     ├── ChainBroken               a commit does not follow the one before it
     ├── Forged                    a commit or manifest that was not written with the run's key
     ├── BadCommit                 a commit that does not follow the run's rules
-    ├── WireError                 an object that is no record of this wire version (rendezvous/records/records.py)
+    ├── WireError                 an object that is not a record of this wire version (rendezvous/records/records.py)
     ├── Abandoned                 a snapshot whose replica went on or ended meanwhile (rendezvous/snapshots/writer.py)
     ├── NotFinite                 θ that no engine should load (rendezvous/weights/writer.py)
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading

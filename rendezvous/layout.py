@@ -244,7 +244,7 @@ def is_rollouts(key: str) -> bool:
 
 
 def log_owner(key: str) -> tuple[str, int] | None:
-    """Slot and generation of a log's key: log/r01-2/000003.jsonl -> ("r01", 2); None for a key that is no log's."""
+    """Slot and generation of a log's key: log/r01-2/000003.jsonl -> ("r01", 2); None for a key that is not a log's."""
     parts = key.split("/")
     slot, _, generation = parts[1].rpartition("-") if len(parts) == 3 else ("", "", "")
     named = _is_number(parts[-1].partition(".")[0]) and parts[-1].endswith(".jsonl")
@@ -288,6 +288,6 @@ def record_kind(key: str) -> str | None:
 
 
 def most_bytes(key: str) -> int:
-    """The most bytes of an object that `get` reads; one more shows that the object is none of the run's."""
+    """The most bytes of an object that `get` reads; one more shows that the object is not one of the run's."""
     kind = record_kind(key)
     return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

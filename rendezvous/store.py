@@ -90,7 +90,7 @@ def plain_key(key: str) -> str:
     """Return the key itself.   Raises BadKey if it would lead out of the run's folder or prefix."""
     if not layout.is_plain(key):
         raise BadKey(
-            f"{key!r} is no key of a run: it would lead out of the run's folder. Nothing was read or written there. "
+            f"{key!r} is not a key of a run: it would lead out of the run's folder. Nothing was read or written there. "
             "Some record in the bucket names it; see who else can write to the bucket"
         )
     return key

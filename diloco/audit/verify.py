@@ -230,7 +230,7 @@ class _Verification:
             if found is None and t not in listed:
                 continue
             if found is None:
-                self._differs(t, layout.snapshot_key(t), "", "is no manifest of a snapshot")
+                self._differs(t, layout.snapshot_key(t), "", "is not a manifest of a snapshot")
             elif not found.blob:
                 self._manifests[t] = found
             elif self._there(found.blob, found.size):
@@ -314,7 +314,7 @@ class _Verification:
         taken, record = self._reducer.announcements.find(commit.t, part)
         if record is None:
             if taken:
-                self._differs(commit.t, layout.mean_key(commit.t, part), "", "is no announcement of a mean")
+                self._differs(commit.t, layout.mean_key(commit.t, part), "", "is not an announcement of a mean")
             return
         if not has_digest(body.data, record.digest, self._kind):
             self._differs(commit.t, record.blob, "", "was announced with another digest than its deltas' mean has")
@@ -394,7 +394,7 @@ def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
 
 
 def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
-    """step -> session -> the digest of θ that it says it held before that step.  Odd lines are no news."""
+    """step -> session -> the digest of θ that it says it held before that step.  Odd lines are not news."""
     said: dict[int, dict[str, str]] = {}
     owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
     keys = [key for key in owners if not layout.is_rollouts(key)]

@@ -119,7 +119,7 @@ def _budget(run: Run, keep: str) -> int:
         budget = None
     if budget is None:
         raise ConfigError(
-            f'--keep {keep} is no size. Use one such as "5 GB", or "window" for the least that a replica may need'
+            f'--keep {keep} is not a size. Use one such as "5 GB", or "window" for the least that a replica may need'
         )
     return budget
 

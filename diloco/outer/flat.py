@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from diloco.run.config import OuterError
 
+PART = 1 << 24  # elements of a parameter that travel at once from a device: 64 MiB
+
 
 class FlatFragment(nn.Module):
     """One fp32 vector on the CPU over some trainable parameters of a live model; torchft optimizes it."""
@@ -31,6 +33,7 @@ class FlatFragment(nn.Module):
         self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
         self.rounds = any(p.dtype != torch.float32 for p in self.live)
         self.merged: Tensor | None = None  # base, where it is needed and is not θ
+        self._staging: Tensor | None = None
 
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
@@ -46,16 +49,27 @@ class FlatFragment(nn.Module):
         return out
 
     def _local_slices(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each parameter's slice of the vector, and its local values."""
+        """Yield slices of the vector, a parameter after the other, and their local values, to be read at once."""
         base = theta if self.merged is None else self.merged
         at = 0
         for p in self.live:
             span = slice(at, at := at + p.numel())
-            live = p.detach().reshape(-1).float().cpu()
-            if p.dtype == torch.float32:
-                yield span, live
-            else:
-                yield span, base[span] + (live - base[span].to(p.dtype).float())
+            for part, live in self._host_parts(p):
+                here = slice(span.start + part.start, span.start + part.stop)
+                if p.dtype == torch.float32:
+                    yield here, live
+                else:
+                    yield here, base[here] + (live - base[here].to(p.dtype).float())
+
+    def _host_parts(self, p: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of a parameter and their values, fp32 on the host."""
+        if p.device.type == "cpu":
+            yield slice(0, p.numel()), p.detach().reshape(-1).float()
+            return
+        if self._staging is None:  # the device writes into it by itself; fresh pageable memory took 20 times as long
+            size = min(PART, max(live.numel() for live in self.live))
+            self._staging = torch.empty(size, pin_memory=p.device.type == "cuda")
+        yield from staged_parts(p, self._staging)
 
     @torch.no_grad()
     def scatter(self, merged: bool) -> None:
@@ -65,6 +79,14 @@ class FlatFragment(nn.Module):
         for p in self.live:
             p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
             at += p.numel()
+
+
+def staged_parts(p: Tensor, staging: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of a parameter and their values in `staging`, which the next part overwrites."""
+    flat = p.detach().reshape(-1)
+    for begin in range(0, p.numel(), staging.numel()):
+        part = flat[begin : begin + staging.numel()].float()
+        yield slice(begin, begin + part.numel()), staging[: part.numel()].copy_(part)
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

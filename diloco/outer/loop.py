@@ -177,8 +177,8 @@ class OuterLoop:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work that is no inner step, an evaluation say: its seconds count neither for the pace nor `sync_seconds`, nor
-        in the log as seconds of inner steps."""
+        """Work beside the inner steps, an evaluation say: its seconds count neither for the pace nor `sync_seconds`,
+        nor in the log as seconds of inner steps."""
         began = time.monotonic()
         try:
             yield

@@ -37,7 +37,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if statistics := [n for n, m in model.named_modules() if _moves_statistics(m)]:
         raise OuterError(
-            f"{_names_of(statistics)} keep running statistics of their batches, which are no parameters: nothing "
+            f"{_names_of(statistics)} keep running statistics of their batches, which are not parameters: nothing "
             "averages them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
             "track_running_stats=False, or use LayerNorm or GroupNorm"
         )

@@ -41,7 +41,7 @@ def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray
 
 @torch.no_grad()
 def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np.ndarray]) -> str:
-    """Give the optimizer these moments; -> "", or why they are none of it, and then it is as it was."""
+    """Give the optimizer these moments; -> "", or why they do not fit it, and then it is as it was."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW):
         return f"they are AdamW's, and this optimizer is {type(optimizer).__name__}"

@@ -37,7 +37,7 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 class Nesterov(torch.optim.Optimizer):
     """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
-    An empty round is no round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
+    An empty round is not a round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
     lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
     """
 

@@ -5,8 +5,8 @@
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 
-Logs are untrusted: any process with write access may have put an object there, and half a line is no line.  Readers
-count and pass over a line that is no event, by the types of the fields that they use.
+Logs are untrusted: any process with write access may have put an object there, and half a line is not a line.  Readers
+count and pass over a line that is not an event, by the types of the fields that they use.
 
 Not promised: that an event is true.  Logs are not signed, also under a run key.
 """
@@ -101,7 +101,7 @@ def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Log:
-    """One object of a log.   passed_over: lines that are no event."""
+    """One object of a log.   passed_over: lines that are not events."""
 
     events: list[dict[str, Any]]
     passed_over: int = 0
@@ -144,7 +144,7 @@ class Event:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the event in a line of a log; None if it is none.  Numbers without finite squares are left out."""
+    """Return the event in a line of a log; None if it has none.  Numbers without finite squares are left out."""
     try:
         raw = json.loads(line, parse_constant=lambda name: math.nan)
         if not isinstance(raw, dict):
@@ -167,7 +167,7 @@ def rollout_line(line: str) -> dict[str, Any]:
     """The object in one line of rollouts.   Raises ValueError for anything else, also for a number out of reach."""
     raw = json.loads(line, parse_constant=_reach, parse_float=_reach, parse_int=_whole)
     if not isinstance(raw, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return raw
 
 
@@ -180,7 +180,7 @@ def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
 
 def _reach(text: str) -> float:
     if not is_reckonable(value := float(text)):
-        raise ValueError(f"{text} is no number to reckon with")
+        raise ValueError(f"{text} is not a number to reckon with")
     return value
 
 
@@ -194,11 +194,11 @@ def _check_numbers(step: dict[str, Any]) -> None:
     """All that a replica says of its outer step is numbers, but for θ's digest and its device."""
     for name, value in step.items():
         if name not in ("event", "slot", "theta", "device", "reward") and not isinstance(value, int | float):
-            raise ValueError(f"its {name} is no number")
+            raise ValueError(f"its {name} is not a number")
     if not isinstance(step.get("step"), int) or not all(isinstance(step.get(k, ""), str) for k in ("theta", "device")):
         raise ValueError("it names no outer step")
     if not isinstance(step.get("reward", 0.0), int | float | None):
-        raise ValueError("its reward is no number")
+        raise ValueError("its reward is not a number")
 
 
 def _round_numbers(fields: dict[str, Any]) -> dict[str, Any]:

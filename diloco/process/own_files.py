@@ -66,7 +66,7 @@ def part_of(path: str | Path, value: Any) -> Path:
 
 
 def make_plain(folder: Path) -> Path:
-    """Make a folder that is none yet.   Raises ForeignFile if a link stands in its place."""
+    """Make a folder that does not exist yet.   Raises ForeignFile if a link stands in its place."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink():
         raise ForeignFile(

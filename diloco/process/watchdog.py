@@ -77,7 +77,7 @@ class Watchdog:
     def look(self, elapsed: float) -> float | None:
         """Return the seconds that the present inner step has lasted if it hangs, else None.
 
-        elapsed: seconds since the last look, counted while the observer was awake, so that a laptop's sleep is no hang.
+        elapsed: seconds since the last look, counted while the observer was awake, so that a laptop may sleep.
         """
         turn = self._turn
         if self._least_s <= 0 or self._began is None or turn != self._seen_turn:

@@ -28,6 +28,7 @@ from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
 from diloco.process.scratch import Scratch
 from diloco.process.session import Session
+from diloco.replica.out_of_memory import error_words
 from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.run.founding import refuse_layout
 from diloco.run.record import ModelRecord, Run, read_run
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = open_patiently(url, SystemClock())
-    with suppress(StoreError):  # no answer now is no reason to go: the session below is patient
+    with suppress(StoreError):  # no answer now is not a reason to go: the session below is patient
         if (end := too_late(run, SystemClock())) is not None:
             return _print_end(slot, end[1], end[0])
     try:
@@ -108,7 +109,7 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
-        session.emit("crashed", error=f"{type(error).__name__}: {error}")
+        session.emit("crashed", error=error_words(error))
         session.flush()
         if isinstance(error, RewardFailed):
             return _print_end(slot, error, exitcodes.NO_REWARD)

@@ -54,7 +54,7 @@ class OuterConfig(Table):
     """The outer step: DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
 
     This is the only declaration of these settings and their only check, for run.toml and for `make_diloco`.
-    Raises OuterConfigError.  An int does for a float; a bool is no number.
+    Raises OuterConfigError.  An int does for a float; a bool is not a number.
     """
 
     path: ClassVar[str] = "outer"
@@ -194,7 +194,7 @@ class LogConfig(Table):
     def check(self) -> None:
         for name in self.to:
             if name not in TRACKERS:
-                raise ConfigError(f"log.to has {name!r}, which is no tracker. Use any of: {', '.join(TRACKERS)}")
+                raise ConfigError(f"log.to has {name!r}, which is not a tracker. Use any of: {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class RunConfig:
             return self.gathered[kind]
         if not is_one_file(name):
             raise ConfigError(
-                f"{setting_of(kind, name)} = {name!r} is no single file yet: config = gather_data(config)"
+                f"{setting_of(kind, name)} = {name!r} is not a single file yet: config = gather_data(config)"
             )
         return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
 

@@ -120,7 +120,7 @@ def _refuse_headless(store: Store, later: Iterable[str]) -> None:
 def refuse_nested(url: str) -> None:
     """WrongRun if `url` lies inside a run: their objects would be taken for each other's.
 
-    A folder or prefix above that may not be read, or is none, holds no run that we could disturb.
+    A folder or prefix above that may not be read, or does not exist, holds no run that we could disturb.
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):

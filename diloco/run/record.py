@@ -145,7 +145,7 @@ class ModelRecord(Record):
 
 def _check_digest(name: str, stored: Mapping[str, str]) -> None:
     if not is_digest(stored["digest"], SHA256):
-        raise ValueError(f"it says of {name!r} that its digest is {stored['digest']!r}; that is no {SHA256}")
+        raise ValueError(f"it says of {name!r} that its digest is {stored['digest']!r}; that is not a {SHA256}")
 
 
 class StoredConfig(RunConfig):

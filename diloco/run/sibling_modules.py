@@ -3,7 +3,7 @@
     rewards.py: import helpers ──▶ helpers.py beside it, and what that imports ──▶ ~/.cache/diloco/…/modules.zip
     a replica: the .zip stands first on sys.path before the code is run (inner/usercode/userfiles.py)
 
-A name that is installed here, or Python's own, is no module of the user's.  Equal files give equal bytes.
+A name that is installed here, or Python's own, is not a module of the user's.  Equal files give equal bytes.
 
 Not promised: modules that the code finds at run time alone (importlib), or files that it opens; pre-flight runs the
 code without its folder, and names those.

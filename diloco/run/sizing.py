@@ -21,7 +21,7 @@ from inner import InnerError
 from inner.models.gguf_header import is_gguf_file, read_gguf_header
 from rendezvous import codecs
 from rendezvous.clock import Clock
-from rendezvous.probe import measure_throughput
+from rendezvous.engine.probe import measure_throughput
 from rendezvous.store import Store
 
 BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come

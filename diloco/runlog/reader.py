@@ -510,7 +510,7 @@ class Reader:
         return [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
 
     def _read_log(self, key: str, owner: tuple[str, int] | None) -> None:
-        """A foreign one counts as one line that is none."""
+        """A foreign one counts as one line without an event."""
         log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over

@@ -71,7 +71,7 @@ def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class _UserFile:
-    """spelled: as the setting names it, which alone is no difference."""
+    """spelled: as the setting names it, which alone is not a difference."""
 
     digest: str
     function: str

@@ -23,11 +23,11 @@ from diloco.views.trouble import Spending, Trouble, trouble
 
 STALL = 3.0  # × the median of the newest outer steps
 LEAST_GAPS = 3  # before that the run is warming up
-STALL_FLOORS = 20  # × how old a living replica's beat may be: a death that is noticed and mended is no stall
+STALL_FLOORS = 20  # × how old a living replica's beat may be: a death that is noticed and mended is not a stall
 LOSSES = 3
 CALM_STEPS = 20  # outer steps that count a slot's work: losses before them are forgotten
 BUDGET_SHARE = 0.8
-RECENT_STEPS = 10  # a step before these is no news
+RECENT_STEPS = 10  # a step before these is not news
 WAITS = 0.25  # of a replica's time
 LEAST_WAITS = 3  # outer steps, of the newest ones
 SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the commit that sees it
@@ -47,7 +47,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
 
 
 def _median_s(report: Report) -> float:
-    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) are no new pace."""
+    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) set no pace."""
     return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
 
 
@@ -128,7 +128,7 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """A replica whose loss, weights or pseudogradient were no number, until its slot is counted again."""
+    """A replica whose loss, weights or pseudogradient were not finite numbers, until its slot is counted again."""
     found = list[Trouble]()
     for slot in report.wanted.slot_names:
         sessions = [x for x in report.sessions if x.slot == slot]
@@ -147,7 +147,7 @@ def _no_number_at(report: Report, session: SessionSummary) -> float | None:
 
 def _diverged_words(report: Report, at: float, session: SessionSummary, times: int) -> Trouble:
     often = f", {times} times by now" if times > 1 else ""
-    text = f"{session.name} met a loss, weights or a pseudogradient that are no number (NaN or infinity){often}"
+    text = f"{session.name} met a loss, weights or a pseudogradient that are not numbers (NaN or infinity){often}"
     text += f": {session.why}" if session.why else ""
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
     return trouble("diverged", text, advice, step=_step_of(report, at), slot=session.slot)

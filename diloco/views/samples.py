@@ -98,7 +98,7 @@ def _row_of(head: str) -> int | None:
 
 
 def _sample_of(line: str, row: int, slot: str) -> Sample | None:
-    """A rollout as a row of the table; None if it is none."""
+    """A rollout as a row of the table; None if the object is not one."""
     try:
         rollout = rollout_line(line)
         messages = rollout["messages"]

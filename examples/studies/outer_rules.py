@@ -99,7 +99,7 @@ ARMS = {
     "muon-1": Arm(plain, 1.0, optimizer="muon"),
     "short-first": Arm(plain, rounds=SHORT_FIRST),
     "long-first": Arm(plain, rounds=SHORT_FIRST[::-1]),
-    "agree": Arm(plain, agrees=True),
+    "agree": Arm(plain, 1.0, agrees=True),
 }
 
 
@@ -160,13 +160,13 @@ def sharing(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
 
 def following(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
     """The inner rate follows the replicas' agreement.  The loops take it for a number of replicas (lr_replicas)."""
-    scale = [0.5]  # of × 4, so × 2
+    scale = [2.0]  # of the task's own rate; a schedule takes no number of replicas below 1
 
     def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
         weights = [1 / len(deltas)] * len(deltas)
         cosine = pairwise_cosine(weights, [float(delta.norm()) for delta in deltas], float(mean.norm())) or 0.0
         grown = GROWS[1] if cosine > GROWS[0] else SHRINKS[1] if cosine < SHRINKS[0] else 1.0
-        scale[0] = min(2.0, max(0.25, scale[0] * grown))
+        scale[0] = min(8.0, max(1.0, scale[0] * grown))
         return outer(theta, mean, deltas)
 
     for loop in loops:

@@ -106,7 +106,7 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  No answer of a platform, or a full disk, is no mistake in the command: the same one
+    """Return (text, exit code).  No answer of a platform, or a full disk, is not a mistake in the command: the same one
     may work later."""
     from diloco.process import exitcodes
     from diloco.process.disk_space import full_disk_words, is_full

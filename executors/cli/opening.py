@@ -56,7 +56,7 @@ def opened(act: "Callable[[Namespace, Run], Answer]") -> Act:
 
 
 def present_url(url: str) -> str:
-    """The URL of the run that people call `url`.   Raises UsageError where it can be none."""
+    """The URL of the run that people call `url`.   Raises UsageError where it cannot be one."""
     from diloco.run.superseded import current_url
 
     checked = run_url.checked_url(url)

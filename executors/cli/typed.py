@@ -33,7 +33,7 @@ def positive(text: str) -> int:
 def port(text: str) -> int:
     number = natural(text)
     if number > 65535:
-        raise ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+        raise ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
     return number
 
 
@@ -44,7 +44,7 @@ def natural(text: str) -> int:
 def amount(text: str) -> float:
     """ "12.50", "$12.50" """
     if not re.fullmatch(r"\$?\d+(\.\d*)?", text):
-        raise ArgumentTypeError(f"{text!r} is no amount; write e.g. 25 or 12.50 (0: no limit)")
+        raise ArgumentTypeError(f"{text!r} is not an amount; write e.g. 25 or 12.50 (0: no limit)")
     return float(text.removeprefix("$"))
 
 
@@ -52,7 +52,7 @@ def duration(text: str) -> float:
     """ "90m" -> 5400.0"""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text)
     if found is None or not float(found[1]):
-        raise ArgumentTypeError(f"{text!r} is no time; write e.g. 90m, 6h or 1d")
+        raise ArgumentTypeError(f"{text!r} is not a time; write e.g. 90m, 6h or 1d")
     return float(found[1]) * UNITS_S[found[2]]
 
 
@@ -63,12 +63,12 @@ def seconds(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no number of seconds; write e.g. 20 (0: kill at once)")
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds; write e.g. 20 (0: kill at once)")
     return number
 
 
 def option(text: str) -> tuple[str, Any]:
-    """ "cpu=4" -> ("cpu", 4);  a value that is no JSON is a text"""
+    """ "cpu=4" -> ("cpu", 4);  a value that is not a JSON is a text"""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")
@@ -100,5 +100,5 @@ def count(text: str) -> int:
     except ValueError:
         number = 0.0
     if not 1 <= number < 1e15:
-        raise ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 50000000, 50M or 1.7B")
+        raise ArgumentTypeError(f"{text!r} is not a number of parameters; write e.g. 50000000, 50M or 1.7B")
     return round(number)

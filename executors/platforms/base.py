@@ -316,7 +316,7 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
 
 def require_fleet(executor: object) -> None:
-    """Raise ExecutorError, which names the missing parts, where this is no FleetExecutor."""
+    """Raise ExecutorError, which names the missing parts, where this is not a FleetExecutor."""
     asked = [name for kind in (ServerlessExecutor, FleetExecutor) for name in (*kind.__annotations__, *vars(kind))]
     if missing := sorted({name for name in asked if name[0] != "_" and not hasattr(executor, name)}):
         raise ExecutorError(

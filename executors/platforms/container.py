@@ -90,7 +90,7 @@ class LauncherWord:
     def is_over(self) -> bool:
         if self._ask is None:
             return False
-        with suppress(Exception):  # no answer is no news
+        with suppress(Exception):  # no answer is not news
             self._until = max(self._until, self._ask())
         return time.time() > self._until
 

@@ -150,7 +150,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         if handle in self._not_started:
             return self._not_started[handle]
         if handle.native and re.fullmatch(self.id_form, handle.native, re.ASCII) is None:
-            return NotStarted(f"{handle.native!r} is no id of {self.name}, so nothing there is meant")
+            return NotStarted(f"{handle.native!r} is not an id of {self.name}, so nothing there is meant")
         return None if self.is_started(handle) else NotStarted("it could not be started")
 
     def last_status(self, handle: Handle) -> Status:
@@ -299,7 +299,7 @@ def total_price(prices: Iterable[float | None]) -> float | None:
 
 
 def _whose(handle: Handle) -> str:
-    return f"{handle.slot} runs on {handle.executor}, which is none of the run's places; name it again to reach it"
+    return f"{handle.slot} runs on {handle.executor}, which is not one of the run's places; name it again to reach it"
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:

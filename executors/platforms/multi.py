@@ -108,13 +108,14 @@ def _checked_place(raw: Place | Mapping[str, Any]) -> Place:
         return from_json(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
     except ValueError as error:
         raise ExecutorError(
-            f"a control record of the run names a place that is none ({error}). Name the places again, with --executor "
+            f"a control record of the run names a place that does not exist ({error}). Name the places again, with "
+            "--executor "
             "or --place"
         ) from error
 
 
 def place_of(places: Sequence[Place], slot: str) -> Place:
-    """The place of a slot.  The publisher, which is no replica's slot, belongs to the first place."""
+    """The place of a slot.  The publisher, which is not a replica's slot, belongs to the first place."""
     try:
         index = layout.slot_index(slot)
     except ValueError:
@@ -196,7 +197,7 @@ class Mixed(FleetExecutor):
         named = [e for e in (own, *self._all) if e.name == handle.executor]
         if not named:
             raise ExecutorError(
-                f"{handle.slot} runs on {handle.executor}, which is none of the run's places "
+                f"{handle.slot} runs on {handle.executor}, which is not one of the run's places "
                 f"({', '.join(e.name for e in self._all)}); name it again to reach it"
             )
         return named[0]

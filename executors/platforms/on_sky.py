@@ -241,7 +241,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """Cancel, and wait for the answer: a request that fails later was no cancellation."""
+        """Cancel, and wait for the answer: a request that fails later was not cancellation."""
         with suppress(NoController):  # it is gone, and its jobs with it
             names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
             ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]

@@ -142,6 +142,6 @@ def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
 
 
 def missing_secret(spec: ReplicaSpec) -> str:
-    """Say which of the spec's secrets is no environment variable here, or ""."""
+    """Say which of the spec's secrets is not an environment variable here, or ""."""
     missing = [name for name in spec.secrets if name not in os.environ]
     return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch" if missing else ""

@@ -34,7 +34,8 @@ def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
     module, name = getattr(entrypoint, "__module__", None), getattr(entrypoint, "__qualname__", "")
     if not callable(entrypoint) or module in (None, "__main__") or not name.isidentifier():
         raise ValueError(
-            f"entrypoint = {entrypoint!r}: a container imports its entry point by name, and that is no function at the "
+            f"entrypoint = {entrypoint!r}: a container imports its entry point by name, and that is not a function at "
+            "the "
             "top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
         )
     return f"{module}:{name}"
@@ -70,7 +71,7 @@ def rank_specs(
 ) -> list[ReplicaSpec]:
     """The short form as specs, one for each rank.   Raises ExecutorError.
 
-    name: of the executor, for a run that is no URL.   entrypoint_args: keywords for all, or a list with those of each
+    name: of the executor, for a run without a URL.   entrypoint_args: keywords for all, or a list with those of each
     rank.   run: a name ("": a new one); the same one again takes up what it started.   lease: they leave half an hour
     after this process has died, on this machine at once (SkyPilot: never).
     """

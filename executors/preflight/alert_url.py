@@ -21,7 +21,7 @@ HOSTS = {
 
 
 def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, environ: MutableMapping[str, str]) -> None:
-    """Put the URL into `environ`.  Raises UsageError, which hides the URL, if it is none or would not reach its
+    """Put the URL into `environ`.  Raises UsageError, which hides the URL, if it is not one or would not reach its
     supervisor."""
     if any(VARIABLE in place.env for place in places):
         raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")

@@ -6,7 +6,7 @@
     task_fault      the run's task is scored by a package that no index has (task_packages.py)
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
     model_far       the model is a folder of this machine, and is published from somewhere else
-    image_fault     an image's name that is none
+    image_fault     a text that is not an image's name
     options_fault   sbatch's and SkyPilot's own options (platform_options.py)
 
 Each returns a sentence, or "" if nothing speaks against it.
@@ -211,7 +211,8 @@ def image_fault(place: Place) -> str:
     image = place.options.get("image")
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
         return (
-            f"--option image={image} is no image's name in a registry; it looks like docker.io/me/image:tag. Nothing "
+            f"--option image={image} is not an image's name in a registry; it looks like docker.io/me/image:tag. "
+            "Nothing "
             "that is only on this machine can be reached"
         )
     return ""

@@ -118,7 +118,7 @@ def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | 
 def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
     """The claim of a supervisor that still runs: its process is on this machine, or its beat moves within `fresh_s`.
 
-    A claim without a goodbye is no sign of life: its process may have been killed long ago.
+    A claim without a goodbye is not a sign of life: its process may have been killed long ago.
     """
     holder = _newest_holder(store)
     return holder if holder is not None and _is_alive(store, clock, holder, fresh_s) else None

@@ -87,7 +87,7 @@ class Outages:
         return outage is not None and self._clock.now() < outage.ask_at
 
     def failed(self, name: str, slots: Iterable[str], error: Exception) -> None:
-        """Note that a request that is no poll has failed."""
+        """Note that a request that is not a poll has failed."""
         outage = self._open.setdefault(name, Outage())
         now = self._clock.now()
         for slot in slots:

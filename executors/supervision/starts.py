@@ -62,7 +62,7 @@ class Starts:
     def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
         """Start them; -> why the run must end instead, or "".
 
-        A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it.
+        A platform that refuses is asked again later, if the run has ever begun and this is not a mistake in it.
         """
         try:
             why = self._launch_all(starts, report)

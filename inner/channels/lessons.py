@@ -5,7 +5,7 @@
 
 "rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO): the first rollout of the same
 prompt that has the reward, never the rollout itself, and what its own failed calls came back with. A rollout with
-neither teaches nothing. Tool results stay visible to the teacher and are no token to learn.
+neither teaches nothing. Tool results stay visible to the teacher and are not tokens to learn.
 
 A rollout that ran into max_completion_length teaches like any other, also where mask_truncated_completions keeps it
 out of the policy loss: that mask is there because such a rollout's reward is noise, and a lesson does not read the

@@ -36,7 +36,7 @@ class HubDataset:
         found = _SPELLING.fullmatch(spelling)
         if found is None:
             raise InnerError(
-                f"{setting} = {spelling!r} is no dataset's name. Write hub:OWNER/NAME/CONFIG:SPLIT, such as "
+                f"{setting} = {spelling!r} is not a dataset's name. Write hub:OWNER/NAME/CONFIG:SPLIT, such as "
                 "hub:openai/gsm8k/main:train; @REVISION may follow the name, and CONFIG may be left out where there is "
                 "one only."
             )

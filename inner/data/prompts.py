@@ -20,7 +20,7 @@ from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings
 
-ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is no part of the first column's name
+ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is not a part of the first column's name
 LONGEST_FIELD = 2**31 - 1  # characters of a .csv
 BEYOND = "beyond the header"  # fields of a .csv's row that have no name
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
@@ -71,13 +71,15 @@ def read_rows(name: str, path: Path) -> Iterator[Numbered]:
     """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for a file of another kind."""
     read = READERS.get(path.suffix.lower())
     if read is None:
-        raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
+        raise InnerError(
+            f"{name} does not end with {', '.join(READERS)}, so it cannot be read. Convert it, or rename it."
+        )
     try:
         yield from read(name, path)
     except UnicodeDecodeError as error:
         raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
     except csv.Error as error:
-        raise InnerError(f"{name} is no CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
+        raise InnerError(f"{name} is not a CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
 
 
 def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
@@ -118,7 +120,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         batches = ParquetFile(path).iter_batches()
         yield from _numbered(row for batch in batches for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
-        raise InnerError(f"{name} is no Parquet file: {str(error).splitlines()[0]}") from error
+        raise InnerError(f"{name} is not a Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:

@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 def text_of(content: Any) -> Any:
-    """A list of text parts as one text; anything else as it is.   Raises InnerError for a part that is no text."""
+    """A list of text parts as one text; anything else as it is.   Raises InnerError for a part that is not text."""
     if not isinstance(content, list):
         return content
     return "".join(_part_text(part) for part in content)

@@ -162,6 +162,6 @@ def _check(inputs: LossInputs, settings: dict[str, float]) -> None:
                 "sample, (T,) each, as PRIME-RL hands it over; a batch (B, T) would be reduced wrongly"
             )
     if inputs.loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, not torch.bool: ~mask of numbers is no mask")
+        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, not torch.bool: ~mask of numbers is not a mask")
     if wrong := [f"{name} = {value}" for name, value in settings.items() if not value >= 0]:
         raise ValueError(f"{', '.join(wrong)}: must be at least 0, as in PRIME-RL's own config")

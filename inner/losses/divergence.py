@@ -165,7 +165,7 @@ def _check_choices(reduction: str, top_k: int | None, token_clip: float | None) 
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
     if token_clip is not None and not token_clip > 0:
-        raise ValueError(f"token_clip = {token_clip} must be greater than 0; None is no clip.")
+        raise ValueError(f"token_clip = {token_clip} must be greater than 0; None is not a clip.")
 
 
 def refuse_mask(labels: Tensor) -> None:

@@ -12,7 +12,7 @@
     compute_self_distillation_loss, whose settings are the defaults here.
 
 The teacher is the model that made `teacher_logits`: an average of the weights (their rate .05, or .01), or the first
-weights. The live model as its own teacher is unstable. It replaces the policy gradient; it is no term beside it.
+weights. The live model as its own teacher is unstable. It replaces the policy gradient; it is not a term beside it.
 
 Not promised: the teacher's prompt, and which responses have one: mark the others -100.
 """
@@ -101,6 +101,6 @@ def _check_settings(labels: Tensor, old: Tensor | None, top_k: int | None, is_cl
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
     if is_clip is not None and not is_clip > 0:
-        raise ValueError(f"is_clip = {is_clip} must be greater than 0; None is no importance weight.")
+        raise ValueError(f"is_clip = {is_clip} must be greater than 0; None is not an importance weight.")
     if old is not None and old.shape != labels.shape:
         raise ValueError(f"old_logprobs {tuple(old.shape)} do not match labels {tuple(labels.shape)}.")

@@ -50,7 +50,7 @@ def is_gguf_file(model: str) -> bool:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header.   Raises InnerError for a file that is missing or is no GGUF file."""
+    """Read the header.   Raises InnerError for a file that is missing or is not a GGUF file."""
     try:
         with path.open("rb") as file:
             return _parse_header(file)
@@ -61,7 +61,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         ) from None
     except (OSError, ValueError, struct.error) as error:
         raise InnerError(
-            f"model = '{path}' is no GGUF file that can be read ({error}). Download it again, or give a folder or a "
+            f"model = '{path}' is not a GGUF file that can be read ({error}). Download it again, or give a folder or a "
             "Hub id as inner.model."
         ) from error
 

@@ -53,7 +53,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         return KnownModel(Path(model))
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
         raise InnerError(
-            f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is no name on the "
+            f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is not a name on the "
             "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
         )
     if (folder := cached_snapshot(model, config.revision)) is not None:
@@ -160,7 +160,7 @@ def _check_weights(path: Path, what: str) -> None:
             end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InnerError(
-                f"{what}: {path.name} is no safetensors file ({error}). Save or download it again."
+                f"{what}: {path.name} is not a safetensors file ({error}). Save or download it again."
             ) from None
     if size < 8 + length + end:
         raise InnerError(

@@ -11,7 +11,7 @@
 Without a tool call the text itself is compared, line by line, with runs of blanks as one and line starts kept. Turns
 that are thoughts and a command in some other form are compared by commands.py.
 
-JSON that is deeper than untrusted.py allows is no call: it stays the text that it is.
+JSON that is deeper than untrusted.py allows is not a call: it stays the text that it is.
 
 Not promised: meaning. `cat a` and `cat ./a` are two actions, and so are "yes" and "Yes".
 """
@@ -46,7 +46,7 @@ def action_message(text: str) -> Message:
 
 
 def action_key(text: str) -> str:
-    """Return an action's key: two actions are the same if their keys are. "" is no action."""
+    """Return an action's key: two actions are the same if their keys are. "" is not an action."""
     calls = action_message(text).get("tool_calls")
     if calls:
         return calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])

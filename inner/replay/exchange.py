@@ -12,7 +12,7 @@
 
 The deadline is for the whole exchange: a server that sends one byte a second never lets a timeout between two reads
 pass. The answer is asked for unpacked (`Accept-Encoding: identity`); one that comes packed is unpacked up to B. The
-body is read as UTF-8 under any charset in the headers: they could name any codec of Python, and some are no text.
+body is read as UTF-8 under any charset in the headers: they could name any codec of Python, and some are not text.
 
 Not promised: that an endpoint which was cut off does not charge. That is why it counts as the worst case.
 """

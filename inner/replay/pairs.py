@@ -128,7 +128,7 @@ def count_votes(
 
 
 def load_pairs(path: str | Path) -> list[DPOPair]:
-    """The pairs that `save_pairs` wrote. A line that is no pair is named in a TraceWarning and left out."""
+    """The pairs that `save_pairs` wrote. A line that is not a pair is named in a TraceWarning and left out."""
     return read_lines(path, lambda row, number: [checked_pair(row)])
 
 
@@ -221,7 +221,7 @@ def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str,
             raise InnerError(f"teacher_weights has no weight for {unknown[0]!r}: it has {', '.join(weights)}.")
         bad = [f"{t} = {w}" for t, w in weights.items() if not (isfinite(w) and w >= 0)]
         if bad:
-            raise InnerError(f"teacher_weights: {bad[0]} is no weight; give 0 or more.")
+            raise InnerError(f"teacher_weights: {bad[0]} is not a weight; give 0 or more.")
     most = len(teachers) if weights is None else sum(weights[t] for t in teachers)
     if not threshold > 0 or (teachers and threshold > most):
         raise InnerError(

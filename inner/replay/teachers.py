@@ -14,7 +14,7 @@
     401, 402, 403, 404, 3xx, HTML               stop       nothing (an HTML 200: the worst case)
 
 Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per token that was asked
-for. A cost that is no number from 0 to a million dollars is no cost: the worst case counts.
+for. A cost that is not a number from 0 to a million dollars is not a cost: the worst case counts.
 
 A token is at least one byte, so a prompt has no more tokens than bytes. Our prices travel along as OpenRouter's
 `max_price`: it refuses a provider that asks more.
@@ -41,7 +41,7 @@ from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact
-MOST_USD = 1e6  # for one request: what is above is no cost
+MOST_USD = 1e6  # for one request: what is above is not a cost
 MOST_TOKENS = 1e9  # of one request
 LONGEST_TOKEN = 64  # characters of an action for each of max_tokens; the longest tokens are runs of blanks
 HIDDEN_TOKENS = 1024  # added to our request by a provider's chat template and tool prompt, at most
@@ -246,7 +246,7 @@ def _action_of(message: Any) -> str:
     calls = message.get("tool_calls") or []
     parts = content if isinstance(content, list) else []
     if not isinstance(content, str | list | None) or not all(_is_text_part(part) for part in parts):
-        raise ValueError("the content is no text")
+        raise ValueError("the content is not text")
     if not all(isinstance(call["function"]["name"], str) and call["function"]["name"] for call in calls):
         raise ValueError("a tool call without a name")
     return action_text(message)
@@ -296,7 +296,7 @@ def _error_of(body: bytes | str) -> str:
 
 
 def _error_status(error: Any) -> int:
-    """The error's HTTP status; 500 where it names none. (`isdigit` is true of "²", which is no number.)"""
+    """The error's HTTP status; 500 where it names none. (`isdigit` is true of "²", which is not a number.)"""
     code = str(error.get("code", "")) if isinstance(error, dict) else ""
     return int(code) if re.fullmatch("[1-5][0-9][0-9]", code) else 500
 

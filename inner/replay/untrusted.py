@@ -5,7 +5,7 @@
     text  ─▶ no chat template's own tokens?             ─▶ None           else the token
 
 A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks every program that writes it down. Deep nesting
-breaks every recursive reader, the standard library's too, with an exception that is no ValueError.
+breaks every recursive reader, the standard library's too, with an exception that is not a ValueError.
 
 Not promised: that TEMPLATE_TOKEN knows every model's tokens. Where the tokenizer is known, ask it
 (inner/channels/reference.py).

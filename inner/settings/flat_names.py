@@ -74,7 +74,7 @@ NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
 FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
 MODULES = "modules"  # a .zip of the modules beside the user's code that it imports (diloco/run/sibling_modules.py)
-EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
+EVAL = "eval"  # the same for the held-out prompts of [eval], which is not a part of [inner]
 
 
 def setting_of(kind: str, spelling: Any = None) -> str:

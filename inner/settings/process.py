@@ -60,5 +60,5 @@ def read_head_width(path: Path) -> int:
         return int(metadata["width"])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise InnerError(
-            f"{path} is no process head: {error}. Write it with `train_process_head(…)[0].save(path)`."
+            f"{path} is not a process head: {error}. Write it with `train_process_head(…)[0].save(path)`."
         ) from error

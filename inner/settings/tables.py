@@ -49,7 +49,7 @@ class Bounds:
             (self.most, le, "at most {:g}"), (self.below, lt, "below {:g}"),
         )  # fmt: skip
         asked = [(limit, holds, words) for limit, holds, words in limits if limit is not None]
-        finite = isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is no float
+        finite = isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is not a float
         if not asked or (finite and all(holds(value, limit) for limit, holds, _ in asked)):
             return ""
         return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
@@ -175,7 +175,7 @@ def refuse_unknown(
     known: Iterable[str] = (),
     moved: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Raise `error` for the first key in `raw` that is no setting, with the nearest one of all tables.
+    """Raise `error` for the first key in `raw` that is not a setting, with the nearest one of all tables.
 
     known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name or [table], and
     perhaps a blank and a remark.

@@ -105,7 +105,7 @@ class DataSettings(Table):
         check_sources("inner.data.prompts", self.prompts)
         check_task("inner.data", self.prompts, self.task)
         if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
-            raise InnerError(f'inner.data.columns: {wrong[0]!r} is no name. Write {{question = "prompt"}}.')
+            raise InnerError(f'inner.data.columns: {wrong[0]!r} is not a name. Write {{question = "prompt"}}.')
         if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
             raise InnerError(
                 f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "
@@ -129,7 +129,7 @@ def is_one_file(prompts: str | list[str]) -> bool:
 
 
 def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
-    """Raise InnerError for a task that is none, stands beside prompts, or in their place.   table: "inner.data"."""
+    """Raise InnerError for a task without a name, beside prompts, or in their place.   table: "inner.data"."""
     if task is not None and prompts:
         raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
     check_spelling(f"{table}.task", task)
@@ -168,7 +168,7 @@ class RewardSettings(Table):
     def check(self) -> None:
         if self.broken not in ("worst", "none") and not (isinstance(self.broken, float) and isfinite(self.broken)):
             raise InnerError(
-                f'inner.rewards.broken = {self.broken!r} is no worth. Set it to "worst", "none" or a finite number.'
+                f'inner.rewards.broken = {self.broken!r} is not a worth. Set it to "worst", "none" or a finite number.'
             )
         if self.function is not None and self.function.startswith("hub:"):
             raise InnerError(
@@ -244,7 +244,8 @@ def reward_model_parts(spelling: str) -> tuple[str, str]:
     found = _REWARD_MODEL.fullmatch(spelling)
     if found is None:
         raise InnerError(
-            f"inner.rewards.functions: {spelling!r} is no model's name. Write hub:OWNER/NAME, perhaps with @REVISION."
+            f"inner.rewards.functions: {spelling!r} is not a model's name. Write hub:OWNER/NAME, perhaps with "
+            "@REVISION."
         )
     return found["name"], found["revision"] or ""
 

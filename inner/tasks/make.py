@@ -92,7 +92,7 @@ def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
 def _as_text(messages: list[dict[str, str]]) -> str:
     if len(messages) > 1:
         raise InnerError(
-            f"its prompts have {len(messages)} messages, the first: {messages[0]['content'][:60]!r}. They are no one "
+            f"its prompts have {len(messages)} messages, the first: {messages[0]['content'][:60]!r}. They are not one "
             "text: leave inner.data.task_chat = false out."
         )
     return messages[0]["content"]

@@ -123,7 +123,7 @@ def _refuse_own_environment(spec: TaskSpec) -> None:
     try:
         found = _loaders().environment_class(spec.name)
     except (ImportError, AttributeError, TypeError, ValueError):
-        return  # what is no taskset is refused when it is opened
+        return  # what is not a taskset is refused when it is opened
     if found is not SingleAgentEnv:
         raise InnerError(f"taskset {spec.name}: it brings the environment {found.__name__}. {NEXT}")
 
@@ -151,7 +151,7 @@ def _find_fault(taskset: Any, task: Any) -> str:
     if skipped:
         return f"{name}: its reward {', '.join(skipped)} asks for a runtime"
     if cls is not type(taskset).task_type():
-        return f"{name} is no {type(taskset).task_type().__name__}, which the taskset declares"
+        return f"{name} is not a {type(taskset).task_type().__name__}, which the taskset declares"
     return ""
 
 
@@ -176,7 +176,7 @@ def _messages_of(spec: TaskSpec, data: Any) -> list[dict[str, str]]:
     given = _given_messages(data)
     if not data.prompt or any(not isinstance(m.content, str) or getattr(m, "tool_calls", None) for m in given):
         raise InnerError(
-            f"taskset {spec.name}: the prompt of task {data.name or data.idx} is no text ({str(data.prompt)[:80]}). "
+            f"taskset {spec.name}: the prompt of task {data.name or data.idx} is not text ({str(data.prompt)[:80]}). "
             "Choose a taskset whose prompts are texts."
         )
     return [{"role": m.role, "content": m.content} for m in given]

@@ -247,7 +247,7 @@ class _Watch(TrainerCallback):
         if missing := self.reward_calls.take_missing():
             self.means.count("reward_missing", missing)
         if self.reward_calls.rewardless:
-            return metrics.clear()  # it is no inner step
+            return metrics.clear()  # it is not an inner step
         for source, name in METRIC_NAMES.items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)

@@ -7,7 +7,7 @@
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
 A completion is to blame (decision 065) if it fails by itself in a last try in which another one gets a number after it,
-and its error is no connection's; or if its value is no number while others of the batch have one.  A last try that ends
+and its error is not a connection's; or if its value is not a number, unlike others' of the batch.  A last try that ends
 with failures asks for one completion that has a number already: the witness that the reward still answers.
 
 Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
@@ -24,7 +24,7 @@ from inner.usercode.deadline import TimedOut
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 HUNG_IN_A_ROW = 3  # single completions, before the last try takes the reward itself for hung
-LARGEST = 1e18  # of a reward: the variance of a group with larger ones is no float32
+LARGEST = 1e18  # of a reward: the variance of a group with larger ones is not a float32
 NOTE_CHARS = 160  # characters of an error in a heartbeat's note
 
 Rows = Sequence[int]

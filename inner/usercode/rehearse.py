@@ -7,7 +7,7 @@
 
 The child has the user's files as a replica has them: copies, and an empty folder to run in.
 
-A package that is missing here is no mistake by itself: `missing` names it, and the caller knows what replicas have.
+A package that is missing here is not a mistake by itself: `missing` names it, and the caller knows what replicas have.
 
 Not promised: that code which passes will pass for other prompts and completions.
 """

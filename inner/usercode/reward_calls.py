@@ -4,7 +4,7 @@
                    ├ no number, and the completion is to blame: inner.rewards.broken says what it counts (decision 065)
                    └ no number, for another reason: it counts as None and has no advantage (decision 025)
 
-    a batch without one reward is no inner step (skip_rewardless): nothing moves, nothing is counted
+    a batch without one reward is not an inner step (skip_rewardless): nothing moves, nothing is counted
                                ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
 
 A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. The reward has

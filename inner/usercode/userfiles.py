@@ -56,7 +56,7 @@ def check_syntax(kind: str, spelling: str, files: Files) -> None:
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InnerError(
-            f"{setting_of(kind)} = {spelling!r} is no Python that can be run.\n  {path.name}{line}\n"
+            f"{setting_of(kind)} = {spelling!r} is not Python that can be run.\n  {path.name}{line}\n"
             f"  {type(error).__name__}: {what}\n  next: mend the line."
         ) from error
 

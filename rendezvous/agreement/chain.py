@@ -114,7 +114,7 @@ def refuse_gap(store: Readable, t: int) -> None:
     """Raise ChainBroken if commit t + 1 is there and commit t, which the caller did not find, still is not.
 
     Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  An
-    object that is no commit shows nothing: any writer may have put it there, and step t + 1 will end at it.
+    object that is not a commit shows nothing: any writer may have put it there, and step t + 1 will end at it.
     """
     if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(

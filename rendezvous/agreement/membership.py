@@ -130,7 +130,7 @@ def _refuse_first(store: Readable, n: int) -> None:
 
 
 def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have taken; None, for all readers alike, if it is no record."""
+    """Decode a register that any writer may have taken; None, for all readers alike, if it is not a record."""
     try:
         return kind.decode(body)
     except WireError:
@@ -214,7 +214,7 @@ def _check_wishes(record: Control) -> None:
 def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
     """Claims of the slot's generations after `above`, in order.
 
-    An object that is no claim of this slot and generation takes its number, and counts for nothing.
+    An object that is not a claim of this slot and generation takes its number, and counts for nothing.
     """
     generation = above + 1
     while (body := store.get(layout.claim_key(slot, generation))) is not None:
@@ -300,7 +300,7 @@ class BeatStatus:
 
 
 class Membership:
-    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures that are no RendezvousError."""
+    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures other than RendezvousErrors."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class OfferBook:
     """Eligible offers of the open step and of those before it that a commit may still list.
 
     on_foreign_base(offer): called where an offer for the open step started from another θ than ours.
-    on_rejected(key, why): called once for each record that lies where an offer belongs and is none.
+    on_rejected(key, why): called once for each record that lies where an offer belongs and is not one.
     together: runs requests that go together.
     """
 
@@ -135,7 +135,7 @@ class OfferBook:
     # ------------------------------------------------------------------ is it an offer at all?
 
     def read_offer(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
-        """Decode the record under `key` as the slot's offer for step s; None, reported once, if it is none."""
+        """Decode the record under `key` as the slot's offer for step s; None, reported once, if it is not one."""
         if body == VOID:
             return None
         try:
@@ -152,7 +152,7 @@ class OfferBook:
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
-        """The flaw in its digests, "" for none: a text that is no digest, or a weaker kind than the run needs."""
+        """The flaw in its digests, "" for none: a text that is not a digest, or a weaker kind than the run needs."""
         kind = required_digest_kind(self._store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""

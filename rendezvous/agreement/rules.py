@@ -299,7 +299,7 @@ def is_restarting(peer: Peer | None, generation: int) -> bool:
 def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
     """Seconds until this slot should offer step t, or None where it shows no progress.
 
-    limit: seconds without a finished inner step that are no sign of trouble.
+    limit: seconds without a finished inner step that are not a sign of trouble.
     """
     beat = peer.beat
     round_steps = max(1, rules.sync_every // rules.fragments)

@@ -128,7 +128,7 @@ class Averager:
         return alive and self._store.get(layout.commit_key(commit.t + 2)) is None
 
     def _pause(self, wait: StepWait, normal: float) -> None:
-        """Pause between two looks for a decided step's missing parts.   normal: seconds that are no cause for worry."""
+        """Pause between two looks for a decided step's missing parts.   normal: seconds without a cause for worry."""
         self._check_before_pause()
         if wait.is_overdue(normal):
             self._refuse_lost()

@@ -32,7 +32,7 @@ _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's dow
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
-    pause(wait, normal): pauses between two looks, where `normal` seconds of waiting are no cause for worry; may raise.
+    pause(wait, normal): pauses between two looks, where `normal` seconds of waiting are not trouble; may raise.
     on_bad_body(commit, error): called where a listed body is bad; -> whether it may yet be put back.
     """
 
@@ -52,7 +52,7 @@ class ShardedMean:
         self._pause = pause
         self._on_bad_body = on_bad_body
         self._took = math.inf  # seconds for the last part that this replica made
-        self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is no measure
+        self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is not a measure
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the commit's mean into `out`, and on the way the parts that this replica owes to the others.

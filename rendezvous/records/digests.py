@@ -7,7 +7,7 @@
     deltas, parts, means, snapshots, residuals                sha256 in a run under a key, xxh3-128 in others
 
 The reader knows which kind it needs, and takes no weaker one: a digest that names its own kind must not be able to
-choose an easy one.  XXH3 is no cryptographic hash; bytes with a given xxh3-128 are made, not searched for
+choose an easy one.  XXH3 is not a cryptographic hash; bytes with a given xxh3-128 are made, not searched for
 (tests/support/second_preimage.py).
 
 Not promised: that the same bytes have one digest.  They have one of each kind.

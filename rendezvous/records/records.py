@@ -46,7 +46,7 @@ Key = Annotated[str, Longest(1024)]
 
 
 class WireError(RendezvousError):
-    """Bytes that are no record of the kind and version that is expected."""
+    """Bytes that are not a record of the kind and version that is expected."""
 
 
 def new_nonce() -> str:

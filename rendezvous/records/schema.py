@@ -46,7 +46,7 @@ class Longest:
 
 @dataclass(frozen=True)
 class Where:
-    """A value of the annotated type for which `holds(value)`.   words: of the refusal, "is …, which is no {words}"."""
+    """A value of the annotated type for which `holds(value)`.   words: "is …, which is not a {words}"."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -70,7 +70,7 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def from_json(kind: type[T], raw: Any) -> T:
@@ -169,7 +169,7 @@ def _where_check(check: Check, mark: Where) -> Check:
     def check_narrowed(value: Any) -> Any:
         value = check(value)
         if not mark.holds(value):
-            raise ValueError(f"{brief_repr(value)}, which is no {mark.words}")
+            raise ValueError(f"{brief_repr(value)}, which is not a {mark.words}")
         return value
 
     return check_narrowed

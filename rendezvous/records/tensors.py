@@ -61,7 +61,7 @@ def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarra
     """Read the file of `size` bytes under `key`, into its arrays' own memory; None if it is missing or shorter.
 
     into: arrays that are overwritten instead, where name, type and shape are the same.
-    Raises Corrupt if its header is none.  Only a digest tells whether the bytes are right.
+    Raises Corrupt if it has no header.  Only a digest tells whether the bytes are right.
     """
     head = _read_header(store, key, size)
     if head is None:
@@ -117,4 +117,4 @@ def _allocate_arrays(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
             raise ValueError(f"arrays of {at} bytes in a file of {size}")
         return {name: np.empty(entry["shape"], _TYPES[entry["dtype"]]) for name, entry in ordered}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Corrupt(f"the header of {key} is none of a safetensors file ({error})") from error
+        raise Corrupt(f"the header of {key} is not that of a safetensors file ({error})") from error

@@ -33,7 +33,7 @@ def as_bytes(vector: np.ndarray) -> memoryview:
     return np.ascontiguousarray(vector).data.cast("B")
 
 
-ABSURD = 1e6  # a pseudogradient so many times as long as θ is no step that a model could survive
+ABSURD = 1e6  # a pseudogradient so many times as long as θ is not a step that a model could survive
 
 
 def evenly_sampled(x: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def publish_manifest(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
 def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
     """Complete snapshots, newest first.  LIST is a hint; `hint` and step 0 are always tried.
 
-    A manifest that is none is passed over, as if the snapshot had never been written.
+    An object that is not a manifest is passed over, as if the snapshot had never been written.
     """
     steps = {0, hint, *steps_of(store.list(layout.SNAPSHOTS))}
     for t in sorted(steps, reverse=True):

@@ -56,7 +56,7 @@ class FileStore:
     def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
         """Open a store in the folder `root`.   make: create it with the first write, unless this store has seen it."""
         if not str(root):
-            raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
+            raise ValueError("an empty path is not a folder for a run; give one, e.g. runs/demo")
         self.root = Path(root).absolute()
         self.url, self._folder = f"file://{self.root}", str(self.root)
         self._make = make

@@ -4,7 +4,7 @@
     memory://name            this process       modal://name              Modal's dict and volume
     fsspec+scheme://         what fsspec reads
 
-Not promised: that the store can carry a run; rendezvous/probe.py finds that out.
+Not promised: that the store can carry a run; rendezvous/engine/probe.py finds that out.
 """
 
 from pathlib import Path

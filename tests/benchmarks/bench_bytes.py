@@ -33,9 +33,9 @@ import numpy as np
 from rendezvous import codecs
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing
-from rendezvous.allreduce import NoState
 from rendezvous.background import together_on
 from rendezvous.clock import SystemClock
+from rendezvous.engine.allreduce import NoState
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.records.wire import Encoder
 from rendezvous.store import Buffer

@@ -42,6 +42,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "tools": ("", "TRL's tool loop"),
     "topk": ("", "fp32"),
     "elastic": ("", "four equal replicas"),
+    "gpu": ("", "plain copies of the same bytes"),
     "memory": ("3", "TRL + PEFT"),
     "views": ("1000 4 50", "a second"),
     "weights": (".venv/models/SmolLM2-135M-Instruct.Q4_1.gguf", "all weights in bf16"),

@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "[outer]\nsync_every = 6\n[inner]\ngrpo.steps_per_generation = 4\n", ["generation batch", "a multiple of 4"]
     ),
     "no quorum possible": ("[fleet]\nreplicas = 2\nmin_replicas = 3\n", ["min_replicas = 3", "from 1 to 2"]),
-    "lr is no number": ('[outer]\nlr = "fast"\n', ["outer.lr = 'fast'", '"auto"']),
+    "lr is not a number": ('[outer]\nlr = "fast"\n', ["outer.lr = 'fast'", '"auto"']),
     "lr": ("[outer]\nlr = -1\n", ["outer.lr = -1.0 must be greater than 0"]),
     "weighting": ('[outer]\nweighting = "tokens"\n', ["outer.weighting", "steps, uniform, samples"]),
     "a gate for honest ones": ("[outer]\nnorm_gate = 1\n", ["outer.norm_gate = 1.0", "at least 2, or 0"]),

@@ -250,7 +250,7 @@ def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["a.jsonl", "b.csv"], r"inner.data.prompts = 'b.csv', row 1: column answer, number is not in every row"),
         ([], r"must name files or datasets"),
         (["a.jsonl", 3], r"must name files or datasets"),
-        ("hub:gsm8k", r"inner.data.prompts = 'hub:gsm8k' is no dataset's name. Write hub:OWNER/NAME"),
+        ("hub:gsm8k", r"inner.data.prompts = 'hub:gsm8k' is not a dataset's name. Write hub:OWNER/NAME"),
     ],
 )
 def test_files_that_do_not_fit_together(
@@ -280,5 +280,5 @@ def test_a_spelling_is_read_and_written(spelling: str) -> None:
 
 @pytest.mark.parametrize("spelling", ["hub:a", "hub:", "hub:a/b:", "hub:a/b@", "hub:a/b/c/d", "hub:a b/c"])
 def test_a_spelling_that_is_none(spelling: str) -> None:
-    with pytest.raises(InnerError, match="is no dataset's name"):
+    with pytest.raises(InnerError, match="is not a dataset's name"):
         HubDataset.parse(spelling, "inner.data.prompts")

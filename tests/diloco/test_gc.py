@@ -111,7 +111,11 @@ def test_a_size_keeps_as_much_as_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "words"),
-    [("all", "--keep all is no size. Use one such as"), ("many", "--keep many is no size"), ("-3 GB", "is no size")],
+    [
+        ("all", "--keep all is not a size. Use one such as"),
+        ("many", "--keep many is not a size"),
+        ("-3 GB", "is not a size"),
+    ],
 )
 def test_a_size_that_is_none(tmp_path: Path, keep: str, words: str) -> None:
     found = ended(played(tmp_path, steps=1))

@@ -100,7 +100,7 @@ def test_a_view_that_goes_on_for_days_keeps_the_events_of_the_newest_steps_alone
     assert report is not None
     kept = {e["step"] for e in report.of_kind("step")}
     assert min(kept) >= report.head - KEPT_STEPS - 1 and report.steps[10].learned["r00"]["loss"] > 0
-    assert report.of_kind("launched"), "what is no step stays"
+    assert report.of_kind("launched"), "what is not a step stays"
 
 
 def test_what_comes_after_the_first_looks_is_not_kept_in_memory(tmp_path) -> None:

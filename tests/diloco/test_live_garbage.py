@@ -1,10 +1,10 @@
-"""A run of three real processes while a foreign writer puts bytes that are no record into every register of its bucket.
+"""A run of three real processes while a foreign writer puts bytes other than records into every register of its bucket.
 
     every register that is not taken yet       offers and means of coming steps, claims, goodbyes, manifests, control/*
     every object that is overwritten anyway    beats, logs
     names that the run does not have           r07, "zz", .DS_Store, control/999999
 
-docs/internals/protocol.md, "What is no record, and what is gone": all of it is passed over, and takes its number.
+docs/internals/protocol.md, "What is not a record, and what is gone": all of it is passed over, and takes its number.
 Garbage in the commit of a coming step is not: each replica that reads it ends with exit code 2, and nothing is
 decided anew.
 
@@ -93,7 +93,7 @@ class Litter:
         yield from (key for key in self.store.list(layout.LOGS) if self.random.random() < 0.5)
 
     def garbage(self, key: str) -> bytes:
-        """Not JSON, too deep, or JSON that is no record: a true one with a wrong field among them."""
+        """Not JSON, too deep, or JSON that is not a record: a true one with a wrong field among them."""
         kind, how = layout.record_kind(key) or "", self.random.random()
         body = self.random.choice(BYTES)
         if how < 0.3:

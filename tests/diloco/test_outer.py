@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.outer.flat import FlatFragment, layout_of
+from diloco.outer.flat import FlatFragment, layout_of, staged_parts
 from diloco.outer.fragments import cut_fragments
 from diloco.outer.loop import OuterLoop
 from diloco.outer.make import make_diloco
@@ -30,6 +30,7 @@ from rendezvous.records.records import Commit
 from rendezvous.stores.memory import MemoryStore
 
 RNG = np.random.default_rng(7)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
 @pytest.fixture
@@ -176,6 +177,25 @@ def test_a_vector_is_kept_for_the_merge_of_a_16_bit_model_only() -> None:
         fragment = FlatFragment([nn.Parameter(vector(8).to(dtype))])
         fragment.scatter(merged=True)
         assert (fragment.merged is not None) == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_what_travels_in_parts_has_the_bits_of_the_whole(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, theta, staging = [vector(n).to(dtype) for n in (500, 1, 96)], vector(597), torch.empty(32)
+    for p in live:
+        values = torch.full((p.numel(),), torch.nan)
+        for part, found in staged_parts(p.to(device), staging):
+            values[part] = found
+        assert torch.equal(values, p.float())
+    whole, parts = (FlatFragment([nn.Parameter(p.to(d)) for p in live]) for d in ("cpu", device))
+    monkeypatch.setattr(parts, "_host_parts", lambda p: staged_parts(p, staging))
+    for fragment in (whole, parts):
+        fragment.gather(theta)
+    assert torch.equal(whole.flat, parts.flat)
+    assert torch.equal(whole.delta(theta, torch.empty(597)), parts.delta(theta, torch.empty(597)))
 
 
 class Scripted:

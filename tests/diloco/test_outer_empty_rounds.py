@@ -1,4 +1,4 @@
-"""A commit whose mean is zero is no round: θ, momentum and the memory of "auto" stay, bit by bit, in every replica.
+"""A commit whose mean is zero is not a round: θ, momentum and the memory of "auto" stay, bit by bit, in every replica.
 
     rounds    x₁  0  x₂  0  0  x₃        the invariant:  the same θ, m, ρ̂ as   x₁  x₂  x₃
 

@@ -57,7 +57,7 @@ def test_a_file_with_a_slip_in_its_name_hears_of_the_one_beside_it(tmp_path: Pat
         ("[inner]\nmodel = Qwen/Qwen2.5-0.5B # small\n", 'Text needs quotes: "Qwen/Qwen2.5-0.5B"'),
         ('name = "x"\nname = "y"\n', 'line 2: name = "y"\n'),
         ('name = """x\n', 'line 1: name = """x\n'),
-        (b"\xff\xfen\x00", "no text in UTF-8"),
+        (b"\xff\xfen\x00", "not text in UTF-8"),
     ],
 )
 def test_a_line_that_is_no_toml_is_shown(tmp_path: Path, text: str | bytes, said: str) -> None:

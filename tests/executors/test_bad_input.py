@@ -227,7 +227,7 @@ def test_a_fleet_that_learns_nothing_is_told_loudly(tmp_path: Path) -> None:
 REWARDS = {
     "raises at import": ("import nonexistent_module_xyz\n", "nonexistent_module_xyz"),
     "lacks the function": ("def other(completions, **_): return [0.0] * len(completions)\n", "exact"),
-    "is no Python": ("def exact(:\n", "rewards.py"),
+    "is not Python": ("def exact(:\n", "rewards.py"),
 }
 
 

@@ -72,10 +72,10 @@ def test_times_amounts_and_options():
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--timeout", "soon"], "'soon' is no time; write e.g. 90m, 6h or 1d"),
-        (["--timeout", "0h"], "'0h' is no time"),
-        (["--max-usd", "-3"], "'-3' is no amount"),
-        (["--max-usd", "lots"], "'lots' is no amount; write e.g. 25"),
+        (["--timeout", "soon"], "'soon' is not a time; write e.g. 90m, 6h or 1d"),
+        (["--timeout", "0h"], "'0h' is not a time"),
+        (["--max-usd", "-3"], "'-3' is not an amount"),
+        (["--max-usd", "lots"], "'lots' is not an amount; write e.g. 25"),
         (["--option", "partition"], "'partition' must look like KEY=VALUE"),
         (["--place", "modal:none"], "'modal:none' must look like NAME"),
     ],

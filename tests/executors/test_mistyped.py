@@ -44,7 +44,7 @@ def test_one_line_with_the_nearest_word(capsys, argv, said):
 @pytest.mark.parametrize("grace", ["nan", "inf", "-1", "soon"])
 def test_a_grace_that_is_no_number_of_seconds(capsys, grace):
     """Before: nan was taken, and then every comparison with it was false."""
-    assert f"{grace!r} is no number of seconds; write e.g. 20" in refusal(capsys, "stop", "r", f"--grace={grace}")
+    assert f"{grace!r} is not a number of seconds; write e.g. 20" in refusal(capsys, "stop", "r", f"--grace={grace}")
 
 
 def test_the_release(capsys):

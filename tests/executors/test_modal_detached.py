@@ -178,7 +178,7 @@ def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
     bucket,
     tmp_path,
 ) -> None:
-    """A claim and a beat without a goodbye are no sign of life; status says since when it is silent."""
+    """A claim and a beat without a goodbye are not a sign of life; status says since when it is silent."""
     found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 2})
     old = lease.Lease.seize(found.store, SystemClock())
     dead = read_beat(found.store, SUPERVISOR)

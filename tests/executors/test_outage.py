@@ -243,7 +243,7 @@ def test_a_platform_that_is_no_place_of_the_run_any_more_is_told(tmp_path):
     world = World(tmp_path)
     mixed = Mixed([Place("cloud")], [CloudExecutor(world.cloud)])
     (status,) = mixed.poll([rented("modal")])
-    assert status.stale and "none of the run's places" in status.trouble
+    assert status.stale and "one of the run's places" in status.trouble
 
 
 # -------------------------------------------------------------------- a token that is revoked in mid-run

@@ -226,7 +226,7 @@ MISTAKES = (
         (("reward.py", "import no_such_package_xyz\n" + REWARD),),
     ),
     Mistake(
-        "a prompt that is no JSON",
+        "a prompt that is not a JSON",
         ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
         (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
     ),
@@ -249,7 +249,7 @@ MISTAKES = (
         (("pairs.jsonl", lines(PAIR, {**PAIR, "rejected": ""})),), REPLAY,
     ),
     Mistake(
-        "a model that is no folder and no name", ("run.toml: inner.model = './models/mine'", "no such folder here"),
+        "a model that is not a folder and no name", ("run.toml: inner.model = './models/mine'", "no such folder here"),
         inner=('model = "./models/mine"',),
     ),
     Mistake(

@@ -501,7 +501,7 @@ def test_half_written_records_and_odd_log_lines_are_passed_over_and_counted() ->
     run.store.put(layout.offer_key(9, "r01", 0), b"")
     run.store.put(layout.log_key("r00", 1, run._logs["r00", 1]), b'{"at": "yesterday"}\n\xff\xfe\n[1, 2]\n{"at": 1')
     run.store.put("log/stray", b"x")
-    shows(looks_at(run, 10 * STEP_S), "outer step 10 of 11", "starting", "4 lines or objects under log/ are no events")
+    shows(looks_at(run, 10 * STEP_S), "outer step 10 of 11", "starting", "4 lines or objects under log/ are not events")
 
 
 # -------------------------------------------------------------------- a real terminal

@@ -102,7 +102,7 @@ def test_a_port_in_use_is_said_and_without_port_a_free_one_is_taken() -> None:
 def test_the_grammar_refuses_a_port_that_is_none(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["watch", "runs/x", "--web", "--port", "99999"])
-    assert "is no port" in capsys.readouterr().err
+    assert "is not a port" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------- answers

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "studies"))
 import effective_step
 import elastic
 import outer_rules
+import overlap
 import pretrained
 import process
 import replicas
@@ -84,6 +85,27 @@ def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Pat
     for t, theta in enumerate(islice(thetas, 5), 1):
         assert torch.equal(theta, torch.cat(state_at(run, record, t)[1].thetas)), t
     thetas.close()
+
+
+def test_overlapped_fragments_have_the_bits_of_a_real_fleet(tmp_path: Path) -> None:
+    """Two fragments, τ = 1 and α = ½, with the product's own outer loop in threads."""
+    settings = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    real = Fleet(tmp_path, inner=ONE_RATE, outer=settings, fleet={"replicas": 2, "min_replicas": 2, "steps": 4})
+    real.start_all()
+    assert set(real.wait()["r00"]) == {0}, real.logs()
+    run = read_run(real.url)
+    record, outer = model_record(run), run.config.outer
+    start, files = start_folder(run, record, tmp_path / "model"), fetch_files(run, tmp_path / "code")
+
+    def build(machine: int) -> InnerLoop:
+        slot = f"r{machine:02d}"
+        seeds = Seeds(derive_seed(0, slot), derive_seed(0, slot, 1), 0, share_of(run.config, slot))
+        return build_inner(run.config.inner, start, files, seeds)
+
+    thetas = overlap.fleet_thetas(build, 2, outer, 9)
+    for t in range(5):  # an outer step of one fragment every two inner steps, applied one later
+        want = torch.cat(state_at(run, record, t)[1].thetas)
+        assert torch.equal(thetas[2 * t + (t > 0)], want), t
 
 
 def turns_of(real: Fleet) -> dict[int, list[Turn]]:
@@ -274,6 +296,12 @@ def test_the_page_of_unequal_machines_has_the_table_of_its_rows(world: str) -> N
     assert elastic.table(here, elastic_rows) in (ROWS.parent / "elastic.md").read_text()
 
 
+def test_the_page_of_unequal_machines_has_the_table_at_the_default_rate() -> None:
+    rows = read_rows(ROWS / "elastic-toolworld-default.jsonl")
+    assert {(r["arm"], r["seed"]) for r in rows} == {(a, s) for a in elastic.ARMS for s in elastic.DEFAULT_SEEDS}
+    assert elastic.table(WORLDS["toolworld"], rows) in (ROWS.parent / "elastic.md").read_text()
+
+
 def test_all_ways_of_stepping_take_the_same_inner_steps_and_the_plain_one_is_a_mean() -> None:
     assert {sum(arm.rounds) for arm in outer_rules.ARMS.values()} == {outer_rules.STEPS}
     theta, mean = torch.ones(3), torch.tensor([0.5, 0.0, -1.0])
@@ -306,7 +334,7 @@ def test_a_pretrained_fleet_is_judged_at_what_was_chosen_and_at_its_default() ->
     assert list(pretrained.judged(chosen, "products")) == list(on_sums)[:3]
 
 
-@pytest.mark.parametrize("world", ["text"])
+@pytest.mark.parametrize("world", ["text", "toolworld"])
 def test_the_page_of_other_rules_has_the_table_of_its_rows(world: str) -> None:
     rows = read_rows(ROWS / f"outer-rules-{world}.jsonl")
     assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in outer_rules.ARMS for s in outer_rules.SEEDS}

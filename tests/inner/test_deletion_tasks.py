@@ -96,7 +96,7 @@ def test_exceptions_alone_are_no_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tests": [{}]}', "7"])
 def test_a_column_that_is_no_task_is_refused(text: str) -> None:
-    with pytest.raises(InnerError, match=r"no feature-deletion task.*deletion\.generate"):
+    with pytest.raises(InnerError, match=r"not a feature-deletion task.*deletion\.generate"):
         FeatureDeletion().reset(task=text)
 
 

@@ -98,7 +98,7 @@ def test_an_architecture_that_transformers_cannot_read_is_refused(tmp_path: Path
 )
 def test_a_file_that_is_no_gguf_file_is_refused(tmp_path: Path, body: bytes, words: str) -> None:
     (tmp_path / "m.gguf").write_bytes(body)
-    with pytest.raises(InnerError, match=f"is no GGUF file .*{words}.*Download it again"):
+    with pytest.raises(InnerError, match=f"is not a GGUF file .*{words}.*Download it again"):
         known_model(gguf_config(tmp_path / "m.gguf"))
 
 

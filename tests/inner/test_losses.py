@@ -374,7 +374,7 @@ def test_one_token(kernel: Kernel) -> None:
 def test_equal_distributions_teach_nothing(kernel: Kernel) -> None:
     student = draw(1, B, T, V).requires_grad_()
     assert finite_with_gradient(kernel(student, student.detach(), MASK), student).abs().max() < 1e-12
-    shifted = kernel(student, student.detach() + 7.0, MASK)  # a constant on the logits is no difference
+    shifted = kernel(student, student.detach() + 7.0, MASK)  # a constant on the logits is not a difference
     assert torch.autograd.grad(shifted, student)[0].abs().max() < 1e-12
 
 

@@ -350,5 +350,5 @@ def test_plans_that_would_end_an_actor_are_refused() -> None:
         make_plan(replay_actors=2).check()
     from inner.extras.monarch.actors import ask_pool
 
-    with pytest.raises(InnerError, match="no TrainerActor"):
+    with pytest.raises(InnerError, match="not a TrainerActor"):
         ask_pool([])

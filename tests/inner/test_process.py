@@ -407,9 +407,9 @@ def test_a_head_on_disk(tmp_path: Path, head: ProcessHead) -> None:
     features = torch.randn(5, 2 * head.width, generator=torch.Generator().manual_seed(0))
     assert torch.equal(head(features), again(features))
     (tmp_path / "odd.safetensors").write_bytes(b"no")
-    with pytest.raises(InnerError, match="is no process head"):
+    with pytest.raises(InnerError, match="is not a process head"):
         ProcessHead.load(tmp_path / "odd.safetensors")
-    with pytest.raises(InnerError, match=r"is no process head.*pytorch_model|is no process head"):
+    with pytest.raises(InnerError, match=r"is not a process head.*pytorch_model|is not a process head"):
         ProcessHead.load(Path(small_folder()) / "model.safetensors")
     with pytest.raises(InnerError, match="nothing to train a head on"):
         train_process_head(AutoModelForCausalLM.from_pretrained(small_folder()), None, [], [])
@@ -487,7 +487,7 @@ def test_the_function_is_tried_before_anything_is_rented(tmp_path: Path, code: s
 def test_a_head_that_is_none_is_refused_without_torch(tmp_path: Path) -> None:
     (tmp_path / "head.safetensors").write_text("def f(): pass")
     config = InnerConfig(process={"head": "head.safetensors"})  # type: ignore[arg-type]
-    with pytest.raises(InnerError, match="is no process head"):
+    with pytest.raises(InnerError, match="is not a process head"):
         check_data(config, {"process_head": tmp_path / "head.safetensors"})
 
 

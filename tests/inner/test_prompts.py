@@ -97,7 +97,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
     ("name", "content", "words"),
     [
         ("a.xlsx", b"x", r"none of \.jsonl, \.json, \.csv, \.parquet"),
-        ("a.parquet", b"PAR1 and no more", "is no Parquet file"),
+        ("a.parquet", b"PAR1 and no more", "is not a Parquet file"),
         ("a.json", b'{"prompt": "x"}', "holds a dict. One list of objects"),
         ("a.json", b"[", "is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),

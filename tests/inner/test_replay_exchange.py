@@ -192,8 +192,8 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("", {"tool_calls": [{"function": {"name": "", "arguments": "{}"}}]}, "a tool call without a name"),
     ("", {"tool_calls": [{"function": {"name": {"a": 1}}}]}, "a tool call without a name"),
     ("", {"tool_calls": "ls"}, "no choices"),
-    ("x", {"content": {"a": 1}}, "the content is no text"),
-    ("x", {"content": [{"text": 1}]}, "the content is no text"),
+    ("x", {"content": {"a": 1}}, "the content is not text"),
+    ("x", {"content": [{"text": 1}]}, "the content is not text"),
 ]
 
 

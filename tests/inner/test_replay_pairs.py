@@ -180,7 +180,7 @@ def test_variance_weight(answers: list[str], weight: float) -> None:
         ({"agreement_threshold": float("nan")}, "agreement_threshold is nan"),
         ({"shape": "median"}, "choose count, weighted or variance"),
         ({"teacher_weights": {"t0": 1.0}}, "no weight for 't1'"),
-        ({"teacher_weights": {"t0": 1.0, "t1": -1.0, "t2": 1.0}}, "t1 = -1.0 is no weight"),
+        ({"teacher_weights": {"t0": 1.0, "t1": -1.0, "t2": 1.0}}, "t1 = -1.0 is not a weight"),
     ],
 )
 def test_bad_rules_are_refused(change: dict[str, Any], says_what: str) -> None:

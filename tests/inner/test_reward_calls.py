@@ -673,7 +673,7 @@ def test_what_a_broken_completion_counts_is_a_part_of_what_a_run_learns() -> Non
 
     one, other = (RunConfig(inner=InnerConfig(rewards={"broken": b})) for b in ("worst", -1))
     assert one.mathematics() != other.mathematics()
-    with pytest.raises(InnerError, match=r"inner.rewards.broken = 'wurst' is no worth"):
+    with pytest.raises(InnerError, match=r"inner.rewards.broken = 'wurst' is not a worth"):
         InnerConfig(rewards={"broken": "wurst"})
 
 

@@ -79,7 +79,7 @@ def test_a_list_with_a_missing_file_is_refused_on_the_laptop(tmp_path: Path) -> 
         run_config(tmp_path, {**LIST, "b.py:g": 1.0})
     (tmp_path / "b.py").write_text("def g(:\n")
     config = run_config(tmp_path, {**LIST, "b.py:g": 1.0})
-    with pytest.raises(InnerError, match=r"inner.rewards.functions = 'b.py:g' is no Python"):
+    with pytest.raises(InnerError, match=r"inner.rewards.functions = 'b.py:g' is not Python"):
         check_data(config.inner, config.user_files())
     config = run_config(tmp_path, {"a.py:third": 1.0})
     with pytest.raises(InnerError, match="it defines first, second, together"):

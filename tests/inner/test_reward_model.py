@@ -131,7 +131,7 @@ def test_a_gated_one(hub: HubModels, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
-        ({"functions": {"hub:judge": 1.0}}, "'hub:judge' is no model's name. Write hub:OWNER/NAME"),
+        ({"functions": {"hub:judge": 1.0}}, "'hub:judge' is not a model's name. Write hub:OWNER/NAME"),
         ({"functions": {"hub:a/judge": 1.0, "b.py:judge": 1.0}}, "have the same name"),
         ({"function": "hub:a/judge"}, r'Write it as a line of \[inner.rewards.functions\]: "hub:a/judge" = 1.0'),
     ],

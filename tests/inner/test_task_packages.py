@@ -220,7 +220,7 @@ def test_other_tasksets_that_cannot_be_used(tasksets: Path) -> None:
     (tasksets / "silent.py").write_text(TASKSET.format(body=REWARD, prompt="None", data=""))
     (tasksets / "unfit.py").write_text("__all__ = []")
     for name, options, words in (
-        ("silent", {}, "the prompt of task 0 is no text"),
+        ("silent", {}, "the prompt of task 0 is not text"),
         ("unfit", {}, "cannot use 'unfit' as a taskset"),
         ("nothere", {}, "taskset package 'nothere' cannot be imported"),
         ("harbor", {}, "it brings the environment HarborEnv"),

@@ -29,7 +29,7 @@ def test_a_task_is_prompts_and_reward(tmp_path: Path) -> None:
     assert config.inner.data.task_spec == TaskSpec(SUM, 1000, 0, {"max_terms": 2})
     assert RunConfig.from_dict(config.to_dict()) == config
     assert config.mathematics() != settings(task=SUM, system="Be brief.").mathematics()
-    with pytest.raises(ConfigError, match=r"inner\.data\.task = 'reasoning-gym:chain_sum' is no single file yet"):
+    with pytest.raises(ConfigError, match=r"inner\.data\.task = 'reasoning-gym:chain_sum' is not a single file yet"):
         config.user_files()
 
 

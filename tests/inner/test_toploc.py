@@ -61,7 +61,7 @@ def test_a_model_that_is_too_small_or_has_no_numbers_is_refused(model: Any) -> N
         prove_rollout(small_model(0, 64), PROMPT, COMPLETION)
     broken = copy.deepcopy(model)
     broken.model.norm.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match="no finite number"):
+    with pytest.raises(ValueError, match="not a finite number"):
         prove_rollout(broken, PROMPT, COMPLETION)
 
 
@@ -119,7 +119,7 @@ def test_what_is_no_proof_is_refused(model: Any) -> None:
     good = prove_rollout(model, PROMPT, COMPLETION)
     null = base64.b64encode(bytes(258)).decode()
     for bad in ("", "AAAA", "é☃", null, good[0][:100], good[0] + good[1]):
-        with pytest.raises(ValueError, match=r"is no proof of TOPLOC|coefficients and modulus"):
+        with pytest.raises(ValueError, match=r"is not a proof of TOPLOC|coefficients and modulus"):
             check_proofs(model, PROMPT, COMPLETION, [bad, *good[1:]])
 
 

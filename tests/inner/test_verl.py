@@ -172,7 +172,7 @@ def test_the_last_fields_that_were_attached_count(verl: Any) -> None:
 
 @pytest.mark.parametrize("garbage", [-torch.inf, torch.nan])
 def test_what_lies_in_the_padding_does_not_matter(verl: Any, garbage: float) -> None:
-    """0 · −∞ is no number, and one such token would be the whole batch's loss."""
+    """0 · −∞ is not a number, and one such token would be the whole batch's loss."""
     from inner.extras.verl.estimator import attach_composer_fields
 
     data, fields = batch(verl)

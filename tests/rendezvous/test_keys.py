@@ -66,7 +66,7 @@ def test_no_verb_of_a_store_takes_a_key_that_leads_out(name: str, key: str, outs
         lambda: store.get_into(key, memoryview(bytearray(2))), lambda: store.delete([key]),
     ]  # fmt: skip
     for verb in verbs:
-        with pytest.raises(BadKey, match="no key of a run"):
+        with pytest.raises(BadKey, match="not a key of a run"):
             verb()
     if key not in ("", "..", "."):  # those are the beginning of names
         with pytest.raises(BadKey):
@@ -186,7 +186,7 @@ def test_a_forged_mean_puts_nothing_back_over_another_object() -> None:
     import numpy as np
 
     empty = replace(NAMING["commit"][0], t=0, offers=(), prev=None)  # type: ignore[type-var]
-    Reducer(store, clock, lambda event, **fields: None).mean(empty, np.empty(0, np.float32))  # it is no record
+    Reducer(store, clock, lambda event, **fields: None).mean(empty, np.empty(0, np.float32))  # it is not a record
     assert store.get(layout.RUN) == b"{}"
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, claims_above, read_control, write_control
-from rendezvous.allreduce import ObjectStoreAllReduce
+from rendezvous.engine.allreduce import ObjectStoreAllReduce
 from rendezvous.errors import Fenced, Forged, WrongRun
 from rendezvous.records.records import Claim, Commit, Control, Leave, Offer, Record, Snapshot
 from rendezvous.store import VOID, put_once

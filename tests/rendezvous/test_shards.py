@@ -233,7 +233,7 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
         reducer.make_part = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
         reducer.announcements.announce = lambda *_: None  # type: ignore[method-assign]
         sharer._make_part(commit, 1, [Shard(0, 0, 1)], np.zeros(1, np.float32), None, 0.0)
-    sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
+    sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # nor is a part without shards a measure
     assert sharer._needed == pytest.approx(0.2)
     assert sharer._is_overdue(commit, 0, 10.0)
 

@@ -51,7 +51,7 @@ def test_a_record_that_is_too_long_is_not_read_to_its_end(store: Store) -> None:
     with pytest.raises(WireError, match="at most 262144 make sense"):
         Control.decode(body)
     assert store.get(layout.control_key(0)) == first
-    assert read_control(store).replicas == 3  # passed over, like all that is no record
+    assert read_control(store).replicas == 3  # passed over, like all that is not a record
 
 
 def test_what_is_exactly_as_long_as_it_may_be_is_read_whole(store: Store) -> None:

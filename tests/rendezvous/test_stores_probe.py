@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rendezvous.clock import SystemClock
+from rendezvous.engine.probe import Probe, doctor_table, probe_store, sync_estimate
 from rendezvous.errors import StoreRefused
-from rendezvous.probe import Probe, doctor_table, probe_store, sync_estimate
 from rendezvous.store import Body, Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore

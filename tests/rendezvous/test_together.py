@@ -15,8 +15,8 @@ from diloco.model import export as history
 from diloco.process import session
 from diloco.run.config import ConfigError
 from rendezvous.agreement.rules import Timing
-from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.background import at_once, in_turn, together_on
+from rendezvous.engine.allreduce import ObjectStoreAllReduce
 from rendezvous.means.reduce import Reducer
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore

@@ -1,6 +1,6 @@
 """Writers into the bucket that do not belong to the run, and objects that vanish.
 
-    malformed   a register that does not exist yet is taken by bytes that are no record; beats are overwritten
+    malformed   a register that does not exist yet is taken by bytes that are not a record; beats are overwritten
     forged      in a run under a key: a register that stands is overwritten by a writer without the key
     vanished    an expiry rule, or a person, deletes an object of the run
 

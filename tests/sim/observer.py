@@ -387,7 +387,7 @@ class Observer:
         """The chain's own θ: fp32, each operation rounded by itself."""
         f, mean = t % self.rules.fragments, self._mean(t, commit)
         assert self.theta is not None
-        if np.count_nonzero(mean):  # an empty round is no round
+        if np.count_nonzero(mean):  # an empty round is not a round
             self.momentum[f] = MU * self.momentum[f] + mean
             self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
         self.means.append(mean)

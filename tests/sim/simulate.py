@@ -85,8 +85,8 @@ class Schedule:
     rot: float = 0.0  # share of blobs that are damaged at rest
     rots: tuple[str, ...] = ("delta", "mean blob", "snapshot blob")
     rot_after: float = 5.0
-    foreign: float = 0.0  # exceptions of a store that are no RendezvousError
-    malformed: float = 0.0  # registers taken by bytes that are no record, and beats overwritten, per second
+    foreign: float = 0.0  # exceptions of a store that are not RendezvousErrors
+    malformed: float = 0.0  # registers taken by bytes that are not a record, and beats overwritten, per second
     vanish: float = 0.0  # share of objects that vanish after a while
     key: str = ""  # of the run
     forge: float = 0.0  # registers overwritten by a writer without the key, per second

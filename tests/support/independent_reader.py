@@ -350,7 +350,7 @@ def weights_of(commit: dict[str, Any], rules: dict[str, Any]) -> list[tuple[floa
 
 
 def nesterov(theta: np.ndarray, m: np.ndarray, mean: np.ndarray, lr: float, mu: float) -> None:
-    """In place.  A mean of zeros is no round."""
+    """In place.  A mean of zeros is not a round."""
     if mean.any():
         m[:] = m * np.float32(mu) + mean
         theta[:] = theta - (m * np.float32(mu) + mean) * np.float32(lr)

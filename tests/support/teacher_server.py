@@ -80,7 +80,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no news."""
+        """A client that was killed is not news."""
 
 
 def _handler(server: TeacherServer) -> type[BaseHTTPRequestHandler]:

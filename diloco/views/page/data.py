@@ -161,7 +161,7 @@ def _setting_at(config: Mapping[str, Any], *path: str) -> Any:
 def _remarks(report: Report) -> list[str]:
     found = [report.damage] if report.damage else []
     if report.passed_over:
-        found.append(f"{report.passed_over} lines or objects under log/ are no events; passed over")
+        found.append(f"{report.passed_over} lines or objects under log/ are not events; passed over")
     return [*found, *kept_words(report)]
 
 

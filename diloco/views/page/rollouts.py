@@ -84,7 +84,7 @@ def _newest_sessions(report: Report) -> list[SessionSummary]:
 
 
 def read_rollouts(body: bytes, slot: str) -> list[dict[str, Any]]:
-    """The rollouts of one object; lines that are none are passed over."""
+    """The rollouts of one object; other lines are passed over."""
     head, *lines = body.decode(errors="replace").splitlines() or [""]
     try:
         step, tools = rollout_head(head)

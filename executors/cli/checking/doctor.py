@@ -1,6 +1,6 @@
 """`diloco doctor URL`: whether this store can carry a run, and the time and the price of one sync of this model.
 
-    URL ──▶ rendezvous.probe ──▶ table, yes or no
+    URL ──▶ rendezvous.engine.probe ──▶ table, yes or no
     run.toml ──▶ parameters of its model, codec, replicas ──▶ what a sync moves, takes and costs
                                                          └──▶ what codec = "auto" would choose, and why
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from diloco.run.config import AUTO, OuterConfig, load_config
 from diloco.run.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
 from rendezvous.clock import SystemClock
-from rendezvous.probe import doctor_table, probe_store
+from rendezvous.engine.probe import doctor_table, probe_store
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store

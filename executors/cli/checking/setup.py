@@ -17,8 +17,8 @@ from executors.platforms.base import ExecutorError
 from executors.platforms.on_hf_jobs.client import Hub
 from executors.platforms.on_modal import client as modal_sdk
 from rendezvous.clock import Clock
+from rendezvous.engine.probe import probe_store
 from rendezvous.errors import RendezvousError
-from rendezvous.probe import probe_store
 from rendezvous.stores.open import open_store
 
 SMALL = 1 << 20  # bytes of the blob that the look at the store writes

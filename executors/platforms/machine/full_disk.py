@@ -59,7 +59,7 @@ def room_for(folder: Path) -> None:
 
 @contextmanager
 def launches_wait(what: str) -> Iterator[None]:
-    """Raise Unavailable where a launch finds no space for `what`: it is asked for again, and is no replica's fault."""
+    """Raise Unavailable where a launch finds no space for `what`: it is asked for again; no replica is at fault."""
     try:
         yield
     except OSError as error:

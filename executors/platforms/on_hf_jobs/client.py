@@ -207,7 +207,7 @@ class Hub:
         raise AssertionError("the last try returns or raises")
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job, in at most two tries.  A job that the Hub does not know is no error."""
+        """Cancel a job, in at most two tries.  A job that the Hub does not know is not an error."""
         self.patient(f"cancel {job_id}", lambda: self._cancel(job_id), PAUSES[:1])
 
     def _cancel(self, job_id: str) -> None:

@@ -60,7 +60,7 @@ def visible_gpus() -> list[str]:
 
 
 def _place_in_line(slot: str) -> int:
-    """The slot's index; 0 for a name that is no replica's slot."""
+    """The slot's index; 0 for a name that is not a replica's slot."""
     try:
         return layout.slot_index(slot)
     except ValueError:

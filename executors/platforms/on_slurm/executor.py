@@ -307,7 +307,7 @@ def _check_cluster(cluster: str) -> None:
     _import_submitit()
     if cluster == "slurm" and shutil.which("sbatch") is None:
         raise ExecutorError(
-            "there is no `sbatch` here, so this is no machine that can submit Slurm jobs. Run the same command on "
+            "there is no `sbatch` here, so this is not a machine that can submit Slurm jobs. Run the same command on "
             "your cluster's login node, or use --executor local"
         )
 
@@ -363,6 +363,6 @@ def _no_answer(command: str, said: str) -> ExecutorError:
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command; a job that is gone already is no error."""
+    """Run a command; a job that is gone already is not an error."""
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60)

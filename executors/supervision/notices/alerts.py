@@ -48,15 +48,17 @@ class NoRedirect(HTTPRedirectHandler):
 
 
 def host_of(url: str) -> str:
-    """The part of the URL that may be shown.  Raises ValueError, without the URL, where it is none."""
+    """The part of the URL that may be shown.  Raises ValueError, without the URL, where it is not a URL."""
     try:
         parts = urlsplit(url)
         host, scheme = parts.hostname, parts.scheme
-        _ = parts.port  # raises for one that is no number
+        _ = parts.port  # raises for one that is not a number
     except ValueError:
         host, scheme = None, ""
     if not host or scheme not in ("http", "https") or not url.isprintable() or " " in url:
-        raise ValueError(f"--alert (or {VARIABLE}) takes the address of a webhook, https://…; what was given is none")
+        raise ValueError(
+            f"--alert (or {VARIABLE}) takes the address of a webhook, https://…; what was given is not one"
+        )
     return host
 
 

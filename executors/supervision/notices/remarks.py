@@ -90,7 +90,7 @@ def remark_lines(report: Report, now: float) -> list[str]:
     lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
     lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and is_listening(b, report, now)]
     if report.passed_over:
-        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
+        lines.append(f"  {report.passed_over} lines or objects under log/ are not events; passed over")
     if words := solo_words(report):
         lines.append(f"! {words}")
     if report.wanted.stop and not report.done:

@@ -35,7 +35,7 @@ from executors.supervision.slots.slot_state import (
 from executors.supervision.slots.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
-PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
+PUBLISH = "publish"  # the one that is not a replica: it puts θ₀ into the bucket
 AGAIN_S = 30.0  # between two words to a process that does not go
 
 
@@ -220,7 +220,7 @@ class Slots:
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
     def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Judge whether it was its own fault.  The failure of a reward that has worked in this run is no replica's
+        """Judge whether it was its own fault.  The failure of a reward that has worked in this run is not a replica's
         fault; nor is it that nothing moved while another slot waits for its reward."""
         replaced = state.replacing_at is not None
         failed = status.state is State.FAILED and not replaced

@@ -2,7 +2,7 @@
 
     wanted ─ fresh beats ─ launches without an end ─ waits that were announced ──▶ "r02: not running for 3 min; …"
 
-A launch whose replica has said goodbye since is no launch.  The reason is the newest word of the supervisor on it.
+A launch whose replica has said goodbye since is not a launch.  The reason is the newest word of the supervisor on it.
 
 Not promised: anything about a run without a supervisor; `status` says that in a line of its own.
 """

@@ -111,7 +111,7 @@ def take_out(source: str, qualified: str) -> str:
             raise InnerError(f"there is no function {qualified!r}. Name it as `function` or `Class.method`.")
         node = found[0]
     if isinstance(node, ast.ClassDef) or not isinstance(node, kinds) or ast.get_docstring(node) is None:
-        raise InnerError(f"{qualified!r} is no function with a docstring, so nothing would say what it did.")
+        raise InnerError(f"{qualified!r} is not a function with a docstring, so nothing would say what it did.")
     lines = source.splitlines(keepends=True)
     described = node.body[0]
     indent = " " * described.col_offset

@@ -2,7 +2,7 @@
 
     stdin   {"run": program, "path": folder, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool}
 
-    value   fds 1 and 2 become nothing (a warning is no wrong answer); what the program calls `result` goes out as
+    value   fds 1 and 2 become nothing (a warning is not a wrong answer); what the program calls `result` goes out as
             canonical JSON; {"raises": "ValueError"} where the program raised, with the error's class
     else    the program's own output goes out
 

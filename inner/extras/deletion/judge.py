@@ -58,7 +58,7 @@ def load_task(text: str) -> DeletionTask:
         return DeletionTask(**{**found, "tests": [HiddenTest(**test) for test in found["tests"]]})
     except (ValueError, TypeError, KeyError) as error:
         raise InnerError(
-            f"the column `task` is no feature-deletion task ({error!r}: {text[:80]!r}). Make the prompts with "
+            f"the column `task` is not a feature-deletion task ({error!r}: {text[:80]!r}). Make the prompts with "
             "`python -m inner.extras.deletion.generate`."
         ) from error
 

@@ -110,10 +110,10 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def checked_path(name: str) -> str:
-    """Return the same relative path.   Raises ValueError for one that leaves the folder or is no plain name."""
+    """Return the same relative path.   Raises ValueError for one that leaves the folder or is not a plain name."""
     parts = name.split("/")
     if not name.isprintable() or any(p in ("", ".", "..") or p.startswith(".git") for p in parts):
-        raise ValueError(f"{name!r} is no path inside the repository. Give one like `package/module.py`.")
+        raise ValueError(f"{name!r} is not a path inside the repository. Give one like `package/module.py`.")
     if len(name.encode()) > MOST_PATH:
         raise ValueError(f"{name[:40]!r}… has more than {MOST_PATH} bytes. Give a path like `package/module.py`.")
     return name

@@ -285,7 +285,7 @@ def ask_pool(states: Sequence[TraceState]) -> list[TeacherAction]:
 
     Raises InnerError in any other process."""
     if _pool is None:
-        raise InnerError("this is no TrainerActor with replay actors. Give ReplicaPlan teachers and replay_actors.")
+        raise InnerError("this is not a TrainerActor with replay actors. Give ReplicaPlan teachers and replay_actors.")
     return _pool(states)
 
 

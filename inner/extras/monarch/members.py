@@ -4,7 +4,7 @@
                      └ its process is gone ─▶ the ReplicaActor has, or soon has, the next incarnation ─▶ ask it
 
 Monarch says that a process is gone (SupervisionError), about five seconds later.  Where it says nothing (an exit with 0
-is no failure to it), the waiting caller looks for the process itself, and tells the ReplicaActor.  An error that an
+is not a failure to it), the waiting caller looks for the process itself, and tells the ReplicaActor.  An error that an
 actor raises is an answer, and comes out.
 
 Not promised: an end to a question that an actor never answers though it lives.

@@ -164,5 +164,5 @@ class Replica:
 
 
 def _say_fault(failure: Any) -> None:
-    """Print a fault after the end of a Replica: a process that Monarch misses then is no fault of the script's."""
+    """Print a fault after the end of a Replica: a process that Monarch misses then is not a fault of the script's."""
     print(f"monarch, after the replica's end: {last_line(str(failure))}", file=sys.stderr, flush=True)

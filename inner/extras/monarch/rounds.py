@@ -202,7 +202,7 @@ class _BeforeEachStep(TrainerCallback):
 
 
 def refuse_unrepeatable(config: InnerConfig, steps: int) -> None:
-    """Raise InnerError if a round of `steps` inner steps is no function of (t, θ_t, carried)."""
+    """Raise InnerError if a round of `steps` inner steps is not a function of (t, θ_t, carried)."""
     if steps < 1 or steps % config.boundary:
         raise InnerError(
             f"a round of {steps} inner steps would end inside a generation, which serves {config.boundary}. Make H a "

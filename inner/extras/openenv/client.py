@@ -310,7 +310,7 @@ def openenv_environment(
         settings["_tools"] = frozenset(tool["name"] for tool in tools)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise InnerError(
-            f"what the server at {_server_url(url)} lists as its tools is no list of MCP tools ({error!r:.200}). "
+            f"what the server at {_server_url(url)} lists as its tools is not a list of MCP tools ({error!r:.200}). "
             "Mend it there."
         ) from error
     return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
@@ -376,7 +376,7 @@ def _checked_object(value: Any, name: str) -> dict[str, Any]:
     """Return the object; {} for a missing one with a name.   Raises ValueError."""
     if isinstance(value, dict) or (name and value is None):
         return value or {}
-    raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is no object, but {str(value)[:80]!r}")
+    raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is not an object, but {str(value)[:80]!r}")
 
 
 def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,7 +411,7 @@ def _server_url(url: str | None) -> str:
     if not found:
         raise InnerError(f"where is the OpenEnv server? Give its URL, or set {URL_ENV}=http://host:port.")
     if not found.startswith(("http://", "https://")):
-        raise InnerError(f"{found!r} is no URL of an OpenEnv server: it starts with http:// or https://.")
+        raise InnerError(f"{found!r} is not a URL of an OpenEnv server: it starts with http:// or https://.")
     return found.rstrip("/")
 
 

@@ -86,7 +86,7 @@ def check_proofs(
     """Compare a worker's proofs with this model's hidden states on the same tokens.
 
     mismatches, mantissa: the most that is believed.
-    Raises InnerError where toploc is missing, ValueError for proofs that are none, or too few or many of them.
+    Raises InnerError where toploc is missing, ValueError for texts that are not proofs, or too few or many of them.
     """
     states = hidden_states(model, prompt, completion)
     _check_sizes(states)
@@ -129,7 +129,7 @@ def _check_sizes(states: Sequence[Tensor]) -> None:
     if width < TOPK:
         raise ValueError(f"the model has {width} hidden values for a token, and a proof takes the {TOPK} largest")
     if not all(torch.isfinite(state).all() for state in states):
-        raise ValueError("a hidden state is no finite number: nothing can be proved of it")
+        raise ValueError("a hidden state is not a finite number: nothing can be proved of it")
 
 
 def _parse(proof: str) -> Any:
@@ -138,7 +138,7 @@ def _parse(proof: str) -> Any:
     try:
         found = poly.from_base64(proof)
     except Exception as error:
-        raise ValueError(f"{proof[:40]!r} is no proof of TOPLOC: {error}") from error
+        raise ValueError(f"{proof[:40]!r} is not a proof of TOPLOC: {error}") from error
     if len(found) != TOPK or not found.modulus:
         raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; {TOPK} are due")
     return found

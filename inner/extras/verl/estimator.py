@@ -91,7 +91,7 @@ def grpo_composer(
     """verl's estimator -> (advantages, returns), (B, T) each.   config: +algorithm.alpha_sdpo, α.
 
     Raises KeyError where α > 0 and the fields did not arrive, or are those of other rows; ValueError for an α below 0,
-    and for log-probs that are no numbers where the error mask uses them.
+    and for log-probs that are not numbers where the error mask uses them.
     """
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # pyright: ignore
 
@@ -110,13 +110,13 @@ def grpo_composer(
 
 
 def _pull_of(fields: Mapping[str, Tensor], response_mask: Tensor) -> Tensor:
-    """Padding has any log-prob, −∞ too, and 0 · −∞ is no number: what is not used is left out, not multiplied."""
+    """Padding has any log-prob, −∞ too, and 0 · −∞ is not a number: what is not used is left out, not multiplied."""
     used = (fields[MASK] != 0) & (response_mask != 0)
     pull = torch.where(used, (fields[TEACHER] - fields[OLD]) * fields[MASK], 0.0)
     if not torch.isfinite(pull).all():
         raise ValueError(
             f"{int((~torch.isfinite(pull)).sum())} tokens of the error mask have a log-prob of the teacher or of the "
-            "policy that is no finite number. Score them again, or set their error mask to 0"
+            "policy that is not a finite number. Score them again, or set their error mask to 0"
         )
     return pull
 

@@ -153,7 +153,7 @@ class ModalStore:
                 return value[1:]
             if value[:1] == FILE:
                 return Pointer.decode(value[1:])
-            raise ValueError("its first byte is no kind of entry")
+            raise ValueError("its first byte is not a kind of entry")
         except (ValueError, KeyError, TypeError) as error:
             raise StoreRefused(
                 f"the entry {key!r} of {self.url} was not written by a run ({error}). Take another name: modal://OTHER"

@@ -276,7 +276,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _unpickle_plain(data: bytes, kind: type, what: str) -> Any:
     try:
         value = _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a pickle that is none may raise anything
+    except Exception as error:  # bytes that are not a pickle may raise anything
         raise StoreRefused(
             f"{what} was not written by a run ({error}), and it is not read. Take another name: modal://OTHER"
         ) from None

@@ -18,7 +18,7 @@ def tokens_of(text):
             while end < len(text) and text[end].isalpha():
                 end += 1
         elif text[at] not in SIGNS and not text[at].isspace():
-            raise ValueError(f"{text[at]!r} is no sign")
+            raise ValueError(f"{text[at]!r} is not a sign")
         if not text[at].isspace():
             found.append(text[at:end])
         at = end

@@ -6,7 +6,7 @@ def parse_cents(text):
     sign = -1 if text.startswith("-") else 1
     whole, dot, part = text.removeprefix("-").replace(",", "").partition(".")
     if not whole.isdigit() or len(part) > 2 or (dot and not part.isdigit()):
-        raise ValueError(f"{text!r} is no amount")
+        raise ValueError(f"{text!r} is not an amount")
     return sign * (int(whole) * 100 + int(part.ljust(2, "0") or 0))
 
 

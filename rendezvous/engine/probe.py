@@ -5,7 +5,7 @@
     read after write    what was written is what is read, at once
     ranges              the right bytes; past the end: noticed
     list                seconds until a new key is listed (a hint: slow is allowed)
-    delete              what was deleted is gone, and a missing key is no error
+    delete              what was deleted is gone, and a missing key is not an error
     latency, speed      small GETs and creates; one blob up and down
 
 A measurement that the store answers with an error is a row of the table that says so: the others are still made.
