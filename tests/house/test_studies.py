@@ -302,6 +302,13 @@ def test_the_page_of_unequal_machines_has_the_table_at_the_default_rate() -> Non
     assert elastic.table(WORLDS["toolworld"], rows) in (ROWS.parent / "elastic.md").read_text()
 
 
+@pytest.mark.parametrize("world", ["text"])
+def test_the_page_of_a_slow_link_has_the_table_of_its_rows(world: str) -> None:
+    rows = read_rows(ROWS / f"overlap-{world}.jsonl")
+    assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in overlap.ARMS for s in overlap.SEEDS}
+    assert overlap.table(WORLDS[world], rows) in (ROWS.parent / "overlap.md").read_text()
+
+
 def test_all_ways_of_stepping_take_the_same_inner_steps_and_the_plain_one_is_a_mean() -> None:
     assert {sum(arm.rounds) for arm in outer_rules.ARMS.values()} == {outer_rules.STEPS}
     theta, mean = torch.ones(3), torch.tensor([0.5, 0.0, -1.0])
