@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco import reference
+from diloco.run import reference
 from diloco.run.config import ConfigError, RunConfig
 from executors.cli.checking.init import RUN
 from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES
@@ -15,7 +15,7 @@ from inner.settings.tables import Table, list_settings
 
 def test_the_page_is_what_the_code_says() -> None:
     page = reference.PAGE.read_text(encoding="utf-8")
-    assert page == reference.reference_page(), "python -m diloco.reference writes it anew"
+    assert page == reference.reference_page(), "python -m diloco.run.reference writes it anew"
     for name in list_settings(RunConfig):
         assert f"| `{name.rpartition('.')[2]}` |" in page
 

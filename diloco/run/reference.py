@@ -1,7 +1,7 @@
 """docs/configuration.md, made from the dataclasses that declare the settings.
 
     RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence
-    python -m diloco.reference writes it
+    python -m diloco.run.reference writes it
     FIRST_RUN (what `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
 
 Not promised: prose. What a setting is for in a larger picture stands in the guides.
@@ -20,11 +20,11 @@ from inner.settings.tables import Bounds, Table, default_of, field_types, table_
 from inner.settings.trl import HANDED_THROUGH, OWNED
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml
 
-Made from the code (`python -m diloco.reference`); a test keeps it so. A key that is left out has the default; – means
-that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below `[inner]` is
+Made from the code (`python -m diloco.run.reference`); a test keeps it so. A key that is left out has the default;
+– means that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below `[inner]` is
 `weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
 [operations.md](operations.md).
 
