@@ -23,9 +23,9 @@ from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml
 
-Made from the code (`python -m diloco.run.reference`); a test keeps it so. A key that is left out has the default;
-– means that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below `[inner]` is
-`weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
+Made from the code (`python -m diloco.run.reference`); a test keeps it so. A key that is left out has the default; –
+means that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below
+`[inner]` is `weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
 [operations.md](operations.md).
 
 Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: a run that works may become better, cheaper or
