@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from diloco.run.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
     from diloco.run.founding import open_run
     from diloco.run.record import Run, read_run
+    from diloco.script.callback import DiLoCoCallback
 
 __all__ = [
     "ConfigError",
+    "DiLoCoCallback",
     "FleetConfig",
     "MockManager",
     "Nesterov",
@@ -40,6 +42,7 @@ __all__ = [
 
 _HOME = {
     "ConfigError": "diloco.run.config",
+    "DiLoCoCallback": "diloco.script.callback",
     "FleetConfig": "diloco.run.config",
     "MockManager": "diloco.outer.managers.manager",
     "Nesterov": "diloco.outer.optimizer",

@@ -4,7 +4,7 @@
                ── emit("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that a driver listens. Without a run around it a loop warns, and sleeps.
+Not promised: that a driver listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps.
 """
 
 import time
@@ -27,7 +27,7 @@ class Host(Protocol):
 
 
 class StandaloneHost:
-    """Host of a loop without a run around it."""
+    """Host of a loop that belongs to no run."""
 
     def note(self, text: str) -> None: ...
 

@@ -74,10 +74,10 @@ class _Sketch:
         self.gone |= dict.fromkeys(keys)
 
     def put(self, key: str, body: Body) -> None:
-        raise AssertionError("a sketch is only read")
+        raise AssertionError("a plan of deletions writes nothing to the store")
 
     def create(self, key: str, body: Buffer) -> None:
-        raise AssertionError("a sketch is only read")
+        raise AssertionError("a plan of deletions writes nothing to the store")
 
 
 def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:

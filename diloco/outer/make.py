@@ -44,13 +44,14 @@ def make_diloco(
     """
     if outer is not None and settings:
         raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into the former")
-    return OuterLoop(model, optimizer, as_outer_manager(manager), outer or _outer_config(settings), boundary)
+    return OuterLoop(model, optimizer, as_outer_manager(manager), outer or outer_config(settings), boundary)
 
 
 _KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # beside an inner optimizer that has its own
 
 
-def _outer_config(settings: dict[str, Any]) -> OuterConfig:
+def outer_config(settings: dict[str, Any]) -> OuterConfig:
+    """Make it from make_diloco's keywords.   Raises OuterConfigError."""
     for keyword, name in _KEYWORDS.items():
         if name in settings:
             raise OuterConfigError(

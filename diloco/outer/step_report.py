@@ -80,7 +80,7 @@ class StepReport:
 
 
 class FactorWatch:
-    """The cross term of LoRA's averaged factors, where this replica has all bodies of the layer in its hands."""
+    """The cross term of LoRA's averaged factors, if this replica has read all bodies of the layer."""
 
     def __init__(self, session: Session, loop: "OuterLoop") -> None:
         layout = [(name, tuple(p.shape)) for name, p in trainable_parameters(loop.model)]

@@ -25,5 +25,5 @@ def host_words(host: str) -> str:
 
 
 def device_name() -> str:
-    """Return the name of this process's device, "" if its launcher did not look (platforms/machine/gpu.py)."""
+    """Return the name of this process's device, "" if the launcher did not set it (platforms/machine/gpu.py)."""
     return os.environ.get(DEVICE_ENV, "")

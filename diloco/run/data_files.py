@@ -41,7 +41,7 @@ SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
 
 
 def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
-    """The config with datasets and reward models pinned, and rows of datasets and several files on this machine's disk.
+    """Return the config with pinned datasets and reward models, after writing all rows to files on this machine's disk.
 
     Raises ConfigError for rows that cannot be read."""
     inner, evaluation = _pin_reward_models(config.inner), config.eval
@@ -84,7 +84,10 @@ def _pin_reward_models(inner: InnerConfig) -> InnerConfig:
 def gather_rows(
     kind: str, spelling: str | list[str], folder: Path, data: DataSettings, say: Callable[[str], None]
 ) -> tuple[str | list[str], Path]:
-    """-> the spelling with commits, and one .jsonl of all rows as they were read.   folder: of relative paths."""
+    """Write all rows into one .jsonl, as they were read; -> the prompts setting with commits filled in, and that file.
+
+    folder: the folder at which relative paths start.
+    """
     pinned = list[str]()
     rows = list[Any]()
     first: dict[str, Any] | None = None

@@ -48,7 +48,7 @@ class Curve:
 
 
 def reckonable(stats: Mapping[str, float]) -> dict[str, float]:
-    """An offer's stats without numbers that no mean can be taken of: a replica may say 1e308."""
+    """An offer's stats without the numbers that would spoil a mean: a replica may send 1e308."""
     return {name: value for name, value in stats.items() if is_reckonable(value)}
 
 

@@ -601,7 +601,7 @@ def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
 
 
 def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
-    """One event; a supervisor speaks of other slots, a replica of its own."""
+    """One event.  A supervisor's event names the slot that it is about; a replica's event is about its own slot."""
     about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
     return {"slot": "", "generation": 0, **shown(raw), **about, "who": f"{owner}-{generation}"}
 

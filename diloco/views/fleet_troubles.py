@@ -128,7 +128,7 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """A replica whose loss, weights or pseudogradient were not finite numbers, until its slot is counted again."""
+    """Find replicas whose loss, weights or pseudogradient were not finite, until a later commit counts their slot."""
     found = list[Trouble]()
     for slot in report.wanted.slot_names:
         sessions = [x for x in report.sessions if x.slot == slot]
@@ -165,8 +165,9 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Offers and pseudogradients that are not valid and come from no session of this run, since RECENT_STEPS outer
-    steps.   Those of a session are found by `diverged`."""
+    """Find invalid offers and pseudogradients of the newest RECENT_STEPS outer steps that no session of this run wrote.
+
+    `diverged` finds those of a session."""
     names = [f"/delta/{session.name}-" for session in report.sessions]
     found = [
         e for e in _recent(report, "bad_offer", "poisoned") if not any(name in str(e.get("blob", "")) for name in names)

@@ -34,7 +34,7 @@ AGAIN_S = 20.0  # all tries together fit into the time that a container has left
 
 
 def start_hosted(executor: FleetExecutor, run: str) -> Handle:
-    """Start a supervisor for the run on a platform that hosts them; -> the one that runs already, if there is one."""
+    """Start a supervisor for the run on a platform that hosts them, unless one runs there already; -> its handle."""
     found = [h for h in executor.find(run) if h.slot == SUPERVISOR]
     if found and not executor.poll(found)[0].state.ended:
         return found[0]
@@ -72,7 +72,8 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 def main(argv: list[str]) -> int:
     """Run a supervisor's job: as any other, and at its time limit it starts the next one.
 
-    The platform starts it again after any exit code but 0, so only an end without a word to the run has another.
+    The platform starts the job again after any exit code but 0.  So the code is 0, unless the supervisor ended without
+    a goodbye in the run, or could not start the next one.
     """
     spec, platform, options = argv
     code = container.main([spec, platform])

@@ -7,7 +7,7 @@
 
     log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
 
-Every platform says "no news" in the same way (`unanswered` in base.py), so this is the only place that counts it.
+All platforms report "no news" in the same way (`unanswered` in base.py), so only this module times an outage.
 A launch that a platform refuses while the run goes on is reported and repeated by the same rules, as "launch".
 
 Not promised: what happens on a silent platform; replicas that beat are known to work all the same.
@@ -126,7 +126,7 @@ class Outages:
 
     @property
     def note(self) -> str:
-        """The note of the beat: outages that were reported and are not over."""
+        """The note for the supervisor's heartbeat: outages that were reported and are not over."""
         now = self._clock.now()
         return "; ".join(
             outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.reported_at is not None

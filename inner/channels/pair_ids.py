@@ -76,7 +76,7 @@ def encode_pair(
     if found := _marks_in(pair["chosen"], marks):
         raise InnerError(
             f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
-            f"The student would learn to end its turn there and to write another's. {SKIP}"
+            f"The student would learn to end its turn there and to write the next speaker's turn. {SKIP}"
         )
     (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
     for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):

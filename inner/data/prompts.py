@@ -45,7 +45,7 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
 def load_prompts(
     spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
-    """Rows with a `prompt` and the same columns each.   kind: which of the user's files it is.   Raises InnerError."""
+    """Load rows that all have a `prompt` and the same columns.   kind: the file of the user.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
     return check_rows(name, islice(read_rows(name, path), limit), data)
@@ -136,7 +136,7 @@ READERS: dict[str, Callable[[str, Path], Iterator[Numbered]]] = {
 
 
 def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) -> Any:
-    """columns: the file's name of a column -> the name that it is to have."""
+    """Return the row with its columns renamed.   columns: a column's name in the file -> its new name."""
     if not columns or not isinstance(row, dict):
         return row
     if missing := [column for column in columns if column not in row]:
@@ -171,7 +171,7 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:
-    """Raise InnerError for columns that TRL cannot hand on under their names."""
+    """Raise InnerError for columns that TRL cannot pass on to rewards under their names."""
     if BEYOND in row:
         raise InnerError(
             f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."

@@ -107,7 +107,7 @@ def loss_fn(
 
 
 def _gap(inputs: LossInputs) -> Tensor:
-    """sg(log π_ref − log π) where the mask is, 0 elsewhere: what a reference says of other tokens may be −∞."""
+    """sg(log π_ref − log π) where the mask is True, 0 elsewhere, where the reference's log-probs may be −∞."""
     reference = _reference(inputs)
     mask = inputs.loss_mask
     if reference is None:
@@ -162,6 +162,6 @@ def _check(inputs: LossInputs, settings: dict[str, float]) -> None:
                 "sample, (T,) each, as PRIME-RL hands it over; a batch (B, T) would be reduced wrongly"
             )
     if inputs.loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, not torch.bool: ~mask of numbers is not a mask")
+        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, not torch.bool: numbers do not work as a mask")
     if wrong := [f"{name} = {value}" for name, value in settings.items() if not value >= 0]:
         raise ValueError(f"{', '.join(wrong)}: must be at least 0, as in PRIME-RL's own config")

@@ -39,7 +39,7 @@ class KnownModel:
 
 
 def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:
-    """Look at the model.   Raises InnerError if it cannot be loaded for certain.
+    """Find the model and check its files.   Raises InnerError if it certainly cannot be loaded.
 
     ask(model, revision): asks the Hub (default: online)."""
     model = config.model
@@ -64,9 +64,9 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
 
 
 def folder_or_refusal(config: InnerConfig) -> Path | None:
-    """The model's files on this machine, with its tokenizer; None where they must be fetched, and can be.
+    """Return the model's folder on this machine, with its tokenizer; None if the files can be fetched.
 
-    Raises InnerError, within ASK_S, where they can be fetched from nowhere."""
+    Raises InnerError, within ASK_S, if they can be fetched from nowhere."""
     known = known_model(config)
     if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
         return known.folder

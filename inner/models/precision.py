@@ -40,14 +40,14 @@ def gpu_has_bfloat16() -> bool:
 
 
 def uncached_autocast(device: torch.device) -> torch.autocast:
-    """The autocast around it, without its cache, which knows weights by their parameter: for weights swapped in."""
+    """The current autocast without its cache, for weights that are swapped in: the cache finds weights by parameter."""
     kind = device.type
     cast_to = torch.get_autocast_dtype(kind)
     return torch.autocast(kind, dtype=cast_to, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 def refuse_float16(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """InnerError if a (name, parameter) that is trained is float16."""
+    """Raise InnerError if a trained parameter is float16.   parameters: (name, parameter)."""
     for name, p in parameters:
         if p.requires_grad and p.dtype == torch.float16:
             raise InnerError(FLOAT16.format(f"a model in float16 ({name} and others)"))

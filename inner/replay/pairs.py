@@ -115,7 +115,7 @@ def pair_outcome(
 def count_votes(
     actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None, key: Key = action_key
 ) -> list[Vote]:
-    """Most support first, then in the order of the answers. The last answer of a teacher counts."""
+    """Return the votes: most support first, then in the order of the answers. A teacher's last answer counts."""
     last = {a["teacher"]: a["action"] for a in actions if key(a["action"])}
     groups: dict[str, list[str]] = {}
     for teacher, action in last.items():
@@ -133,7 +133,7 @@ def load_pairs(path: str | Path) -> list[DPOPair]:
 
 
 def training_pairs(path: str | Path) -> list[DPOPair]:
-    """The pairs of a file that is about to be trained on: every line is one, or InnerError names it."""
+    """Load the pairs of a file for training.   Raises InnerError that names a line that is not a pair."""
 
     def read(row: Any, number: int) -> list[DPOPair]:
         try:

@@ -170,7 +170,7 @@ def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], bod
     try:
         doc = load_json(body)
         if not isinstance(doc, dict):
-            raise ValueError(f"a {type(doc).__name__}")
+            raise ValueError(f"not an object, but a {type(doc).__name__}")
     except ValueError as error:
         return _not_json(_body_text(body), error)
     cost, estimated = stated_cost(teacher, doc.get("usage"))

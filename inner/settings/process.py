@@ -8,7 +8,8 @@
     function = "process.py:score"       the user's own: rollouts -> a score per turn
     head = "head.safetensors"           a head that `train_process_head` trained on traces
 
-Not promised: that a score which teachers give leads to the reward: a model learns what is scored.  No torch here.
+Not promised: that a higher score from teachers leads to a higher reward.  The model learns to raise the score.
+No torch here.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ class ProcessSettings(Table):
 
 
 def read_head_width(path: Path) -> int:
-    """D, the width of the states that a head reads, from its file's header.   Raises InnerError for another file."""
+    """D, the width of the states that a head reads, from its file's header.
+
+    Raises InnerError for a file that is not a head's.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

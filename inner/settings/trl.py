@@ -1,4 +1,4 @@
-"""[inner.trl]: any other setting of TRL's GRPOConfig, checked without importing it.
+"""[inner.trl]: settings of TRL's GRPOConfig that no other key of the run sets, checked without importing TRL.
 
     name ─▶ in TRL_FIELDS?  no: the nearest one          ─▶ does the run set it itself?  yes: the key to use instead
          ─▶ of the type that TRL declares?               ─▶ GRPOConfig(**…)
@@ -143,13 +143,13 @@ def check_trl(values: Mapping[str, Any]) -> None:
 
 
 def instead_in_words(instead: str) -> str:
-    """Return the rest of an error that names a key of another trainer."""
+    """Return the end of an error message: the key to use in place of another trainer's, or why to leave that out."""
     nothing, _, why = instead.partition("nothing: ")
     return f". Use {instead}" if nothing else f". Leave it out: {why}"
 
 
 def _is_of_type(value: Any, options: list[str]) -> bool:
-    """An int does for a float, a bool for neither."""
+    """Whether the value has one of these types.  An int is accepted as a float, a bool as neither of them."""
     if isinstance(value, Mapping):
         return "dict" in options
     if type(value).__name__ in options:

@@ -35,9 +35,10 @@ class MadeRows:
 
 
 def make_rows(setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] = ()) -> MadeRows:
-    """setting: that names the task, for messages.   chat: prompts are messages, else one text each.
+    """Make the task's rows in another process.   Raises InnerError.  The package must be installed (`refuse_absent`).
 
-    known: prompts that no row may have.   Raises InnerError.  The package is there (`refuse_absent`)."""
+    setting: the name of the setting that names the task, for messages.   chat: whether prompts are messages or texts.
+    known: prompts that no row may have."""
     with tempfile.TemporaryDirectory(prefix="task-") as scratch:
         answer = Path(scratch) / "answer.json"
         asked = {"spec": spec.to_json(), "known": [question_of(p) for p in known], "chat": chat, "answer": str(answer)}

@@ -1,8 +1,8 @@
-"""The reward of a task: its package's own scorer, asked about the row that the run carries.
+"""The reward of a task: the package's own scorer is called with the completions and with entries of the run's rows.
 
     completions, task (the spec as JSON), entry ──▶ scores              a pure function of the rows: no config is read
 
-Not promised: the environment's other versions of the package; rows are scored by the version that made them, or not.
+Not promised: scores of another version of the package.  The version that made a row scores it, or InnerError is raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Score = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 
 def score_replies(completions: Sequence[Any], task: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
-    """TRL's signature.   columns: those that no scorer reads."""
+    """Return a score for each completion; TRL calls it as a reward.   columns: other columns, which no scorer reads."""
     found = [0.0] * len(completions)
     for text in dict.fromkeys(task):  # training and held-out rows may differ in their options
         chosen = [i for i, one in enumerate(task) if one == text]

@@ -99,7 +99,8 @@ def _open_taskset(spec: TaskSpec) -> Any:
         config_type = loaders.taskset_config_type(spec.name)
     except ImportError as error:
         raise InnerError(
-            f"the taskset package {spec.name!r} cannot be imported: {str(error).rstrip('.')}. Install what it names."
+            f"the taskset package {spec.name!r} cannot be imported: {str(error).rstrip('.')}. "
+            "Install the missing module."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         raise InnerError(f"verifiers cannot use {spec.name!r} as a taskset: {error}") from error

@@ -125,7 +125,7 @@ def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
 
 
 def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt: Any) -> str:
-    """ "" or why the model cannot go on from it."""
+    """The reason why the model cannot continue the prompt; "" if it can."""
     try:
         ids = trainer._prompt_ids(prompt)
     except Exception as error:  # half a pair of UTF-16, say, which tokenizers take for no text
@@ -157,7 +157,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def _check_tools(config: InnerConfig, loop: Any) -> None:
-    """A tool's result can be put behind a call."""
+    """Raise InnerError if the chat template cannot write a tool's result behind a call."""
     for schema in next(iter(loop.trainer.tool_schemas().values()), [])[:1]:
         try:
             loop.trainer._get_tool_suffix_ids([{"role": "tool", "name": schema["function"]["name"], "content": "1"}])

@@ -1,4 +1,4 @@
-"""The plain inner loop: next-token loss on one line of tokens.
+"""The plain inner loop: next-token loss on one sequence of tokens.
 
     tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
     step i   is made of micro-batches i·GA … i·GA + GA - 1, each drawn from (data seed, its number): data/order.py

@@ -192,8 +192,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
     # the lessons
 
     def _take_over_truncation(self) -> None:
-        """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
-        tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
+        """Keep a truncated rollout out of the policy loss only, where lessons need its states.
+
+        TRL masks it out of the attention too, so at its turns the student would not see its own tokens."""
         self._masks_truncated = self.reads_turns and self.mask_truncated_completions
         if self._masks_truncated:
             self.mask_truncated_completions = False
@@ -443,7 +444,7 @@ def _rollouts_of(
 
 
 def written_tokens(batch: Any) -> int:
-    """The tokens that the lessons of a micro-batch ask about."""
+    """Return the number of tokens in the lessons of a micro-batch that the model wrote itself."""
     return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
 
 
@@ -453,7 +454,7 @@ def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
 
 
 def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sampled ids, which of them the model wrote, and old log-probs where they are not those of now; each (N,)."""
+    """Sampled ids, a mask of those that the model wrote, old log-probs (None if they are the new ones); (N,) each."""
     completions = inputs["completion_ids"]
     old = inputs.get("old_per_token_logps")
     ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])

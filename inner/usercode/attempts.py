@@ -11,7 +11,7 @@ and its error is not a connection's; or if its value is not a number, unlike oth
 with failures asks for one completion that has a number already: the witness that the reward still answers.
 
 Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
-A reward whose own machine hangs for one completion alone, at every try, blames that completion.
+If the reward's own machine hangs for one completion alone, at every try, that completion is blamed.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -93,8 +93,8 @@ Answer = Values | Failure | None
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
     """Yields the next call to make.  Send it the answer to each Ask (None to Again); it returns the batch's Scored.
 
-    A part that timed out ends its try, since the next part may hang as long; it goes last in the next try.  The last
-    try goes on, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
+    A part that timed out ends its try, since the next part may hang as long.  In the next try that part comes last.
+    The last try goes on, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
     """
     values: list[Value] = [None] * completions
     invalid: dict[int, str] = {}

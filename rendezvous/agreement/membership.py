@@ -201,7 +201,7 @@ def _check_wishes(record: Control) -> None:
     for name in ("replicas", "steps", "min_replicas"):
         count = getattr(record, name)
         if count is not None and count < 1:
-            raise ValueError(f"{name} = {count} means nothing here, the least is 1; to end a run, stop it")
+            raise ValueError(f"{name} = {count} is not possible: the least is 1. To end a run, stop it")
         if count is not None and count > layout.MOST_SLOTS and name != "steps":
             raise ValueError(f"{name} = {count} means nothing here, the most is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):

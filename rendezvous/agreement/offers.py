@@ -7,7 +7,7 @@
        └─ eligible, and so for ever: it is read once
 
 Which record is eligible depends on the chain alone, so all replicas find the same one.  The attempt number lets a
-generation offer although its predecessor left a record that does not count; with one register per slot it could not.
+generation offer even if its predecessor left a record that does not count.  A single register per slot would not.
 
 Not promised: that an offer which is not known here does not exist.  Only a GET made now tells.
 """
@@ -135,7 +135,10 @@ class OfferBook:
     # ------------------------------------------------------------------ is it an offer at all?
 
     def read_offer(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
-        """Decode the record under `key` as the slot's offer for step s; None, reported once, if it is not one."""
+        """Decode the record under `key` as the slot's offer for step s.
+
+        Returns None for VOID, and for a record that is no such offer.  Reports the latter once.
+        """
         if body == VOID:
             return None
         try:

@@ -86,7 +86,7 @@ class StepWait:
 
     @property
     def least_pause_s(self) -> float:
-        """The least seconds between two looks for offers, where one was in vain: an eighth of the wait so far."""
+        """The shortest pause in seconds after a look for offers that found nothing: an eighth of the wait so far."""
         return max(self._timing.poll, self.idle / 8)
 
     def attempt_in(self, seconds: float, at_most: float) -> None:

@@ -36,7 +36,7 @@ class Reach:
 
 
 def read_reach(store: Store) -> Reach:
-    """The steps whose θ the bucket still gives, as the run stands."""
+    """Return the steps whose θ can still be computed from the bucket as it is now."""
     found = _readable_snapshots(store)
     if not found:
         return Reach(0)

@@ -1,12 +1,12 @@
-"""Checks of listed bodies.  A body that no encoder writes counts for nothing, with every reader.
+"""Checks of the bodies that a commit lists.  A body that no encoder writes counts for nothing, with every reader.
 
     Σ of all listed ── finite ───────────────────────────────▶ ÷ Σ weights                   the rule of every day
          │ not finite, or bytes that cannot be decoded
          ▼
     in each shard of the fixed grid:   Σ of the sound ones ÷ Σ of their weights;   what still overflows, or has none: 0
 
-A body is sound if its bytes decode and every value is finite.  One whose record has another length than the
-fragment's bodies, or another number of shards, is left out before.
+A body is sound if its bytes decode and every value is finite.  A body whose record has another length
+than the fragment's bodies, or another number of shards, is left out before this check.
 
 It depends on the commit and on bytes with their announced digests, so all replicas leave out the same, however many
 shards they fetch at a time.  A sum is finite only if all its terms are: on a good day no body is looked at twice.

@@ -143,7 +143,7 @@ def _text_check(longest: int) -> Check:
         if type(value) is not str:
             raise ValueError(f"{brief_repr(value)}, not a text")
         if len(value) > longest:
-            raise ValueError(f"{len(value)} characters long, at most {longest} make sense")
+            raise ValueError(f"{len(value)} characters long, and at most {longest} make sense")
         if not value.isascii() and not _is_encodable(value):
             raise ValueError(f"{brief_repr(value)}, which has half of a surrogate pair")
         return value

@@ -245,7 +245,8 @@ class SnapshotWriter:
         if writing.file.base != writing.mine.base:
             raise Diverged(
                 f"θ_{writing.mine.t} changed while snapshot {writing.mine.t} was written (digest {writing.file.base}, "
-                f"was {writing.mine.base}): bad memory, or code that writes to the fragments. It is not published"
+                f"was {writing.mine.base}). The cause is bad memory, or code that writes to the fragments. The "
+                "snapshot is not published"
             )
 
     def _publish_manifest(self, writing: _Writing) -> None:

@@ -1,4 +1,4 @@
-"""A bucket in this process's memory: tests, simulations, and replicas that are threads.
+"""A bucket in this process's memory, for tests, simulations, and replicas that are threads.
 
 Not promised: anything to another process.
 """

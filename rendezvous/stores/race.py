@@ -25,7 +25,7 @@ OVERWRITES = "silently overwrites: a second create of the same key went through"
 
 @dataclass(frozen=True)
 class Race:
-    """Winners of one key, round by round, and whether the winner's body stands."""
+    """The number of winners in each round, and whether the store kept the winner's body."""
 
     racers: int
     winners: tuple[int, ...]

@@ -111,7 +111,7 @@ def decode(body: Buffer) -> Iterator[Changes]:
 
 def _chunk(start: int, count: int, changed: int, *, gaps: memoryview, high: memoryview, low: memoryview) -> Changes:
     if len(low) != changed or (not gaps and changed not in (0, count)):
-        raise Corrupt("a patch has a chunk with another number of values than its head says")
+        raise Corrupt("the head of a chunk in a patch gives a wrong number of values")
     planes = np.empty((changed, 2), np.uint8)
     planes[:, 1] = np.frombuffer(_inflate(high, changed, exactly=True), np.uint8)
     planes[:, 0] = np.frombuffer(low, np.uint8)
@@ -152,5 +152,5 @@ def _inflate(data: memoryview, most: int, *, exactly: bool = False) -> bytes:
     if not unpacker.eof and unpacker.decompress(unpacker.unconsumed_tail, 1):
         raise Corrupt("a patch has a chunk that unpacks to more than its head says")
     if exactly and len(found) != most:
-        raise Corrupt("a patch has a chunk with another number of values than its head says")
+        raise Corrupt("the head of a chunk in a patch gives a wrong number of values")
     return found

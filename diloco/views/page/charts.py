@@ -133,7 +133,7 @@ def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
 
 
 def _step_at(report: Report, at: float) -> float:
-    """Place of a time on the axis: step t's point is drawn at t, when it was committed."""
+    """Place of a time on the axis of outer steps: the time of step t's commit is at t."""
     ends = [s.at for s in report.steps]
     t = sum(end <= at for end in ends)
     if t == 0 or t == len(ends):

@@ -126,7 +126,7 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
     files = project_files(folder.resolve().name, model, TASKS[task]())
     standing = sorted(name for name in files if (folder / name).exists())
     if standing:
-        raise UsageError(f"{folder} has {', '.join(standing)} already, and nothing is written over. Name a new folder")
+        raise UsageError(f"{folder} has {', '.join(standing)} already, and init overwrites no file. Name a new folder")
     if found := foreign_files(folder, ()):
         raise UsageError(
             f"{folder} holds {found}, which are not of this project. Name a folder of its own: "

@@ -3,7 +3,7 @@
     bucket ──LiveReader──▶ report ──page_data──▶ files   head.json, 0.json, 1.json, …      swapped whole, never half new
        └─ an error: files stay, head.json says since when they are stale; the next look comes after 5, 10, 20 … 60 s
 
-However many browsers look, the bucket is asked by this one reader, at its one request per second.
+Only this reader sends requests to the bucket, one per second, for any number of browsers.
 
 Not promised: chunks of earlier steps at every look: they are made anew with a new outer step, or after a while.
 """
@@ -90,7 +90,7 @@ class PageLooks:
         self._put_files()
 
     def _read_rollouts(self, report: Report) -> None:
-        """Read rollouts, after the first whole look and every few minutes."""
+        """Read rollouts once everything has been read for the first time, and then every few minutes."""
         now = self._clock.now()
         if self._live.is_whole and now - self._rollouts_at >= ROLLOUTS_S:
             self._rollouts_at = now

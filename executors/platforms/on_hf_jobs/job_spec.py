@@ -130,7 +130,7 @@ class Recipe:
         if missing := [name for name, value in values.items() if not value]:
             raise ExecutorError(
                 f"the secret {', '.join(missing)} is named but not set in this environment. Next: "
-                f"`export {missing[0]}=…`, or name it no more"
+                f"`export {missing[0]}=…`, or remove it from the secrets"
             )
         return values
 

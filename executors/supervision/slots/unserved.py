@@ -2,7 +2,8 @@
 
     wanted ─ fresh beats ─ launches without an end ─ waits that were announced ──▶ "r02: not running for 3 min; …"
 
-A launch whose replica has said goodbye since is not a launch.  The reason is the newest word of the supervisor on it.
+A launch does not count if its replica has said goodbye since.
+The reason is the text of the supervisor's newest event of a kind in REASONS.
 
 Not promised: anything about a run without a supervisor; `status` says that in a line of its own.
 """
@@ -19,7 +20,7 @@ REASONS = ("refused", "platform_silent")
 
 
 def unserved(report: Report, now: float) -> list[str]:
-    """A line for all of them, if there are any.   now: Unix time."""
+    """Return one line about all of these slots; [] if there are none.   now: Unix time."""
     started = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
     if report.done or report.stopped or not started:
         return []

@@ -205,8 +205,8 @@ def refuse_unrepeatable(config: InnerConfig, steps: int) -> None:
     """Raise InnerError if a round of `steps` inner steps is not a function of (t, θ_t, carried)."""
     if steps < 1 or steps % config.boundary:
         raise InnerError(
-            f"a round of {steps} inner steps would end inside a generation, which serves {config.boundary}. Make H a "
-            f"multiple of {config.boundary}."
+            f"a round of {steps} inner steps would end inside a generation, and each generation serves "
+            f"{config.boundary} inner steps. Make H a multiple of {config.boundary}."
         )
     if config.sdpo.is_used and config.sdpo.teacher == "ema":
         raise InnerError(

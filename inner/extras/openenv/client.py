@@ -376,7 +376,7 @@ def _checked_object(value: Any, name: str) -> dict[str, Any]:
     """Return the object; {} for a missing one with a name.   Raises ValueError."""
     if isinstance(value, dict) or (name and value is None):
         return value or {}
-    raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is not an object, but {str(value)[:80]!r}")
+    raise ValueError(f"not an OpenEnv server's answer: {name or 'it'} is not an object, but {str(value)[:80]!r}")
 
 
 def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:

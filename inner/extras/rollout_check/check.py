@@ -101,7 +101,7 @@ def check_rollouts(
                 "log-probs; it needs a prompt, and as many log-probs as completion tokens"
             )
         if wrong := [token for token in (*prompt, *completion) if not 0 <= token < known]:
-            raise ValueError(f"a rollout has the token {wrong[0]}; the model has {known:,.0f}, from 0 on")
+            raise ValueError(f"a rollout has the token {wrong[0]}; the model has {known:,.0f} tokens, numbered from 0")
         logps, entropy, spread = _token_statistics(model, prompt, completion, temperature)
         differences += (logps - torch.tensor(claimed, dtype=torch.float64)).abs().tolist()
         surplus += float((-logps - entropy).sum())

@@ -134,8 +134,8 @@ def _fields_of(
         )
     if not found.has_rows(response_mask, rewards, uid):
         raise KeyError(
-            "the fields that attach_composer_fields was given are of other rows than this batch: of an earlier batch, "
-            "or it was balanced, filtered or copied since. Attach them after that, right before the advantage"
+            "attach_composer_fields was given fields of other rows than this batch has: they are of an earlier batch, "
+            "or the batch was balanced, filtered or copied since. Attach the fields later, right before the advantage"
         )
     return found.fields
 

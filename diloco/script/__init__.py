@@ -1,0 +1,1 @@
+"""A person's own training script as a replica: a callback for Transformers' and TRL's trainers."""

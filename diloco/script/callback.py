@@ -1,0 +1,224 @@
+"""One line makes a trainer of Transformers or TRL a replica of a run.
+
+    trainer = GRPOTrainer(…, callbacks=[DiLoCoCallback("s3://bucket/run", slot="r00", replicas=4, sync_every=20)])
+
+    on_train_begin   refuse what would fight with θ ─▶ join: model ← θ ─▶ own rows, own noise, rate by the run's step
+    optimizer.step   make_diloco's hooks: every H steps Δ goes out, the mean comes in
+    on_step_end      stop where the run is done, or this replica was asked to go
+    on_train_end     leave; a replica that leaves early ends its script there (SystemExit, exit code 4)
+
+Without a run, neither given nor in DILOCO_RUN, the script trains as if the callback were not there, and says so once.
+max_steps counts one replica's steps, as with accelerate; epochs are the fleet's, so each replica makes its share.
+
+Not promised: anything about callbacks that step the optimizer themselves; several devices (one replica is one device).
+"""
+
+import atexit
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from diloco.outer.loop import TAKEN, OuterLoop
+from diloco.outer.make import make_diloco, outer_config
+from diloco.outer.managers.manager import StoreManager
+from diloco.process import exitcodes
+from diloco.run.config import OuterError
+from diloco.script.rows import give_share
+from inner.data.order import Share
+from rendezvous.errors import Leaving
+from rendezvous.layout import slot_index
+
+RUN, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"
+ALONE = f"DiLoCoCallback: no run is named, neither here nor in {RUN}, so this script trains alone"
+LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+
+
+class DiLoCoCallback(TrainerCallback):
+    """run: URL, slot: "r00", replicas: how many, at first; from the environment where they are not given.
+
+    outer: settings of make_diloco, sync_every among them.
+    """
+
+    def __init__(
+        self, run: str | None = None, slot: str | None = None, replicas: int | None = None, **outer: Any
+    ) -> None:
+        given = os.environ.get(REPLICAS, "")
+        self.run = run or os.environ.get(RUN, "")
+        self.slot = slot or os.environ.get(SLOT, "r00")
+        self.replicas = replicas or (int(given) if given.isdecimal() else 1)
+        self.outer = outer
+        self.manager: StoreManager | None = None
+        self.loop: OuterLoop | None = None
+        self._asked_to_go = False
+
+    # ---------------------------------------------------------------- the trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        if not self.run:
+            return warnings.warn(ALONE, stacklevel=2)
+        refuse_fights(args, state)
+        outer = outer_config(self.outer)
+        interval = outer.sync_every // outer.fragments
+        steps = rounds_of(total_steps(args, state.max_steps, self.replicas), interval)
+        plan, state.max_steps = state.max_steps, steps * interval
+        self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
+        optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
+        loop = make_diloco(trainer["model"], optimizer, self.manager, outer, boundary=generation_steps(args))
+        self.loop = loop.__enter__()
+        atexit.register(self._leave_after_error)
+        self._catch_leaving(optimizer)
+        if slot_index(self.slot):
+            speak_for_one(args, sys._getframe(1).f_locals.get("self"))
+        self._begin_at(args, state, plan / state.max_steps, **trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.manager is None or self.loop is None:
+            return
+        ended = state.global_step >= state.max_steps  # by the trainer's own count
+        state.global_step = position(self.loop)
+        if self._asked_to_go or self.manager.done:
+            control.should_training_stop = True
+        elif ended and state.global_step < state.max_steps:  # a round was lost, and is made again
+            control.should_training_stop = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if self.loop is None or "train_runtime" in (logs or {}):
+            return
+        numbers = {LOGGED.get(name, name): value for name, value in (logs or {}).items() if is_number(value)}
+        self.loop.log(**{name: value for name, value in numbers.items() if name not in TAKEN and name != "epoch"})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.loop is None or self.manager is None:
+            return
+        loop, self.loop = self.loop, None
+        atexit.unregister(self._leave_after_error)
+        early = self._asked_to_go and not self.manager.done
+        loop.__exit__(Leaving if early else None, None, None)
+        if early:
+            print(f"{self.slot}: left the run after outer step {loop.committed()}; its work is in the bucket")
+            raise SystemExit(exitcodes.LEFT)
+
+    # ---------------------------------------------------------------- joining and leaving
+
+    def _begin_at(self, args: Any, state: Any, scale: float, **trainer: Any) -> None:
+        """Put the trainer where the run is: its step, its rows, its noise, its learning rate."""
+        loop = self.loop
+        assert loop is not None
+        done = state.global_step = position(loop)
+        share = Share(args.data_seed or args.seed, slot_index(self.slot) % self.replicas, self.replicas)
+        if not give_share(trainer["train_dataloader"], share, done, args.gradient_accumulation_steps):
+            warnings.warn(
+                f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
+                f"Shuffle it by a seed of {SLOT}",
+                stacklevel=2,
+            )
+        if share.index or done:
+            seed_all(hash((args.seed, share.index, done)) % 2**32)
+        follow_run(trainer["lr_scheduler"], lambda: position(loop), scale)
+
+    def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
+        """A replica that is asked to go learns it inside optimizer.step; its trainer then stops by itself."""
+        inner = optimizer.step
+
+        def step(*args: Any, **options: Any) -> Any:
+            try:
+                return inner(*args, **options)
+            except Leaving:
+                self._asked_to_go = True
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def _leave_after_error(self) -> None:
+        """The trainer raised, so on_train_end never came: say it in the run's log."""
+        if self.loop is None or self.manager is None:
+            return
+        error = getattr(sys, "last_value", None)
+        text = f"{type(error).__name__}: {error}" if error is not None else "the script ended inside its training"
+        self.manager.session.emit("crashed", error=text)
+        self.manager.session.flush()
+        self.loop.__exit__(RuntimeError, error, None)
+
+
+# -------------------------------------------------------------------- what would fight with the run
+
+
+def refuse_fights(args: Any, state: Any) -> None:
+    """Raise OuterError for settings of a trainer that would overwrite θ, or step it otherwise."""
+    reasons = {
+        "fp16 = True scales gradients and skips steps, so replicas would count differently. Use bf16 = True": args.fp16,
+        "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
+            args.load_best_model_at_end
+        ),
+        "DeepSpeed spreads the optimizer over devices; a replica is one device for now": args.deepspeed,
+        "FSDP spreads the model over devices; a replica is one device for now": args.fsdp,
+        "resume_from_checkpoint would replace θ: the bucket is the checkpoint. Leave it out": state.global_step > 0,
+    }
+    for text, holds in reasons.items():
+        if holds:
+            raise OuterError(f"this trainer cannot be a replica: {text}")
+
+
+def generation_steps(args: Any) -> int:
+    """Optimizer steps that one generation of rollouts serves (GRPO); no sync comes inside of them."""
+    micro = (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
+    return max(1, micro // args.gradient_accumulation_steps)
+
+
+def total_steps(args: Any, planned: int, replicas: int) -> int:
+    """Optimizer steps of one replica.   planned: of the trainer, which counts epochs of all rows."""
+    return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
+
+
+def rounds_of(steps: int, interval: int) -> int:
+    """Outer steps for so many steps of the optimizer.   interval: of them, from one outer step to the next."""
+    if steps < interval:
+        raise OuterError(
+            f"{steps} optimizer steps are fewer than one round of {interval}, so nothing would be averaged. Use more "
+            f"steps (max_steps, or epochs), or sync_every = {max(1, steps // 4)}"
+        )
+    return -(-steps // interval)
+
+
+def speak_for_one(args: Any, handler: Any) -> None:
+    """Leave trackers, checkpoints and the Hub to the first replica.   handler: the trainer's list of callbacks."""
+    args.push_to_hub, args.save_strategy = False, "no"
+    if (callbacks := getattr(handler, "callbacks", None)) is not None:
+        handler.callbacks = [one for one in callbacks if "transformers.integrations" not in type(one).__module__]
+
+
+# -------------------------------------------------------------------- where the run is
+
+
+def position(loop: OuterLoop) -> int:
+    """Inner steps that one replica has behind it, by the run's count."""
+    return loop.committed() * loop.interval + loop.diloco._local_step
+
+
+def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:
+    """Make a schedule a function of the run's position.   scale: its own steps per inner step."""
+    lambdas = getattr(scheduler, "lr_lambdas", None)
+    if lambdas is None:
+        return warnings.warn(
+            f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica begins it anew",
+            stacklevel=2,
+        )
+    scheduler.lr_lambdas = [lambda _, rate=rate: rate(round(at() * scale)) for rate in lambdas]
+    for group, base, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, lambdas, strict=True):
+        group["lr"] = base * rate(round(at() * scale))
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

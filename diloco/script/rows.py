@@ -1,0 +1,92 @@
+"""Each replica's own rows of a trainer's dataset, from where the run is.
+
+    trainer's sampler ─▶ positions 0 … m−1 of a share, pass after pass ─▶ order(pass · m + position) ─▶ row
+    (its repeats, its batches)                                              dealt out like cards, anew in every pass
+
+    one pass of the trainer      as many indices as before, so its counts of steps stay right
+    a session that joins late    begins behind the indices that its slot has used so far
+
+Not promised: other rows than the other replicas' where the number of replicas changes, or where the dataset has no
+length.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler, SequentialSampler
+
+from diloco.run.config import OuterError
+from inner.data.order import Share, prompt_order
+
+
+class ShareSampler(Sampler[int]):
+    """Takes the place of `inner`, a trainer's sampler of all rows.   start: indices that this slot has used."""
+
+    def __init__(self, inner: Any, share: Share, start: int) -> None:
+        self._inner = inner
+        self._length = len(inner)
+        rows = len(inner.data_source)
+        size = share.size(rows)
+        if rows < share.of:
+            raise OuterError(
+                f"the dataset has {rows} rows for {share.of} replicas, so some would have none. Use fewer replicas, or "
+                "more rows"
+            )
+        mixes = not isinstance(inner, SequentialSampler) and getattr(inner, "shuffle", True)
+        self._row: Callable[[int], int] = (
+            prompt_order(rows, share) if mixes else lambda at: (at * share.of + share.index) % rows
+        )
+        self._size = size
+        _narrow(inner, size)
+        if not len(inner):
+            raise OuterError(
+                f"a replica's share of {size} rows does not fill one batch of the trainer. Use fewer replicas, smaller "
+                "batches, or more rows"
+            )
+        self._stream = islice(self._all(share.seed), start, None)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._stream, self._length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The stream goes on from pass to pass by itself."""
+
+    def _all(self, seed: int) -> Iterator[int]:
+        for number in count():
+            if hasattr(self._inner, "set_epoch"):
+                self._inner.set_epoch(number)
+            if getattr(self._inner, "generator", None) is not None or not hasattr(self._inner, "set_epoch"):
+                self._inner.generator = torch.Generator().manual_seed(seed + number)
+            for position in self._inner:
+                yield self._row(number * self._size + position)
+
+
+def _narrow(sampler: Any, size: int) -> None:
+    """Let a sampler of Transformers, accelerate or TRL draw from `size` rows."""
+    if hasattr(sampler, "lengths"):
+        raise OuterError(
+            f"{type(sampler).__name__} groups rows by their lengths, which a share of the rows changes. Set "
+            'train_sampling_strategy = "random"'
+        )
+    sampler.data_source = range(size)
+    if hasattr(sampler, "mini_repeat_count"):  # TRL's RepeatSampler keeps its own count
+        sampler.num_samples = size
+
+
+def give_share(loader: Any, share: Share, steps: int, accumulation: int) -> bool:
+    """Let a trainer's data loader read this share from inner step `steps` on; -> False where its dataset has no length.
+
+    One replica alone that begins at the front reads as it would without a run.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    if inner is None or not hasattr(inner, "data_source"):
+        return False
+    if share.of > 1 or steps:
+        batches.sampler = ShareSampler(inner, share, steps * accumulation * batches.batch_size)
+    return True

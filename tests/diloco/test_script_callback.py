@@ -1,0 +1,221 @@
+"""DiLoCoCallback: a stock trainer of Transformers or TRL as a replica.
+
+The scripts are a person's own; nothing of this project but the callback is in them.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import RepeatSampler
+
+from diloco import DiLoCoCallback, OuterError
+from diloco.runlog.reader import read_report
+from diloco.script.callback import ALONE, follow_run, generation_steps, rounds_of, total_steps
+from diloco.script.rows import ShareSampler, give_share
+from inner.data.order import Share
+from rendezvous.stores.open import open_store
+from tests.support.tiny_models import tiny_model_folder
+
+ROWS = [{"prompt": f"{i} plus {i + 1} is", "completion": f" {2 * i + 1}."} for i in range(48)]
+QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "bf16": False}
+
+
+def trainer_of(kind: str, folder: Path, callbacks: list[Any], **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder("llama"))
+    settings = {
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-2,
+        "logging_steps": 1, **QUIET, **more,
+    }  # fmt: skip
+    kinds: dict[str, Any] = {"model": model, "processing_class": tokenizer, "callbacks": callbacks}
+    if kind == "sft":
+        return SFTTrainer(args=SFTConfig(**settings), train_dataset=Dataset.from_list(ROWS), **kinds)
+    if kind == "dpo":
+        pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " no"} for r in ROWS]
+        return DPOTrainer(args=DPOConfig(**settings), train_dataset=Dataset.from_list(pairs), **kinds)
+    grpo = GRPOConfig(num_generations=4, max_completion_length=6, **settings)
+    data = Dataset.from_list([{"prompt": r["prompt"]} for r in ROWS])
+    return GRPOTrainer(args=grpo, train_dataset=data, reward_funcs=[vowels], **kinds)
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [sum(c in "aeiou" for c in text) / 6 for text in completions]
+
+
+def weights_of(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
+
+
+# -------------------------------------------------------------------- one replica is the script
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_one_replica_with_a_plain_outer_step_is_the_script_alone(kind: str, tmp_path: Path) -> None:
+    alone = trainer_of(kind, tmp_path, [])
+    alone.train()
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", outer_lr=1.0, outer_momentum=0.0, sync_every=4)
+    one = trainer_of(kind, tmp_path, [callback])
+    one.train()
+    losses = [[x["loss"] for x in trainer.state.log_history if "loss" in x] for trainer in (one, alone)]
+    assert one.state.global_step == 8 and losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
+    assert (weights_of(one) - weights_of(alone)).abs().max() <= 1e-6
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.head == 2 and report.done
+
+
+def test_without_a_run_the_script_trains_alone_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_RUN", raising=False)
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback()], max_steps=2)
+    with pytest.warns(UserWarning, match=ALONE):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+# -------------------------------------------------------------------- a fleet
+
+
+def live(folder: Path, slot: str, kind: str) -> None:
+    """A process of a person's script, as a launcher starts it: the run is named in its environment alone."""
+    torch.set_num_threads(1)
+    os.environ.update(DILOCO_RUN=f"file://{folder}/run", DILOCO_SLOT=slot, DILOCO_REPLICAS="3")
+    trainer = trainer_of(kind, folder / slot, [DiLoCoCallback(sync_every=2)], max_steps=12)
+    trainer.train()
+    torch.save(weights_of(trainer), folder / f"{slot}.pt")
+
+
+@pytest.mark.parametrize("kind", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_three_replicas_of_a_script_one_killed_hold_the_same_weights(kind: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start = {s: context.Process(target=live, args=(tmp_path, s, kind)) for s in ("r00", "r01", "r02")}
+    for one in start.values():
+        one.start()
+    store = open_store(f"file://{tmp_path}/run")
+    until = time.monotonic() + 240
+    while store.get("steps/0000000001/commit.json") is None and time.monotonic() < until:
+        time.sleep(0.02)
+    victim = start["r01"]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    again = context.Process(target=live, args=(tmp_path, "r01", kind))
+    again.start()
+    for one in (start["r00"], start["r02"], again):
+        one.join(300)
+        assert one.exitcode == 0
+    first, *others = (torch.load(tmp_path / f"{slot}.pt") for slot in start)
+    assert all(torch.equal(first, other) for other in others)
+    report = read_report(store)
+    assert report.head == 6 and report.done
+
+
+# -------------------------------------------------------------------- rows
+
+
+def loader_of(sampler: Any, size: int) -> Any:
+    return type("Loader", (), {"batch_sampler": BatchSampler(sampler, size, drop_last=False)})()
+
+
+@pytest.mark.parametrize("make", [RandomSampler, SequentialSampler])
+def test_each_row_is_one_replicas_in_each_pass(make: Any) -> None:
+    rows = list(range(12))
+    seen: Counter[int] = Counter()
+    for index in range(3):
+        loader = loader_of(make(rows), 2)
+        assert give_share(loader, Share(7, index, 3), steps=0, accumulation=1)
+        assert len(list(loader.batch_sampler)) == 6, "a pass of the trainer is as long as before"
+        seen.update(i for batch in loader_of(make(rows), 2).batch_sampler for i in batch)
+        stream = ShareSampler(make(rows), Share(7, index, 3), 0)
+        first = [i for i, _ in zip(stream._stream, range(4), strict=False)]
+        assert len(set(first)) == 4
+        seen.update(dict.fromkeys(first, 100))
+    assert all(count // 100 == 1 for count in seen.values()) and set(seen) == set(rows)
+
+
+def test_a_replacement_goes_on_where_its_slot_was() -> None:
+    def stream(start: int) -> list[int]:
+        sampler = RepeatSampler(range(20), mini_repeat_count=2, batch_size=2, repeat_count=3, seed=1)
+        loader = loader_of(sampler, 4)
+        assert give_share(loader, Share(5, 1, 2), steps=start, accumulation=1)
+        return [i for batch in loader.batch_sampler for i in batch]
+
+    whole = stream(0)
+    assert whole[:12] == whole[:4] * 3, "a generation's prompts are repeated"
+    assert stream(3)[: len(whole) - 12] == whole[12:]
+
+
+def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
+    loader = loader_of(sampler := RandomSampler(range(9)), 2)
+    assert give_share(loader, Share(0, 0, 1), steps=0, accumulation=2)
+    assert loader.batch_sampler.sampler is sampler
+    assert not give_share(object(), Share(0, 0, 1), steps=0, accumulation=1), "a stream has no sampler"
+
+
+def test_a_share_that_fills_no_batch_is_refused() -> None:
+    with pytest.raises(OuterError, match="2 rows for 3 replicas"):
+        ShareSampler(RandomSampler(range(2)), Share(0, 0, 3), 0)
+    with pytest.raises(OuterError, match="share of 5 rows does not fill one batch"):
+        ShareSampler(RepeatSampler(range(10), 2, batch_size=8), Share(0, 0, 2), 0)
+
+
+# -------------------------------------------------------------------- steps, rates, refusals
+
+
+def test_epochs_are_the_fleets_and_max_steps_one_replicas() -> None:
+    epochs = TrainingArguments(output_dir="x", use_cpu=True)
+    assert total_steps(epochs, planned=90, replicas=4) == 23
+    assert total_steps(TrainingArguments(output_dir="x", max_steps=90, use_cpu=True), planned=90, replicas=4) == 90
+    assert rounds_of(90, 20) == 5
+    with pytest.raises(OuterError, match=r"6 optimizer steps are fewer than one round of 20.*sync_every = 1"):
+        rounds_of(6, 20)
+
+
+def test_no_sync_comes_inside_a_generation() -> None:
+    args = GRPOConfig(
+        output_dir="x", per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+        steps_per_generation=8, num_iterations=2, use_cpu=True, bf16=False,
+    )  # fmt: skip
+    assert generation_steps(args) == 8
+    assert generation_steps(TrainingArguments(output_dir="x", use_cpu=True)) == 1
+
+
+def test_the_rate_is_a_function_of_the_runs_step() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+    at = [40]
+    follow_run(scheduler, lambda: at[0], 0.5)  # its own plan has half as many steps
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8)
+    at[0] = 60
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}, "would replace θ"),
+        ({"max_steps": 3}, "fewer than one round of 4"),
+    ],
+)
+def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 8, "eval_steps": 2, **QUIET, **settings})
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+    with pytest.raises(OuterError, match=words):
+        trainer.train()
+    assert not (tmp_path / "run").exists(), "nothing was founded"
