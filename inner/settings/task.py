@@ -177,8 +177,8 @@ class RewardSettings(Table):
             )
         if self.function is not None and self.functions:
             raise InnerError(
-                f"inner.rewards.function = {self.function!r} and [inner.rewards.functions] are both set. Move the function "
-                f'into that table as a line of its own: "{self.function}" = 1.0.'
+                f"inner.rewards.function = {self.function!r} and [inner.rewards.functions] are both set. Move the "
+                f'function into that table as a line of its own: "{self.function}" = 1.0.'
             )
         for spelling, weight in self.functions.items():
             self._check_line(spelling, weight)

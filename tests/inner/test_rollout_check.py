@@ -159,7 +159,7 @@ def test_a_token_that_the_model_never_draws_is_found_and_one_that_it_has_not_is_
     assert len(check_rollouts(model, [([1], [0, 3, 2], [-math.log(7)] * 3)]).doubts) == 1
     assert len(check_rollouts(model, [([1], [3], [-math.inf])]).doubts) == 2
     for tokens in ([8], [-1]):
-        with pytest.raises(ValueError, match="the model has 8, from 0 on"):
+        with pytest.raises(ValueError, match="the model has 8 tokens, numbered from 0"):
             check_rollouts(model, [([1], tokens, [-1.0])])
 
 
