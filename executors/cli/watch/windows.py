@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -24,15 +24,11 @@ from executors.cli.watch.looks import error_words
 T = TypeVar("T")
 
 
-class TextSource(Protocol):
-    """A text somewhere else: `read` may take its time, and may raise."""
+class TextSource(NamedTuple):
+    """A text somewhere else.   read: its pages, the newest first; it may take its time, and may raise."""
 
-    @property
-    def title(self) -> str: ...
-
-    def read(self) -> Sequence[str]:
-        """Pages of text; the newest is shown first."""
-        ...
+    title: str
+    read: Callable[[], Sequence[str]]
 
 
 def in_thread(
