@@ -32,8 +32,7 @@ from diloco.views.troubles import flagged_steps
 from executors.cli.watch import words
 from executors.cli.watch.actions import ScaleAction, drain, events_text, log_text, rollouts_text
 from executors.cli.watch.looks import Picture, RunLooks, error_words
-from executors.cli.watch.plain import PlainApp
-from executors.cli.watch.windows import TextWindow
+from executors.cli.watch.windows import PlainApp, TextWindow
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal that has room for curves
