@@ -8,7 +8,7 @@ Not promised: the parts of a commit that a replica needs: weights, digests, fenc
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rendezvous.records.records import Commit
 
@@ -22,9 +22,9 @@ class Counted(NamedTuple):
     slot: str
     generation: int
     nonce: str
-    factor: float
-    samples: float
-    zero: bool
+    factor: float = 1.0
+    samples: float = 0.0
+    zero: bool = False
 
 
 class Decision(NamedTuple):
@@ -49,10 +49,7 @@ class Decision(NamedTuple):
 def read_commit(body: bytes) -> Decision:
     """Decode and check a commit's bytes.   Raises WireError, and nothing else, for bad bytes."""
     c = Commit.decode(body)
-    offers = tuple(
-        Counted(o.step, o.slot, o.generation, o.nonce, factor=o.factor, samples=o.samples, zero=o.zero)
-        for o in c.offers
-    )
+    offers = tuple(Counted(*(getattr(o, name) for name in Counted._fields)) for o in c.offers)
     return Decision(c.t, c.at, c.by, c.prev, offers, c.snapshot)
 
 
@@ -60,12 +57,7 @@ def kept_commit(body: bytes) -> Decision:
     """Decode a commit from the cache.   Raises WireError if another release has kept something else."""
     try:
         raw = json.loads(body)
-        offers = tuple(_parse_counted(o) for o in raw["offers"])
+        offers = tuple(Counted(**{k: v for k, v in o.items() if k in Counted._fields}) for o in raw["offers"])
         return Decision(raw["t"], raw["at"], raw["by"], raw["prev"], offers, raw["snapshot"])
     except (ValueError, KeyError, TypeError):
         return read_commit(body)
-
-
-def _parse_counted(o: dict[str, Any]) -> Counted:
-    defaults = {"factor": 1.0, "samples": 0.0, "zero": False}
-    return Counted(**{name: o.get(name, defaults[name]) if name in defaults else o[name] for name in Counted._fields})

@@ -52,9 +52,14 @@ class Evaluation:
     scores: Mapping[str, Mapping[str, Score]]
 
     @property
+    def rewards(self) -> list[tuple[str, Score]]:
+        """Kind and score of the whole reward, of each kind that was measured."""
+        return [(kind, self.scores[kind]["reward"]) for kind in KINDS if "reward" in self.scores.get(kind, {})]
+
+    @property
     def headline(self) -> tuple[str, Score]:
-        """Kind and score of the whole reward: greedy where that was measured, else sampled."""
-        return next((kind, self.scores[kind]["reward"]) for kind in KINDS if "reward" in self.scores.get(kind, {}))
+        """Greedy where that was measured, else sampled."""
+        return self.rewards[0]
 
 
 def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
@@ -64,7 +69,7 @@ def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
         if event.get("event") == "evaluated" and (share := _decode_share(event)) is not None:
             by_step[share.step].append(share)
     found = [_combine_shares(step, shares) for step, shares in sorted(by_step.items())]
-    return [evaluation for evaluation in found if any("reward" in names for names in evaluation.scores.values())]
+    return [evaluation for evaluation in found if evaluation.rewards]
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
@@ -77,8 +82,7 @@ def evaluation_words(evaluations: Sequence[Evaluation]) -> str:
     if not evaluations:
         return ""
     newest = evaluations[-1]
-    scores = [(kind, newest.scores[kind]["reward"]) for kind in KINDS if "reward" in newest.scores.get(kind, {})]
-    numbers = ", ".join(f"{kind} {score_words(score)}" for kind, score in scores)
+    numbers = ", ".join(f"{kind} {score_words(score)}" for kind, score in newest.rewards)
     return f"@{newest.step}: {numbers}, {prompts_words(newest)}"
 
 

@@ -46,6 +46,11 @@ class Curve:
     def known(self) -> list[float]:
         return [value for value in self.mean if value is not None]
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The first known mean and the newest."""
+        return (self.known[0], self.known[-1]) if self.known else None
+
 
 def reckonable(stats: Mapping[str, float]) -> dict[str, float]:
     """An offer's stats without the numbers that would spoil a mean: a replica may send 1e308."""

@@ -24,7 +24,7 @@ from diloco.runlog.ends import joined_words, observed_words, own_words, restarte
 from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
-from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
+from diloco.runlog.look import SUPERVISOR, Found, Owner, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_words
@@ -91,6 +91,22 @@ class Step:
     def mean_reward(self) -> float | None:
         rewards = [self.reward[s] for s in self.fresh if s in self.reward]
         return fmean(rewards) if rewards else None
+
+    @classmethod
+    def of_commit(cls, c: Decision, *, linked: bool) -> "Step":
+        """The step as its commit tells it.   linked: the commit names the bytes of the one before."""
+        step = cls(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried), linked)
+        step.gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
+        step.samples = {o.slot: o.samples for o in c.offers if o.samples}
+        step.empty = all(o.zero for o in c.offers)
+        step.snapshot = c.snapshot
+        return step
+
+    def add_offer(self, slot: str, offer: Offer) -> None:
+        self.h[slot] = offer.h
+        self.learned[slot] = learning_numbers(stats := reckonable(offer.stats))
+        if "reward" in stats:
+            self.reward[slot] = stats["reward"]
 
     def part(self, name: str) -> float:
         """Seconds of one part, mean over the replicas that logged it."""
@@ -241,9 +257,6 @@ def read_report(store: Readable, scope: Scope = EVERYTHING, cache: Cache | None 
     return Reader(store, scope, cache).refresh()
 
 
-SessionName = tuple[str, int]  # slot and generation
-
-
 class Reader:
     """Reads a bucket again and again; what is write-once is read once.
 
@@ -270,9 +283,9 @@ class Reader:
         self._listed: set[tuple[int, str]] = set()
         self._twice = 0
         self._logs: dict[str, list[dict[str, Any]]] = {}
-        self._sessions: dict[tuple[str, int], SessionSummary] = {}
+        self._sessions: dict[Owner, SessionSummary] = {}
         self._supervisor: Claim | None = None
-        self._unclaimed: set[tuple[str, int]] = set()  # sessions without a claim, at this look
+        self._unclaimed: set[Owner] = set()  # sessions without a claim, at this look
         self._extent = ReadSoFar()
         self._passed_over = 0
         self._damage = ""
@@ -384,13 +397,7 @@ class Reader:
             c, body = found
             self._store.keep(layout.commit_key(c.t))
             linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
-            fresh = tuple(o.slot for o in c.fresh)
-            carried = tuple((o.slot, o.step) for o in c.carried)
-            gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
-            step = Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated, snapshot=c.snapshot)
-            step.samples = {o.slot: o.samples for o in c.offers if o.samples}
-            step.empty = all(o.zero for o in c.offers)
-            self._steps.append(step)
+            self._steps.append(Step.of_commit(c, linked=linked))
             self._last = body
             self._note_listed(c)
         self._ask_claims(self._uncredited)
@@ -444,10 +451,7 @@ class Reader:
             offer = decode_or_none(Offer, body)
             if offer is not None and offer.nonce == nonce:
                 self._store.keep(layout.offer_key(t, slot, attempt))
-                self._steps[t].h[slot] = offer.h
-                self._steps[t].learned[slot] = learning_numbers(stats := reckonable(offer.stats))
-                if "reward" in stats:
-                    self._steps[t].reward[slot] = stats["reward"]
+                self._steps[t].add_offer(slot, offer)
                 return
             attempt += 1
 
@@ -495,7 +499,10 @@ class Reader:
 
     def _read_logs(self, found: Found) -> None:
         """Read every new log object.  One that its writer may still write again is read again in another process."""
-        keys = self._listed_logs() if self._scope.newest is None else _numbered_logs(found.logs)
+        if self._scope.newest is None:
+            keys = [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
+        else:
+            keys = [layout.log_key(*owner, n) for owner, (a, b) in sorted(found.logs.items()) for n in range(a, b)]
         news = [key for key in keys if key not in self._logs]
         newest = _newest_numbers(news)
         for i in range(0, len(news), MANY):
@@ -506,10 +513,7 @@ class Reader:
                 if owner is not None and layout.log_number(key) < newest[owner]:
                     self._store.keep(key)
 
-    def _listed_logs(self) -> list[str]:
-        return [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
-
-    def _read_log(self, key: str, owner: tuple[str, int] | None) -> None:
+    def _read_log(self, key: str, owner: Owner | None) -> None:
         """A foreign one counts as one line without an event."""
         log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
@@ -555,7 +559,7 @@ def _apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) 
                 step.reward.setdefault(slot, e["reward"])
 
 
-def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, Any]) -> None:
+def _apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
     if e["event"] in LAUNCH_ENDS:
         session = _find_ended(sessions, e)
         if session is not None and (e["event"] == "killed" or session.how == "running"):
@@ -578,7 +582,7 @@ def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, An
         session.ended, session.how = e["at"], e["event"].replace("_", " ")
 
 
-def _find_ended(sessions: Mapping[SessionName, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
+def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
     """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
     if e["generation"]:
         return sessions.get((e["slot"], e["generation"]))
@@ -587,13 +591,9 @@ def _find_ended(sessions: Mapping[SessionName, SessionSummary], e: Mapping[str, 
     return launched[-1] if launched else next((x for x in of_slot if x.pid and x.pid == e.get("pid")), None)
 
 
-def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
-    return [layout.log_key(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
-
-
-def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
+def _newest_numbers(keys: Iterable[str]) -> dict[Owner, int]:
     """Per session, the number of its newest log."""
-    newest: dict[tuple[str, int], int] = {}
+    newest: dict[Owner, int] = {}
     for key in keys:
         if (owner := layout.log_owner(key)) is not None:
             newest[owner] = max(layout.log_number(key), newest.get(owner, 0))
@@ -652,8 +652,8 @@ def curve_of(report: Report) -> Curve:
 
 def first_and_last(report: Report) -> tuple[float, float] | None:
     """Mean reward of the first and of the last outer step that has one."""
-    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
-    return (rewards[0], rewards[-1]) if rewards else None
+    curve = curve_of(report)
+    return curve.ends if curve.name == "reward" else None
 
 
 def summary(report: Report) -> str:
@@ -698,9 +698,9 @@ def brief_name(report: Report) -> str:
 
 def _curve_lines(report: Report) -> list[str]:
     line = curve_of(report)
-    if not (known := line.known):
+    if not (ends := line.ends):
         return ["  no reward and no loss yet", *_held_out_lines(report)]
-    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(line.mean, 48)} {known[-1]:.3f}"]
+    lines = [f"  mean {line.name:7s} {ends[0]:.3f} {sparkline(line.mean, 48)} {ends[1]:.3f}"]
     if numbers := learning_words(newest_numbers(report.steps), without=line.name):
         lines.append(f"  newest step  {numbers}")
     if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:

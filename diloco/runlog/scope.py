@@ -33,18 +33,15 @@ class Scope:
 
     def reads_offers(self, t: int, head: int) -> bool:
         """Whether the view shows the offers of step t.   head: number of steps at the first look."""
-        return self.newest is None or t < self.first or t >= head - self.newest
+        if not self.newest:
+            return self.newest is None
+        return t < CURVE_BEGINS or t >= head - self.newest
 
     def sampled_offers(self, t: int, head: int) -> int:
         """Return how many of step t's offers are read: for the first steps, or for the curve of the whole run."""
         if self.newest and t < AT_FIRST:
             return SAMPLED
         return self.each if self.spread > 0 and t % max(1, head // self.spread) == 0 else 0
-
-    @property
-    def first(self) -> int:
-        """The first outer steps: a curve shows where it began."""
-        return 2 if self.newest else 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ EVERYTHING = Scope()
 STATUS = Scope(newest=24, spread=24, each=1)
 COSTS = Scope(commits=False, newest=0)
 WHOLE = Focus()
+CURVE_BEGINS = 2  # a curve shows the first outer steps, where it began
 AT_FIRST = 10  # outer steps that the newest are compared with (diloco/views/learning_troubles.py)
 SAMPLED = 4  # offers of a step that stand for all of them in a curve
 SMALL_RUN = 1500  # offers: a live view reads all of them, as a report does

@@ -55,7 +55,7 @@ class Worth:
 
 def worth(report: "Report") -> Worth:
     headline = headline_curve(report.steps, report.slots)
-    first, newest = (headline.known[0], headline.known[-1]) if headline.known else (None, None)
+    first, newest = headline.ends or (None, None)
     on_gpus = all(session.device not in ("", "cpu") for session in report.sessions)
     cosine, replicas = agreement(report.steps)
     return Worth(

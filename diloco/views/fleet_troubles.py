@@ -97,13 +97,9 @@ def _lost_in_a_row(report: Report, slot: str) -> Trouble | None:
     if len(row) < LOSSES or sum(at > row[-1]["at"] for at in counted) >= CALM_STEPS:
         return None
     step = sum(s.at <= row[0]["at"] for s in report.steps)
-    why = _newest_reason(report, slot)
+    why = next((x.why for x in reversed(report.sessions) if x.slot == slot and x.why), "")
     text = f"lost {len(row)} times in a row" + (f", the newest: {why}" if why else "")
     return trouble("slot_lost", text, f"`diloco logs RUN {slot}` has its last lines", step=step, slot=slot)
-
-
-def _newest_reason(report: Report, slot: str) -> str:
-    return next((x.why for x in reversed(report.sessions) if x.slot == slot and x.why), "")
 
 
 def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:

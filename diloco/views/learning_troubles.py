@@ -203,15 +203,15 @@ def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trou
 
 def held_out_differs(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     """Greedy and sampled answers to the held-out prompts are worth very different rewards."""
-    scores = report.evaluations[-1].scores if report.evaluations else {}
-    greedy, sampled = (scores.get(kind, {}).get("reward") for kind in ("greedy", "sampled"))
-    if greedy is None or sampled is None:
+    newest = report.evaluations[-1:]
+    if not newest or len(newest[0].rewards) < 2:
         return []
+    (_, greedy), (_, sampled) = newest[0].rewards
     apart = abs(greedy.mean - sampled.mean)
     errors = [error for error in (greedy.error, sampled.error) if not math.isnan(error)]
     if apart <= APART * max(abs(greedy.mean), abs(sampled.mean)) or apart <= APART_ERRORS * math.hypot(*errors):
         return []
-    step = report.evaluations[-1].step
+    step = newest[0].step
     text = f"held out @{step}: greedy {score_words(greedy)}, but sampled {score_words(sampled)}: "
     if greedy.mean > sampled.mean:
         text += "most likely sampling goes astray where the likeliest tokens are good; training learns from samples"

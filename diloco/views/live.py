@@ -14,7 +14,6 @@ from dataclasses import replace
 from threading import Lock
 
 from diloco.runlog.commits import Decision, read_commit
-from diloco.runlog.learning import learning_numbers, reckonable
 from diloco.runlog.opening import View
 from diloco.runlog.reader import SUPERVISOR, Reader, Report, Step
 from diloco.runlog.scope import COSTS, SAMPLED, WHOLE, Focus, watch_scope
@@ -28,6 +27,7 @@ from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
 NEAR_LOOK_S = 1.0  # a folder
+LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
 KEPT_STEPS = 100  # outer steps whose events stay in memory while a view goes on
 
 
@@ -61,7 +61,10 @@ class CountingStore:
 
 
 class LiveReader:
-    """supervisor_beat: as it was last read.   read_at: slot -> when its beat was last read, Unix time."""
+    """supervisor_beat: as it was last read.   read_at: slot -> when its beat was last read, Unix time.
+
+    failures: looks in a row that ended in an error.
+    """
 
     def __init__(self, view: View, clock: Clock) -> None:
         self._view = view
@@ -74,6 +77,8 @@ class LiveReader:
         self._log_steps: dict[str, int] = {}
         self._budget = 0.0
         self._paid_at = clock.now()
+        self._glanced = False
+        self.failures = 0
         self.supervisor_beat: Beat | None = None
 
     @property
@@ -87,8 +92,19 @@ class LiveReader:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look is worth while."""
-        return NEAR_LOOK_S if self._is_near else LOOK_S
+        """Seconds until the next look is worth while; none between the glance and the first whole look."""
+        usual_s = NEAR_LOOK_S if self._is_near else LOOK_S
+        if self.failures:
+            return min(LONGEST_PAUSE_S, usual_s * 2 ** (self.failures - 1))
+        return usual_s if self.is_whole else 0.0
+
+    def next_look(self) -> Report | None:
+        """A glance, and then one look after the other.   Raises the store's errors; the next call goes on."""
+        self.failures += 1
+        report = self.look() if self._glanced else self.glance()
+        self._glanced = True
+        self.failures = 0
+        return report
 
     def glance(self) -> Report:
         """Enough for a first picture: its newest steps are the only ones that it has."""
@@ -167,13 +183,10 @@ def newest_steps(store: Readable, head: int) -> list[Step]:
 
 
 def _step_with_numbers(ahead: Ahead, c: Decision) -> Step:
-    step = Step(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), (), True, snapshot=c.snapshot)
-    step.samples = {o.slot: o.samples for o in c.offers if o.samples}
+    step = replace(Step.of_commit(c, linked=True), carried=(), gated=(), empty=False)  # the whole look tells these
     for o in c.fresh[:SAMPLED]:
         body = ahead.get(layout.offer_key(o.step, o.slot, 0))
         offer = None if body is None else decode_or_none(Offer, body)
         if offer is not None and offer.nonce == o.nonce:
-            step.learned[o.slot] = learning_numbers(stats := reckonable(offer.stats))
-            if "reward" in stats:
-                step.reward[o.slot] = stats["reward"]
+            step.add_offer(o.slot, offer)
     return step

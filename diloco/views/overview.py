@@ -22,6 +22,7 @@ from diloco.runlog.reader import Report, SessionSummary, Step
 from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
+OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
 LABELS = {
     "reward": "reward",
@@ -197,31 +198,43 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
     """Return all sessions, by slot and generation, and a row for each unclaimed slot while the run goes on."""
     newest = {session.slot: session for session in report.sessions}
     rates = samples_per_second(report.steps)
+    rows = [_session_row(session, is_newest=session is newest[session.slot]) for session in report.sessions]
+    beats = {(slot, beat.generation): beat for slot, beat in report.beats.items()}
     rows = [
-        _session_row(session, report, now=now, read_at=read_at.get(session.slot, now), rate=rates.get(session.slot))
-        if session is newest[session.slot]
-        else _ended_row(session, is_newest=False)
-        for session in report.sessions
+        _with_beat(row, beat, report, now=now, read_at=read_at.get(row.slot, now), rate=rates.get(row.slot))
+        if row.is_live and (beat := beats.get((row.slot, row.generation))) is not None
+        else row
+        for row in rows
     ]
     if not report.done:
         rows += [SessionRow(slot, 0) for slot in report.wanted.slot_names if slot not in newest]
     return tuple(sorted(rows, key=lambda row: (row.slot, row.generation)))
 
 
-def _session_row(
-    session: SessionSummary, report: Report, *, now: float, read_at: float, rate: float | None
+def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:
+    """Each slot's newest session, and the latest few that ended before."""
+    before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
+    late = {row.name for row in before[-OLD_SESSIONS:]}
+    return [row for row in rows if row.is_newest or row.name in late]
+
+
+def _session_row(session: SessionSummary, *, is_newest: bool) -> SessionRow:
+    row = SessionRow(
+        session.slot, session.generation, place_of_host(session.host), session.device,
+        counted=len(session.commits), is_newest=is_newest,
+    )  # fmt: skip
+    if is_newest and session.how == "running":
+        return row
+    ended = session.claimed if session.ended is None else session.ended
+    return replace(row, phase=session.how, ended=ended, end=session.end, why=session.why)
+
+
+def _with_beat(
+    row: SessionRow, beat: Beat, report: Report, *, now: float, read_at: float, rate: float | None
 ) -> SessionRow:
-    beat = report.beats.get(session.slot)
-    if session.how != "running":
-        return _ended_row(session, is_newest=True)
-    if beat is None or beat.generation != session.generation:
-        return SessionRow(session.slot, session.generation, place_of_host(session.host), session.device)
     phase = phase_of(beat, report.url, read_at)
-    return SessionRow(
-        slot=session.slot,
-        generation=session.generation,
-        place=place_of_host(session.host),
-        device=session.device,
+    return replace(
+        row,
         phase=phase,
         step=beat.step,
         inner=beat.inner if phase == "train" else None,
@@ -229,23 +242,7 @@ def _session_row(
         samples_per_s=rate if phase not in ("silent", "left") else None,
         beat_age_s=max(0.0, now - beat.at),
         beat_unread_s=max(0.0, now - read_at),
-        counted=len(session.commits),
         note=beat.note,
-    )
-
-
-def _ended_row(session: SessionSummary, *, is_newest: bool) -> SessionRow:
-    return SessionRow(
-        slot=session.slot,
-        generation=session.generation,
-        place=place_of_host(session.host),
-        device=session.device,
-        phase=session.how,
-        counted=len(session.commits),
-        ended=session.ended if session.ended is not None else session.claimed,
-        end=session.end,
-        why=session.why,
-        is_newest=is_newest,
     )
 
 

@@ -63,15 +63,10 @@ class SampleReader:
 
     def _read(self, key: str, slot: str, first: int) -> bool:
         """Read one object of samples; -> whether the objects before it are wanted, too."""
-        lines = (self._store.get(key) or b"").decode(errors="replace").splitlines()
-        row = _row_of(lines[0]) if lines else None
-        if row is None:
-            return True
-        if row < first:
-            return False
-        found = [sample for line in lines[1 : self._most + 1] if (sample := _sample_of(line, row, slot)) is not None]
-        self._samples[row].setdefault(slot, []).extend(found)
-        return True
+        row, found = _samples_in(self._store, key, slot, self._most)
+        if row is not None and row >= first:
+            self._samples[row].setdefault(slot, []).extend(found)
+        return row is None or row >= first
 
 
 def session_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
@@ -79,22 +74,18 @@ def session_samples(store: Readable, slot: str, generation: int, most: int) -> l
     keys = sorted(key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key))
     newest = list[Sample]()
     while keys[1:] and len(newest) < most:
-        newest += _samples_in(store, keys.pop(), slot)
-    return [*newest[:most], *(_samples_in(store, keys[0], slot)[:most] if keys else [])]
+        newest += _samples_in(store, keys.pop(), slot)[1]
+    return [*newest[:most], *(_samples_in(store, keys[0], slot)[1][:most] if keys else [])]
 
 
-def _samples_in(store: Readable, key: str, slot: str) -> list[Sample]:
+def _samples_in(store: Readable, key: str, slot: str, most: int | None = None) -> tuple[int | None, list[Sample]]:
+    """The row that an object's first line names, None if it names none; and its samples, of the first `most` lines."""
     head, *lines = (store.get(key) or b"").decode(errors="replace").splitlines() or [""]
-    row = _row_of(head)
-    return [] if row is None else [found for line in lines if (found := _sample_of(line, row, slot)) is not None]
-
-
-def _row_of(head: str) -> int | None:
-    """The row that an object's first line names; None if it names none."""
     try:
-        return rollout_head(head)[0] + 1
+        row = rollout_head(head)[0] + 1
     except (ValueError, RecursionError):
-        return None
+        return None, []
+    return row, [found for line in lines[:most] if (found := _sample_of(line, row, slot)) is not None]
 
 
 def _sample_of(line: str, row: int, slot: str) -> Sample | None:

@@ -19,7 +19,7 @@ from executors.cli.looking import logs, status
 from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
-from executors.cli.watch.windows import TextWindow
+from executors.cli.watch.windows import TextSource, TextWindow
 from inner.printable import printable
 from rendezvous.clock import SystemClock
 from tests.executors.test_watch_view import play, screen, until, whole, window_text
@@ -69,7 +69,7 @@ def test_a_log_is_plain_lines(written: str, monkeypatch: pytest.MonkeyPatch, cap
 
     @contextmanager
     def log_of(*_: Any) -> Any:
-        yield logs.BucketLog((f"a{STEERING}b\tc", "tür 漢字 😀"))
+        yield logs.bucket_log((f"a{STEERING}b\tc", "tür 漢字 😀"))
 
     monkeypatch.setattr(logs, "log_of", log_of)
     for more in ([], ["-f"]):
@@ -99,15 +99,11 @@ def test_the_table_that_draws_over_itself_has_no_escapes_but_its_own(monkeypatch
 def test_the_terminal_of_watch_draws_it_plain(written: str) -> None:
     looks = RunLooks(open_view(written, COSTS), SystemClock())
 
-    class Source:
-        title = f"log{STEERING}"
-
-        def read(self) -> list[str]:
-            return [f"line{STEERING}"]
+    source = TextSource(f"log{STEERING}", lambda: [f"line{STEERING}"])
 
     async def script(app: WatchApp, pilot: Any) -> None:
         assert not UNPLAIN.search("".join(screen(app)))
-        app.push_screen(TextWindow(Source()))
+        app.push_screen(TextWindow(source))
         await until(pilot, lambda: bool(app.screen.pages))
         await pilot.pause()
         drawn = window_text(app)

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import STATUS
+from diloco.views.overview import OLD_SESSIONS
 from executors.cli.looking import status
 from executors.cli.looking.status import Lines, Screen, status_table, step_fields, view_for
 from executors.cli.starting.demo import extra_checks, is_kill_due, next_commands
@@ -116,7 +117,7 @@ def test_many_sessions_do_not_flood_the_table():
     for generation in range(1, 30):
         b.claim("r00", generation, generation)
     sessions = [line for line in status_table(read_report(b.store)) if line.startswith("  r00-")]
-    assert len(sessions) == 1 + status.OLD_SESSIONS and "r00-29" in sessions[-1]
+    assert len(sessions) == 1 + OLD_SESSIONS and "r00-29" in sessions[-1]
 
 
 def test_the_screen_draws_over_itself_and_fits(monkeypatch):

@@ -20,7 +20,7 @@ from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View, open_view
 from diloco.runlog.reader import read_report
 from diloco.runlog.scope import COSTS
-from diloco.views.overview import MetricCurve, SessionRow, overview
+from diloco.views.overview import OLD_SESSIONS, MetricCurve, SessionRow, overview
 from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
 from executors.cli.watch import actions as watch_actions
@@ -155,7 +155,7 @@ def test_m_chooses_the_next_curve_and_a_shows_every_session(mine) -> None:
     looks = looks_at(b, 10)
 
     async def many(app, pilot) -> None:
-        assert len(app._drawn) == 1 + words.OLD_SESSIONS
+        assert len(app._drawn) == 1 + OLD_SESSIONS
         await pilot.press("a")
         assert len(app._drawn) == 8
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.runlog.learning import Curve
 from diloco.runlog.reader import BAD_ENDS, PART_NAMES, PARTS, Report, SessionSummary, curve_of, headline
+from diloco.views.page.data import step_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +100,7 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
 def _draw_evaluations(ax: "Axes", report: Report) -> None:
     """Rewards on held-out prompts, with two standard errors to each side."""
     for kind, face in (("greedy", INK), ("sampled", "white")):
-        found = [(e.step, score) for e in report.evaluations if (score := e.scores.get(kind, {}).get("reward"))]
+        found = [(e.step, score) for e in report.evaluations if (score := dict(e.rewards).get(kind))]
         if found:
             steps, scores = zip(*found, strict=True)
             errors = [0.0 if isnan(score.error) else 2 * score.error for score in scores]
@@ -124,21 +125,13 @@ def _unit_scale(ax: "Axes", line: Curve) -> None:
 def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
     """Return (place on the axis of outer steps, words, side) of losses and returns; words while there is room."""
     found: list[tuple[float, str, str]] = []
+    ends = [step.at for step in report.steps]
     for session in report.sessions:
         if session.how in BAD_ENDS and session.ended is not None:
-            found.append((_step_at(report, session.ended), f"{session.slot} {session.how}", "right"))
+            found.append((step_at(ends, session.ended), f"{session.slot} {session.how}", "right"))
         if session.generation > 1 and session.joined is not None:
-            found.append((_step_at(report, session.joined), f"{session.slot} is back", "left"))
+            found.append((step_at(ends, session.joined), f"{session.slot} is back", "left"))
     return found if len(found) <= 4 else [(place, "", side) for place, _, side in found]
-
-
-def _step_at(report: Report, at: float) -> float:
-    """Place of a time on the axis of outer steps: the time of step t's commit is at t."""
-    ends = [s.at for s in report.steps]
-    t = sum(end <= at for end in ends)
-    if t == 0 or t == len(ends):
-        return t - 0.5
-    return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
 
 
 def _draw_sessions(ax: "Axes", report: Report) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from diloco.events import KINDS, MARKED, ON_PAGE, event_text
 from diloco.runlog.evaluation import evaluation_dict
 from diloco.runlog.kept import kept_words
+from diloco.runlog.learning import over_replicas
 from diloco.runlog.reader import (
     BAD_ENDS,
     NUMBERS,
@@ -34,7 +35,7 @@ from diloco.runlog.reader import (
     shown,
 )  # fmt: skip
 from diloco.runlog.worth import worth, worth_words
-from diloco.views.overview import Overview, SessionRow, overview, place_of_host, step_values
+from diloco.views.overview import Overview, SessionRow, overview, step_values
 from diloco.views.page.contributions import contribution_rows, tally
 
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
@@ -50,7 +51,7 @@ class Beside:
     """All that a page shows beside its report.   costs: as `diloco costs --json`.   early, late: rollouts.
 
     troubles: found in the report, worst first.   read_at: slot -> when its beat was read.   partial: more is to come.
-    stale: "", or since when there is nothing new.   poll_s: seconds until a page asks again, 0: never.
+    poll_s: seconds until a page asks again, 0: never.
     """
 
     costs: Mapping[str, Any] | None = None
@@ -59,7 +60,6 @@ class Beside:
     troubles: Sequence[Mapping[str, Any]] = ()
     read_at: Mapping[str, float] | None = None
     partial: bool = False
-    stale: str = ""
     poll_s: float = 0.0
 
 
@@ -77,7 +77,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "made": now,
         "poll_s": beside.poll_s,
         "partial": beside.partial,
-        "stale": beside.stale,
+        "stale": "",
         **_numbers_of(seen, report, began),
         "result": _result(report),
         "about": _about(report),
@@ -131,9 +131,9 @@ def _result(report: Report) -> dict[str, Any] | None:
         first, last = brief(held[0].mean), brief(held[-1].mean)
         return {"name": "held-out reward", "first": first, "last": last, "error": brief(held[-1].error)}
     curve = curve_of(report)
-    if not (known := curve.known):
+    if not (ends := curve.ends):
         return None
-    return {"name": f"{curve.name}, in training", "first": brief(known[0]), "last": brief(known[-1]), "error": None}
+    return {"name": f"{curve.name}, in training", "first": brief(ends[0]), "last": brief(ends[1]), "error": None}
 
 
 def _about(report: Report) -> str:
@@ -145,7 +145,7 @@ def _about(report: Report) -> str:
         f"LoRA r = {rank}" if (rank := at("lora", "r")) else "",
         str(data),
         str(at("rewards", "function") or ""),
-        str(at("loop") or "").upper() if at("loop") == "grpo" else str(at("loop") or ""),
+        "GRPO" if at("loop") == "grpo" else str(at("loop") or ""),
     ]
     return " · ".join(word[:LONGEST] for word in found if word)
 
@@ -170,14 +170,14 @@ def _remarks(report: Report) -> list[str]:
 
 def _sessions(report: Report, seen: Overview, began: float) -> list[dict[str, Any]]:
     rows = {(row.slot, row.generation): row for row in seen.rows}
-    return [_session(session, rows.get((session.slot, session.generation)), began) for session in report.sessions]
+    return [_session(session, rows[session.slot, session.generation], began) for session in report.sessions]
 
 
-def _session(session: SessionSummary, row: SessionRow | None, began: float) -> dict[str, Any]:
+def _session(session: SessionSummary, row: SessionRow, began: float) -> dict[str, Any]:
     return {
         "name": session.name,
         "slot": session.slot,
-        "place": place_of_host(session.host),
+        "place": row.place,
         "device": session.device,
         "claimed": brief(session.claimed - began),
         "joined": None if session.joined is None else brief(session.joined - began),
@@ -191,8 +191,8 @@ def _session(session: SessionSummary, row: SessionRow | None, began: float) -> d
     }
 
 
-def _live_numbers(row: SessionRow | None) -> dict[str, Any]:
-    if row is None or not row.is_live:
+def _live_numbers(row: SessionRow) -> dict[str, Any]:
+    if not row.is_live:
         return {"phase": ""}
     return {
         "phase": row.phase,
@@ -215,12 +215,12 @@ def _marks(report: Report, began: float) -> list[dict[str, Any]]:
             found.append((session.joined, "joined", f"{session.name} {words}"))
     times = [step.at for step in report.steps]
     return [
-        {"at": brief(at - began), "step": brief(_step_at(times, at)), "kind": kind, "text": text}
+        {"at": brief(at - began), "step": brief(step_at(times, at)), "kind": kind, "text": text}
         for at, kind, text in sorted(found)[-MARKS:]
     ]
 
 
-def _step_at(ends: Sequence[float], at: float) -> float:
+def step_at(ends: Sequence[float], at: float) -> float:
     """Place of a time on the axis of outer steps: step t's point is drawn at t, when it was committed."""
     t = sum(end <= at for end in ends)
     if t == 0 or t == len(ends):
@@ -290,7 +290,7 @@ def chunks_of(report: Report) -> list[dict[str, Any]]:
 
 def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
     """Columns of equal length.   who: a letter per slot (contributions.py).   by_slot: the reward of each replica."""
-    metrics = [step_values(step) | {"grad_norm": _mean_of(step, "grad_norm")} for step in steps]
+    metrics = [step_values(step) | over_replicas(step, ("grad_norm",)) for step in steps]
     by_slot = {slot: [brief(_headline_of(step, slot)) for step in steps] for slot in slots}
     return {
         "format": FORMAT,
@@ -312,11 +312,6 @@ def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Seque
 def _headline_of(step: Step, slot: str) -> float | None:
     reward = step.reward.get(slot)
     return reward if reward is not None else step.learned.get(slot, {}).get("loss") if not step.reward else None
-
-
-def _mean_of(step: Step, name: str) -> float | None:
-    values = [numbers[name] for numbers in step.learned.values() if name in numbers]
-    return sum(values) / len(values) if values else None
 
 
 def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:

@@ -13,6 +13,7 @@ Not promised: the hint of a run that has a hint function of its own, or a model 
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from diloco.process.journal import rollout_head, rollout_line
@@ -58,23 +59,13 @@ class RolloutEnds:
         for s in sessions:
             owner = s.slot, s.generation
             low = self._counts.get(owner, 0)
-            rounds.count(_numbered(owner), low, 1 if low else REACH, _noter(self._counts, owner))
+            note = partial(self._counts.__setitem__, owner)
+            rounds.count(partial(layout.rollouts_key, *owner), low, 1 if low else REACH, note)
         rounds.run()
 
     def _samples(self, ahead: Ahead, session: SessionSummary, n: int) -> list[dict[str, Any]]:
         body = ahead.get(layout.rollouts_key(session.slot, session.generation, n)) if n >= 0 else None
         return read_rollouts(body or b"", session.slot)[:MOST]
-
-
-def _numbered(owner: tuple[str, int]) -> Any:
-    return lambda n: layout.rollouts_key(*owner, n)
-
-
-def _noter(counts: dict[tuple[str, int], int], owner: tuple[str, int]) -> Any:
-    def note(count: int) -> None:
-        counts[owner] = count
-
-    return note
 
 
 def _newest_sessions(report: Report) -> list[SessionSummary]:

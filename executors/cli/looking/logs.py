@@ -11,9 +11,10 @@ Not promised: where one launch had two sessions (its platform started it again),
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diloco.process.journal import read_log
@@ -30,7 +31,7 @@ from executors.supervision.lease import supervisor_of
 from executors.supervision.slots.slot_state import handle_in, is_from_launch
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted
-from rendezvous.clock import Clock, SystemClock
+from rendezvous.clock import SystemClock
 from rendezvous.store import Store
 from rendezvous.stores.ahead import Ahead
 from rendezvous.stores.cache import cache_of
@@ -41,58 +42,32 @@ SESSION = re.compile(r"(r\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
-class ReplicaLog:
-    executor: FleetExecutor
-    found: Handle
+class OpenLog:
+    """lines, follow: of the last so many lines, None for all.   handle: of the launch that it is of, if of one."""
 
-    @property
-    def handle(self) -> dict[str, Any]:
-        return self.found.to_dict()
-
-    def lines(self, tail: int | None) -> list[str]:
-        return self.executor.logs(self.found, tail)
-
-    def follow(self, tail: int | None) -> Iterator[str]:
-        return self.executor.follow(self.found, tail)
+    lines: Callable[[int | None], list[str]]
+    follow: Callable[[int | None], Iterator[str]]
+    handle: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class SupervisorLog:
+def _replica_log(executor: FleetExecutor, found: Handle) -> OpenLog:
+    return OpenLog(partial(executor.logs, found), partial(executor.follow, found), found.to_dict())
+
+
+def _supervisor_log(url: str, file: LogFile) -> OpenLog:
     """The log of a supervisor that is a process of this machine."""
-
-    url: str
-    file: LogFile
-    clock: Clock
-
-    handle = None
-
-    def lines(self, tail: int | None) -> list[str]:
-        return self.file.lines(tail)
-
-    def follow(self, tail: int | None) -> Iterator[str]:
-        return self.file.follow(tail, lambda: supervisor_of(open_store(self.url)) is None, self.clock, PAUSE_S)
+    is_over = lambda: supervisor_of(open_store(url)) is None  # noqa: E731
+    return OpenLog(file.lines, lambda tail: file.follow(tail, is_over, SystemClock(), PAUSE_S))
 
 
-@dataclass(frozen=True)
-class BucketLog:
+def bucket_log(words: Sequence[str]) -> OpenLog:
     """The events that a replica wrote into the bucket, and the last log lines that its supervisor kept."""
-
-    words: tuple[str, ...]
-
-    handle = None
-
-    def lines(self, tail: int | None) -> list[str]:
-        return list(self.words if tail is None else self.words[-tail:] if tail > 0 else ())
-
-    def follow(self, tail: int | None) -> Iterator[str]:
-        return iter(self.lines(tail))
-
-
-AnyLog = ReplicaLog | SupervisorLog | BucketLog
+    lines = lambda tail: list(words if tail is None else words[-tail:] if tail > 0 else ())  # noqa: E731
+    return OpenLog(lines, lambda tail: iter(lines(tail)))
 
 
 @contextmanager
-def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
+def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "" and for an unknown name."""
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
@@ -107,9 +82,9 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
         found = {h.slot: h for h in executor.find(url)}
         own = process_folder(url) / "supervisor.log"
         if slot in found:
-            yield ReplicaLog(executor, found[slot])
+            yield _replica_log(executor, found[slot])
         elif slot == SUPERVISOR and own.exists():
-            yield SupervisorLog(url, LogFile(own), SystemClock())
+            yield _supervisor_log(url, LogFile(own))
         else:
             raise UsageError(_why_no_log(slot, wanted, found))
     finally:
@@ -119,7 +94,7 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
 # -------------------------------------------------------------------- one session
 
 
-def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog | BucketLog:
+def _log_of_session(url: str, name: str, executor: FleetExecutor) -> OpenLog:
     run = read_run(url)
     report = read_report(run.store, COSTS, cache_of(run.store, run.record.nonce))
     session = next((x for x in report.sessions if x.name == name), None)
@@ -128,8 +103,8 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog 
         raise UsageError(f"no session {name} has joined this run; there have been {sessions}")
     handle = _launch_of(session, report)
     if handle is not None and _has_a_log(executor, handle):
-        return ReplicaLog(executor, handle)
-    return BucketLog(tuple(_session_in_words(session, report, run.store)))
+        return _replica_log(executor, handle)
+    return bucket_log(tuple(_session_in_words(session, report, run.store)))
 
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:

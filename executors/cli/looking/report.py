@@ -32,8 +32,21 @@ def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
     """Everything that a page shows, read once."""
     ends = RolloutEnds(store)
     ends.read(report)
-    beside = Beside(costs=cost_data(report, now), early=ends.early, late=ends.late, troubles=trouble_data(report, now))
-    return page_data(report, now, beside)
+    return page_data(report, now, page_beside(report, ends, now))
+
+
+def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
+    """Costs, troubles and rollouts.   A run that is over is looked at as of its last sign."""
+    spent = costs(report, now)
+    found = {**spent.to_dict(), **cost_status(spent, report.wanted)}  # as `diloco costs --json`, its bills counted
+    at = report.last_sign if report.done or report.stopped else now
+    troubles = find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))
+    return Beside(
+        costs={**found, "bills": len(found["bills"])},
+        early=rollouts.early,
+        late=rollouts.late,
+        troubles=[asdict(trouble) for trouble in troubles],
+    )
 
 
 def publish_page(report: Report, store: Store, now: float) -> str:
@@ -56,17 +69,3 @@ def publish_refused(error: Exception) -> str:
         f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
         "What needs no writing still works: diloco watch RUN --web, diloco report RUN"
     )
-
-
-def trouble_data(report: Report, now: float) -> list[dict[str, Any]]:
-    """The troubles of the run, the most urgent first.  A run that is over is looked at as of its last sign."""
-    spent = costs(report, now)
-    at = report.last_sign if report.done or report.stopped else now
-    return [asdict(found) for found in find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))]
-
-
-def cost_data(report: Report, now: float) -> dict[str, Any]:
-    """Costs as `diloco costs --json` says them, with the number of its bills in their place."""
-    spent = costs(report, now)
-    found = {**spent.to_dict(), **cost_status(spent, report.wanted)}
-    return {**found, "bills": len(found["bills"])}

@@ -23,7 +23,7 @@ from diloco.process.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
-from diloco.runlog.learning import is_shown, learning_words, newest_numbers, over_replicas
+from diloco.runlog.learning import Curve, is_shown, learning_words, newest_numbers, over_replicas
 from diloco.runlog.reader import (
     SUPERVISOR,
     Report,
@@ -38,13 +38,12 @@ from diloco.runlog.reader import (
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
-from diloco.views.overview import inner_steps_per_round, phase_of
+from diloco.views.overview import SessionRow, rows_to_show, session_rows
 from executors.supervision.costs import Costs
 from executors.supervision.notices.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted
 
-OLD_SESSIONS = 4
 INDENT = " " * 12
 
 
@@ -155,22 +154,18 @@ class Screen:
 def status_table(report: Report, now: float | None = None, width: int = 80) -> list[str]:
     """The whole picture, for people.   now: wall time, for ages (default: the newest beat's).   width: in columns."""
     now = now or max((b.at for b in report.beats.values()), default=report.ended)
-    lines = [
-        _title_line(report, now, width),
-        f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
-    ]
-    shown = _sessions_to_show(report)
+    curve = curve_of(report)
+    lines = [_title_line(curve, report, now, width), f"  slot      phase   step  inner {curve.name:>7s}  counted  beat"]
+    shown = rows_to_show(session_rows(report, now, {}))
     failed = _failed_starts(report)
     unclaimed = "never started" if report.done else "starting"
     for slot in report.wanted.slot_names:
+        claimed = [row for row in shown if row.slot == slot and row.generation]
         sessions = [
-            line
-            for x in shown
-            if x.slot == slot
-            for line in [_session_line(x, report, now), *_reason_lines(x.why, width)]
+            line for row in claimed for line in [_row_line(row, curve, report.began), *_reason_lines(row.why, width)]
         ]
         lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} {unclaimed}"]
-    learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
+    learning = learning_words(newest_numbers(report.steps), without=curve.name)
     numbers = [f"  {learning}"] if learning else []
     numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
     outer = outer_words(report)
@@ -210,25 +205,13 @@ def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> 
     return [head, *_reason_lines(observed_words(end), width)]
 
 
-def _sessions_to_show(report: Report) -> list[SessionSummary]:
-    """Every slot's newest session, and the latest few of those before."""
-    newest = {x.slot: x for x in report.sessions}
-    before = sorted((x for x in report.sessions if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[
-        -OLD_SESSIONS:
-    ]
-    return [x for x in report.sessions if x is newest[x.slot] or x in before]
-
-
-def _title_line(report: Report, now: float, width: int) -> str:
+def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
     """The first line; its curve takes the room that the words leave."""
-    line = curve_of(report)
     curve = ""
-    known = line.known
     head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
     time = f"  {duration(_elapsed_seconds(report, now))}"
-    if known:
-        first = f"  {line.name} {known[0]:.2f} "
-        last = f" {known[-1]:.2f}"
+    if ends := line.ends:
+        first, last = f"  {line.name} {ends[0]:.2f} ", f" {ends[1]:.2f}"
         room = min(24, width - 1 - len(head + first + last + time))
         curve = f"{first}{sparkline(line.mean, room)}{last}" if room > 0 else f"  {line.name}{last}"
     return f"{head}{curve}{time}"
@@ -242,17 +225,16 @@ def _elapsed_seconds(report: Report, now: float) -> float:
     return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
 
 
-def _session_line(session: SessionSummary, report: Report, now: float) -> str:
-    beat = report.beats.get(session.slot)
-    if beat is None or beat.generation != session.generation or session.how != "running":
-        when = "" if session.ended is None else f" at {session.ended - report.began:.1f} s"
-        return f"  {session.name:9s} {session.end}{when}, counted in {len(session.commits)} steps"
-    mine = curve_of(report).by_slot.get(session.slot, [])
+def _row_line(row: SessionRow, curve: Curve, began: float) -> str:
+    if row.beat_age_s is None:
+        when = "" if row.ended is None else f" at {row.ended - began:.1f} s"
+        return f"  {row.name:9s} {row.end or 'running'}{when}, counted in {row.counted} steps"
+    mine = curve.by_slot.get(row.slot, [])
     shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
-    phase = phase_of(beat, report.url, now)
-    inner = f"{beat.inner}/{inner_steps_per_round(report)}" if phase == "train" else ""
-    age = f"{max(0.0, now - beat.at):.1f} s"
-    return f"  {session.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(session.commits):8d}  {age}"
+    inner = "" if row.inner is None else f"{row.inner}/{row.inner_steps}"
+    return (
+        f"  {row.name:9s} {row.phase:7s} {row.step:4d} {inner:>6s} {shown:>7s} {row.counted:8d}  {row.beat_age_s:.1f} s"
+    )
 
 
 def status_dict(report: Report, now: float) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The keys of `diloco watch` that read more, or write: through the very code of `diloco logs`, `scale` and `drain`.
 
-    l   LogAction       ─▶ lines of the session's log, dead or alive
-    o   RolloutAction   ─▶ its newest rollouts, with their rewards; the first ones last
-    e   EventsAction    ─▶ troubles and events in full
-    d   DrainAction     ask ─▶ control: drain         ┐  read-only credentials: nothing is written, and it says so
+    l   log_text        ─▶ lines of the session's log, dead or alive
+    o   rollouts_text   ─▶ its newest rollouts, with their rewards; the first ones last
+    e   events_text     ─▶ troubles and events in full
+    d   drain           ask ─▶ control: drain         ┐  read-only credentials: nothing is written, and it says so
     s   ScaleAction     number ─▶ price ─▶ ask ─▶ control: replicas  ┘
 
 Each request runs in a thread; the picture goes on.
@@ -12,7 +12,6 @@ Not promised: an effect at once; the supervisor reads the control records every 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.run.record import Run
@@ -22,7 +21,7 @@ from diloco.views.samples import Sample, session_samples
 from executors.cli.changing import scale
 from executors.cli.looking import logs
 from executors.cli.watch.looks import error_words
-from executors.cli.watch.windows import AskWindow, NumberWindow, in_thread
+from executors.cli.watch.windows import AskWindow, NumberWindow, TextSource, in_thread
 from executors.supervision.costs import costs
 from rendezvous.agreement.membership import Wanted
 from rendezvous.errors import StoreRefused
@@ -35,40 +34,26 @@ TAIL = 500  # lines of a log
 ROLLOUTS = 32
 
 
-@dataclass(frozen=True)
-class LogAction:
+def log_text(run: Run, wanted: Wanted, session: str) -> TextSource:
     """session: r01-2, or r01 where no replica has claimed the slot yet."""
 
-    run: Run
-    wanted: Wanted
-    session: str
-
-    @property
-    def title(self) -> str:
-        return f"log of {self.session}"
-
-    def read(self) -> Sequence[str]:
-        with logs.log_of(self.run.url, self.wanted, self.session) as log:
+    def read() -> list[str]:
+        with logs.log_of(run.url, wanted, session) as log:
             return ["\n".join(log.lines(TAIL)) or "it has printed nothing yet"]
 
+    return TextSource(f"log of {session}", read)
 
-@dataclass(frozen=True)
-class RolloutAction:
+
+def rollouts_text(run: Run, session: str, flagged: range) -> TextSource:
     """flagged: outer steps whose completions are worth a look, since the reward may be hacked there."""
+    slot, _, generation = session.partition("-")
+    none = f"{session} has written no rollouts (fleet.log_rollouts says how many it writes per outer step)"
 
-    run: Run
-    session: str
-    flagged: range = range(0)
+    def read() -> list[str]:
+        found = session_samples(run.store, slot, int(generation or 0), ROLLOUTS)
+        return [rollout_words(sample, flagged) for sample in found] or [none]
 
-    @property
-    def title(self) -> str:
-        return f"rollouts of {self.session}"
-
-    def read(self) -> Sequence[str]:
-        slot, _, generation = self.session.partition("-")
-        found = session_samples(self.run.store, slot, int(generation or 0), ROLLOUTS)
-        none = f"{self.session} has written no rollouts (fleet.log_rollouts says how many it writes per outer step)"
-        return [rollout_words(sample, self.flagged) for sample in found] or [none]
+    return TextSource(f"rollouts of {session}", read)
 
 
 def rollout_words(sample: Sample, flagged: range) -> str:
@@ -78,32 +63,22 @@ def rollout_words(sample: Sample, flagged: range) -> str:
     return f"outer step {step} · {worth}{flag}\n\n[prompt]\n{prompt}\n\n[completion]\n{completion}"
 
 
-@dataclass(frozen=True)
-class EventsAction:
-    """Troubles, remarks and events of a picture, in full."""
-
-    lines: tuple[str, ...]
-    title = "troubles and events, the newest first"
-
-    def read(self) -> Sequence[str]:
-        return ["\n".join(self.lines) or "nothing has happened yet"]
+def events_text(lines: Sequence[str]) -> TextSource:
+    """lines: troubles, remarks and events of a picture, in full."""
+    text = "\n".join(lines) or "nothing has happened yet"
+    return TextSource("troubles and events, the newest first", lambda: [text])
 
 
-class DrainAction:
-    """Let one slot finish its round and leave."""
+def drain(app: "WatchApp", slot: str) -> None:
+    """Let one slot finish its round and leave, if the person agrees."""
+    looks = app.looks
 
-    def __init__(self, app: "WatchApp", slot: str) -> None:
-        self.app = app
-        self.slot = slot
-
-    def begin(self) -> None:
-        question = f"Drain {self.slot}? It finishes its round, offers it and leaves; its slot stays empty."
-        self.app.push_screen(AskWindow(question), self._answered)
-
-    def _answered(self, agreed: bool | None) -> None:
-        looks = self.app.looks
+    def answered(agreed: bool | None) -> None:
         if agreed:
-            write_in_thread(self.app, lambda: scale.drain(looks.run, looks.clock, self.slot))
+            write_in_thread(app, lambda: scale.drain(looks.run, looks.clock, slot))
+
+    question = f"Drain {slot}? It finishes its round, offers it and leaves; its slot stays empty."
+    app.push_screen(AskWindow(question), answered)
 
 
 class ScaleAction:

@@ -27,13 +27,12 @@ from textual.events import Resize
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
-from diloco.views.overview import SessionRow, aged
+from diloco.views.overview import SessionRow, aged, rows_to_show
 from diloco.views.troubles import flagged_steps
 from executors.cli.watch import words
-from executors.cli.watch.actions import DrainAction, EventsAction, LogAction, RolloutAction, ScaleAction
+from executors.cli.watch.actions import ScaleAction, drain, events_text, log_text, rollouts_text
 from executors.cli.watch.looks import Picture, RunLooks, error_words
-from executors.cli.watch.plain import PlainApp
-from executors.cli.watch.windows import TextWindow
+from executors.cli.watch.windows import PlainApp, TextWindow
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal that has room for curves
@@ -195,7 +194,7 @@ class WatchApp(PlainApp):
     def _draw_rows(self, rows: list[SessionRow], width: int) -> None:
         self._static("#head").update(words.head_line(width))
         listed = self._rows
-        shown = words.rows_to_show(rows, everything=self.everything)
+        shown = rows if self.everything else rows_to_show(rows)
         ends = words.last_ends(rows, shown)
         names = [row.name for row in shown]
         if names != self._drawn:
@@ -257,18 +256,17 @@ class WatchApp(PlainApp):
 
     def action_log(self) -> None:
         if self.picture is not None and self.chosen:
-            log = LogAction(self.looks.run, self.picture.wanted, self.chosen)
-            self.push_screen(TextWindow(log, from_end=True))
+            self.push_screen(TextWindow(log_text(self.looks.run, self.picture.wanted, self.chosen), from_end=True))
 
     def action_rollout(self) -> None:
         if self.chosen and self.picture is not None:
             flagged = flagged_steps(self.picture.troubles, self.picture.seen.step)
-            self.push_screen(TextWindow(RolloutAction(self.looks.run, self.chosen, flagged)))
+            self.push_screen(TextWindow(rollouts_text(self.looks.run, self.chosen, flagged)))
 
     def action_events(self) -> None:
         if self.picture is not None:
             told = [f"! {found.line}" for found in self.picture.troubles]
-            self.push_screen(TextWindow(EventsAction((*told, *self.picture.remarks, *self.picture.events))))
+            self.push_screen(TextWindow(events_text([*told, *self.picture.remarks, *self.picture.events])))
 
     def action_metric(self) -> None:
         self.metric += 1
@@ -280,7 +278,7 @@ class WatchApp(PlainApp):
 
     def action_drain(self) -> None:
         if self.chosen:
-            DrainAction(self, self.chosen.partition("-")[0]).begin()
+            drain(self, self.chosen.partition("-")[0])
 
     def action_scale(self) -> None:
         if self.picture is not None:

@@ -27,8 +27,6 @@ from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
-LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -49,43 +47,32 @@ class Picture:
 
 
 class RunLooks:
-    """The looks at one run, one after the other.   failures: in a row."""
+    """The looks at one run, one after the other."""
 
     def __init__(self, view: View, clock: Clock) -> None:
         self.run = view.run
         self.clock = clock
         self._live = LiveReader(view, clock)
-        self._glanced = False
-        self._begun: Future[Report] | None = None
-        self.failures = 0
+        self._begun: Future[Report | None] | None = None
         self.report: Report | None = None
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look; none between the first two."""
-        if self.failures:
-            return min(LONGEST_PAUSE_S, self._live.pause_s * 2 ** (self.failures - 1))
-        return self._live.pause_s if self._live.is_whole else 0.0
+        return self._live.pause_s
 
     def begin(self) -> None:
         """Begin the first look, beside the import of the code that will draw it."""
-        self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.glance)
+        self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.next_look)
 
     def next_picture(self) -> Picture | None:
         """Look once; None where nothing new was asked for.   Raises the store's errors; the next call goes on."""
-        self.failures += 1
-        report = self._live.look() if self._glanced else self._glance()
-        self._glanced = True
-        self.failures = 0
+        begun = self._begun
+        self._begun = None
+        report = self._live.next_look() if begun is None else begun.result()
         if report is None:
             return None
         self.report = report
         return self._picture_of(report)
-
-    def _glance(self) -> Report:
-        begun = self._begun
-        self._begun = None
-        return self._live.glance() if begun is None else begun.result()
 
     def _picture_of(self, report: Report) -> Picture:
         now = self.clock.wall()

@@ -1,38 +1,62 @@
-"""The windows above the picture of `diloco watch`: a text that comes, and a question.
+"""The windows above the picture of `diloco watch`, a text that comes and a question; and an app that draws plain text.
 
     TextWindow(source)     title, "reading …" ─▶ the text, or why there is none        n p: the next, the one before
     AskWindow(question)    y / n                                                       escape: no
     NumberWindow           a number of replicas                                        escape: none
+    PlainApp               lines of segments ──Printable──▶ the terminal           textual itself drops no escape
 
-Not promised: a text that grows; `diloco logs -f` follows.
+Not promised: a text that grows; `diloco logs -f` follows.  Nor a stand-in where Printable takes a character out:
+textual has measured the line by then.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from rich.cells import cell_len
+from rich.segment import Segment
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
+from textual.filter import LineFilter
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from executors.cli.watch.looks import error_words
+from inner.printable import printable
 
 T = TypeVar("T")
 
 
-class TextSource(Protocol):
-    """A text somewhere else: `read` may take its time, and may raise."""
+class Printable(LineFilter):
+    """The filter of a line that is drawn.  A character without width, as textual measures, has none here."""
 
-    @property
-    def title(self) -> str: ...
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [Segment(self._plain(text), style, control) for text, style, control in segments]
 
-    def read(self) -> Sequence[str]:
-        """Pages of text; the newest is shown first."""
-        ...
+    def _plain(self, text: str) -> str:
+        pairs = zip(text, printable(text), strict=True)
+        return "".join(plain for raw, plain in pairs if plain == raw or cell_len(raw))
+
+
+PRINTABLE = Printable()
+
+
+class PlainApp(App[int]):
+    """An app whose lines go through one more filter."""
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), PRINTABLE]
+
+
+class TextSource(NamedTuple):
+    """A text somewhere else.   read: its pages, the newest first; it may take its time, and may raise."""
+
+    title: str
+    read: Callable[[], Sequence[str]]
 
 
 def in_thread(

@@ -14,8 +14,7 @@ Not promised: a word of advice for every event; what an event says itself is not
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
@@ -30,7 +29,6 @@ from executors.platforms.machine.full_disk import found_room
 from executors.supervision.costs import Costs
 from rendezvous.agreement.membership import Wanted
 
-OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
 UNREAD_S = 10.0  # a beat that was read longer ago is marked
 MOST_EVENTS = 400
 TOGETHER_S = 30.0  # the same event of several replicas is one line
@@ -38,27 +36,7 @@ LABEL = 9  # columns of a metric's name
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Columns of the cells of a row; the last cell takes the rest."""
-
-    name: int = 8
-    place: int = 8
-    device: int = 7
-    phase: int = 9
-    step: int = 0
-    inner: int = 6
-    rate: int = 7
-    counted: int = 0
-    beat: int = 8
-
-
-NARROW = Widths()
-WIDE = Widths(name=10, place=16, device=18, phase=10, step=7, inner=8, rate=10, counted=9, beat=10)
-
-
-def widths_for(columns: int) -> Widths:
-    return WIDE if columns >= 120 else NARROW
+WIDE_FROM = 120  # columns of a terminal
 
 
 def cut(text: str, width: int) -> str:
@@ -130,41 +108,40 @@ def freshness_line(read_s: float, trouble: str, width: int) -> str:
 # -------------------------------------------------------------------- rows
 
 
-def rows_to_show(rows: Sequence[SessionRow], *, everything: bool) -> list[SessionRow]:
-    """Each slot's newest session and the latest few that ended before, or all."""
-    before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
-    late = {row.name for row in before[-OLD_SESSIONS:]}
-    return [row for row in rows if everything or row.is_newest or row.name in late]
+CELLS: Sequence[tuple[str, int, int, Callable[[SessionRow], str]]] = (
+    # title, size on a narrow terminal and on a wide one (of _cell), text; the last end takes the rest
+    ("session", 8, 10, lambda row: row.name),
+    ("place", 8, 16, lambda row: row.place),
+    ("device", 7, 18, lambda row: short_device(row.device)),
+    ("phase", 9, 10, lambda row: row.phase),
+    ("step", 0, -7, lambda row: "" if row.step is None else str(row.step)),
+    ("inner", -6, -8, lambda row: "" if row.inner is None else f"{row.inner}/{row.inner_steps}"),
+    ("samp/s", -7, -10, lambda row: "" if row.samples_per_s is None else f"{row.samples_per_s:.3g}"),
+    ("counted", 0, -9, lambda row: str(row.counted)),
+    ("beat", -8, -10, lambda row: _beat_age(row)),
+)
 
 
 def head_line(width: int) -> str:
     """The names of the cells."""
-    w = widths_for(width)
-    cells = [
-        ("session", w.name), ("place", w.place), ("device", w.device), ("phase", w.phase), ("step", -w.step),
-        ("inner", -w.inner), ("samp/s", -w.rate), ("counted", -w.counted), ("beat", -w.beat),
-    ]  # fmt: skip
-    return cut("".join(_cell(text, size) for text, size in cells) + "  last end", width)
+    titles = "".join(_cell(title, size) for (title, *_), size in zip(CELLS, _sizes(width), strict=True))
+    return cut(f"{titles}  last end", width)
 
 
 def row_line(row: SessionRow, ends: Mapping[str, str], width: int) -> str:
     """ends: slot -> how its session before the newest ended."""
-    w = widths_for(width)
-    inner = "" if row.inner is None else f"{row.inner}/{row.inner_steps}"
-    rate = "" if row.samples_per_s is None else f"{row.samples_per_s:.3g}"
-    cells = [
-        (row.name, w.name), (row.place, w.place), (short_device(row.device), w.device), (row.phase, w.phase),
-        ("" if row.step is None else str(row.step), -w.step), (inner, -w.inner), (rate, -w.rate),
-        (str(row.counted), -w.counted), (_beat_age(row), -w.beat),
-    ]  # fmt: skip
-    return cut("".join(_cell(text, size) for text, size in cells) + "  " + _end_cell(row, ends), width)
+    cells = "".join(_cell(text(row), size) for (*_, text), size in zip(CELLS, _sizes(width), strict=True))
+    return cut(f"{cells}  {_end_cell(row, ends)}", width)
 
 
 def phase_cell(width: int) -> tuple[int, int]:
     """The first column of a row's phase, and the one after its last."""
-    w = widths_for(width)
-    start = w.name + w.place + w.device
-    return start, start + w.phase
+    *before, phase = _sizes(width)[:4]
+    return sum(before), sum(before) + phase
+
+
+def _sizes(width: int) -> list[int]:
+    return [wide if width >= WIDE_FROM else narrow for _, narrow, wide, _ in CELLS]
 
 
 def _cell(text: str, size: int) -> str:

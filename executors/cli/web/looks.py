@@ -9,15 +9,16 @@ Not promised: chunks of earlier steps at every look: they are made anew with a n
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from diloco.runlog.opening import View
 from diloco.runlog.reader import Report
 from diloco.views.live import LiveReader
-from diloco.views.page.data import Beside, EncodedChunks, chunks_of, encode_chunks, head_of, json_bytes
+from diloco.views.page.data import EncodedChunks, chunks_of, encode_chunks, head_of, json_bytes
 from diloco.views.page.rollouts import RolloutEnds
-from executors.cli.looking.report import cost_data, trouble_data
-from executors.cli.watch.looks import LONGEST_PAUSE_S, error_words
+from executors.cli.looking.report import page_beside
+from executors.cli.watch.looks import error_words
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
@@ -38,8 +39,6 @@ class PageLooks:
         self._poll_s = poll_s
         self._live = LiveReader(view, clock)
         self._rollouts = RolloutEnds(self._live.store)
-        self._glanced = False
-        self._failures = 0
         self._failing_since = 0.0
         self._head: dict[str, Any] = {}
         self._chunks = EncodedChunks()
@@ -48,36 +47,25 @@ class PageLooks:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look; none between the first two."""
-        if self._failures:
-            return min(LONGEST_PAUSE_S, self._live.pause_s * 2 ** (self._failures - 1))
-        return self._live.pause_s if self._live.is_whole else 0.0
+        return self._live.pause_s
 
     @property
     def is_whole(self) -> bool:
         """Whether everything has been read once."""
         return self._live.is_whole
 
-    @property
-    def requests(self) -> int:
-        """The number of requests to the bucket so far."""
-        return self._live.store.requests
-
     def look(self) -> None:
         """Look once; an error of the bucket is said on the page and changes nothing else there."""
         try:
-            report = self._live.look() if self._glanced else self._live.glance()
-            self._glanced = True
+            report = self._live.next_look()
             if report is not None:
                 self._read_rollouts(report)
                 self._make(report)
         except (RendezvousError, OSError) as error:
-            self._failing_since = self._failing_since if self._failures else self._clock.wall()
-            self._failures += 1
+            self._failing_since = self._failing_since if self.stale else self._clock.wall()
             self._say_stale(error)
             return
-        if self._failures:
-            self._failures = 0
+        if self.stale:
             self.stale = ""
             self._put_files()
 
@@ -94,19 +82,16 @@ class PageLooks:
         now = self._clock.now()
         if self._live.is_whole and now - self._rollouts_at >= ROLLOUTS_S:
             self._rollouts_at = now
-            before = self.requests
+            before = self._live.store.requests
             self._rollouts.read(report)
-            self._live.charge(self.requests - before)
+            self._live.charge(self._live.store.requests - before)
 
     def _make(self, report: Report) -> None:
         now = self._clock.wall()
         self.is_over = report.done or report.stopped
         self._make_chunks(report)
-        beside = Beside(
-            costs=cost_data(report, now),
-            early=self._rollouts.early,
-            late=self._rollouts.late,
-            troubles=trouble_data(report, now),
+        beside = replace(
+            page_beside(report, self._rollouts, now),
             read_at=self._live.read_at,
             partial=not self._live.is_whole,
             poll_s=self._poll_s,
