@@ -28,7 +28,7 @@ from diloco.outer.model_checks import frozen_digest
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process.session import Session
 from diloco.run.config import OuterConfig
-from inner.models.hub_model import HubError, HubModel
+from inner.models.naming import HubError, HubModel
 from inner.settings.lora import LoraSettings
 from inner.train.build import load_start
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun

@@ -48,8 +48,7 @@ PRELOAD = (
     "diloco.outer.managers.manager",
     "diloco.outer.loop",
     "inner.train.build",
-    "inner.train.trainer",
-    "inner.worlds.toolworld",
+    "inner.train.grpo",
 )
 
 

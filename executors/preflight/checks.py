@@ -24,8 +24,8 @@ from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
-from inner.models.gguf_header import is_gguf_file
-from inner.models.known import NOT_CHECKED, TOKENIZERS, KnownModel, chat_template, known_model
+from inner.models.known import TOKENIZERS, chat_template, known_model
+from inner.models.naming import NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.flat_names import setting_of
 from inner.settings.inner import BUILT_IN_MODELS, InnerError
 from inner.train.dry_run import dry_run

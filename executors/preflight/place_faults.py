@@ -30,7 +30,7 @@ from executors.platforms.multi import Place
 from executors.platforms.packages.vllm_pins import pinned_version, vllm_requirements
 from executors.preflight.platform_options import options_fault
 from executors.preflight.task_packages import named_packages, task_fault
-from inner.models.gguf_header import is_gguf_file
+from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
 from inner.settings.vllm import INSTALL, has_vllm
 from rendezvous.stores.signed import KEY

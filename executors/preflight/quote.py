@@ -31,7 +31,7 @@ from executors.preflight.request import BudgetWish, PlaceWish, StartRequest
 from executors.preflight.run_url import UsageError, is_folder
 from executors.preflight.task_packages import task_requirements, with_requirements
 from executors.supervision.costs import Budget, Costs, costs, launch_refusal
-from inner.models.hub_model import is_hub_name
+from inner.models.naming import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock

@@ -16,8 +16,8 @@ from executors.platforms.multi import Place
 from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model
 from inner.models.gguf_header import read_gguf_header
-from inner.models.hub_model import is_on_hub
 from inner.models.known import known_model
+from inner.models.naming import is_on_hub
 from tests.support.fleet import Fleet
 from tests.support.gguf_files import write_gguf
 
