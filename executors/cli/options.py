@@ -51,9 +51,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace) -> "RunConfig":
     """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
     from diloco.run.config import load_config
+
+    config = load_config(args.config, args.set)
+    if config.eval is None and not (config.inner.named_files or config.inner.rewards.models):
+        return config
     from diloco.run.data_files import gather_data
 
-    return gather_data(load_config(args.config, args.set), say)
+    return gather_data(config, say)
 
 
 def flag(parser: Any, *names: str, help: str, **more: Any) -> None:

@@ -15,7 +15,7 @@ Not promised: that a Hub id without `revision` means the same model tomorrow; a 
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -30,7 +30,9 @@ from transformers.utils import logging as transformers_logging
 from inner.models.naming import is_gguf_file
 from inner.rollouts.positions import number_positions
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
-from inner.settings.lora import LoraSettings
+
+if TYPE_CHECKING:
+    from inner.settings.lora import LoraSettings
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each has `start_model(config)`
 
@@ -68,7 +70,7 @@ def build_inner(
     )
 
 
-def _load_adapter(model: Any, model_dir: Path, settings: LoraSettings) -> Any:
+def _load_adapter(model: Any, model_dir: Path, settings: "LoraSettings") -> Any:
     from inner.models.lora import ADAPTER, load_adapter
 
     return load_adapter(model, model_dir / ADAPTER, settings)
@@ -94,7 +96,7 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
         save_adapter(new_adapter(model, config.lora), out_dir / ADAPTER)
 
 
-def load_start(model_dir: Path, dtype: str, lora: LoraSettings | None = None) -> tuple[Any, list[str]]:
+def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) -> tuple[Any, list[str]]:
     """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random.
 
     lora: with the adapter that lies there."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.run.config import RunConfig
 from diloco.run.sizing import parameters_of
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model
 from inner.models.gguf_header import read_gguf_header

@@ -83,7 +83,8 @@ def _stop(args: Namespace) -> Answer:
 
 
 def _stop_all(args: Namespace) -> Answer:
-    from executors.platforms.multi import Place, make_executor
+    from executors.platforms.multi import make_executor
+    from executors.platforms.places import Place
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):

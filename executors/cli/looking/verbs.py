@@ -62,8 +62,8 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 def _status(args: Namespace) -> Answer:
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
-    from executors.supervision.costs import costs
     from executors.supervision.health import describe_supervision
+    from executors.supervision.money.bills import costs
 
     _, reader = _opened(args.run, STATUS)
     report = reader.refresh()
@@ -105,7 +105,7 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 def _costs(args: Namespace) -> Answer:
     from diloco.runlog.scope import COSTS
     from executors.cli.looking import status
-    from executors.supervision.costs import costs
+    from executors.supervision.money.bills import costs
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
@@ -115,8 +115,8 @@ def _costs(args: Namespace) -> Answer:
 
 
 def _report(args: Namespace) -> Answer:
-    from diloco.runlog.reader import summary
     from diloco.runlog.scope import EVERYTHING
+    from diloco.runlog.summary import summary
     from executors.cli.looking import status
     from executors.cli.looking.report import publish_page, write_page
 

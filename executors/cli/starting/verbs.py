@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
-from executors.cli.opening import present_url
+from executors.cli.opening import finished_words, present_url
 from executors.cli.options import add_config, add_run_verb, add_verb, again, flag, offer, read_config, value
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
@@ -82,7 +82,7 @@ def _add_wishes(parser: ArgumentParser) -> None:
 
 def request_of(args: Namespace, url: str) -> "StartRequest":
     """What was typed, as everybody else reads it.   url: of the run, where it is now.   Raises UsageError."""
-    from executors.platforms.multi import Place
+    from executors.platforms.places import Place
     from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
@@ -103,7 +103,6 @@ def request_of(args: Namespace, url: str) -> "StartRequest":
 
 def _train(args: Namespace) -> Answer:
     from diloco.run.founding import open_run
-    from executors.cli.changing.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control
     from rendezvous.stores.open import open_store
@@ -152,7 +151,6 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
 
 def _resume(args: Namespace) -> Answer:
     from diloco.run.record import read_run
-    from executors.cli.changing.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
 
@@ -213,7 +211,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     from diloco.process import exitcodes
     from diloco.process.output import survive_lost_output
     from diloco.run.founding import solo_warning
-    from executors.cli.looking.status import view_for
+    from executors.cli.looking.lines import view_for
     from executors.cli.starting.foreground import supervise_here
 
     if text := solo_warning(wanted):
