@@ -35,7 +35,7 @@ from inner.replay.actions import action_message
 from inner.replay.ask import replay_trace
 from inner.replay.pairs import extract_dpo_pairs, save_pairs
 from inner.replay.states import TraceState
-from inner.rollouts.sample import rollout_states
+from inner.rollouts.rollout_states import rollout_states
 from inner.settings.channels import ReplaySettings, SdpoSettings
 from inner.settings.task import GrpoSettings
 

@@ -19,8 +19,8 @@ from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from executors.cli.starting.foreground import supervise_here
 from executors.platforms.base import ExecutorError
-from executors.platforms.multi import Place
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.platforms.places import Place
 from executors.preflight.quote import UsageError, ask_agreement, make_offer, slots_of, write_quote
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.hosted import start_hosted

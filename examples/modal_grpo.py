@@ -18,11 +18,11 @@ import modal
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from executors.cli.answers import say
-from executors.cli.looking.status import view_for
+from executors.cli.looking.lines import view_for
 from executors.cli.starting.detached import hand_over
 from executors.cli.starting.foreground import look_on
 from executors.platforms.base import ExecutorError
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.quote import UsageError, make_offer, slots_of, write_quote
 from executors.supervision.costs import Budget, Costs
 from rendezvous.clock import SystemClock

@@ -25,8 +25,8 @@ from diloco.outer.fragments import cut_fragments
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import ConfigError, OuterConfig, keep_bytes
 from diloco.run.record import ModelRecord, Run, read_run
-from inner.models.hub_model import HubError
 from inner.models.lora import ADAPTER, save_adapter
+from inner.models.naming import HubError
 from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain

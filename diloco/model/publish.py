@@ -19,6 +19,7 @@ from diloco.model.fetch import fetch_files
 from diloco.process.disk_space import full_disk_words, is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_run
+from inner.models.naming import is_on_hub
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
@@ -73,7 +74,8 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
-        inner.check_inner(run.config.inner, files)
+        if run.config.inner.named_files:
+            inner.check_inner(run.config.inner, files)
         mine = _start_model(run, folder, clock)
         _check_start(run, files, folder)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
@@ -96,11 +98,13 @@ def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
 
 def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     """Named, if every replica gets the same bits from the Hub; else carried."""
+    config = run.config.inner
+    if not is_on_hub(config):
+        return _carry_model(run, config, scratch / "model", clock)
     from inner.models.hub_model import link_hub_files, pin_hub_model
     from inner.models.lora import ADAPTER, new_adapter, save_adapter
     from inner.train.build import load_start
 
-    config = run.config.inner
     if (found := pin_hub_model(config)) is None:
         return _carry_model(run, config, scratch / "model", clock)
     folder = link_hub_files(found, scratch / "hub")

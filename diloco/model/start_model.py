@@ -17,7 +17,7 @@ Not promised: that the Hub keeps a commit; a run that must not hang on it has a 
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -28,12 +28,14 @@ from diloco.outer.model_checks import frozen_digest
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process.session import Session
 from diloco.run.config import OuterConfig
-from inner.models.hub_model import HubError, HubModel
-from inner.settings.lora import LoraSettings
+from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
 from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
+
+if TYPE_CHECKING:
+    from inner.settings.lora import LoraSettings
 
 T = TypeVar("T")
 AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then
@@ -91,7 +93,7 @@ def refuse_changed_base(announced: str, model: nn.Module) -> None:
 
 
 def first_arrays(
-    folder: Path, dtype: str, outer: OuterConfig, lora: LoraSettings | None = None
+    folder: Path, dtype: str, outer: OuterConfig, lora: "LoraSettings | None" = None
 ) -> dict[str, np.ndarray]:
     """The outer state as it is before the first outer step, from the start model's folder."""
     model, _ = load_start(folder, dtype, lora)

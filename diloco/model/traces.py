@@ -20,7 +20,8 @@ from typing import Any, cast
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
-from inner.rollouts.sample import SampledRollout, rollout_states
+from inner.rollouts.rollout_states import rollout_states
+from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
 from rendezvous.store import Store
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from diloco.outer.loop import OuterLoop, OuterManager
-from diloco.outer.managers.lighthouse import as_outer_manager
 from diloco.run.config import OuterConfig, OuterConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +44,15 @@ def make_diloco(
     if outer is not None and settings:
         raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into the former")
     return OuterLoop(model, optimizer, as_outer_manager(manager), outer or outer_config(settings), boundary)
+
+
+def as_outer_manager(manager: Any) -> Any:
+    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
+    if hasattr(manager, "rounds"):
+        return manager
+    from diloco.outer.managers.lighthouse import LighthouseManager
+
+    return LighthouseManager(manager)
 
 
 _KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # beside an inner optimizer that has its own

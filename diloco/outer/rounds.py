@@ -23,7 +23,6 @@ import torch
 
 from diloco.outer.flat import layout_of
 from diloco.outer.model_checks import frozen_digest
-from diloco.outer.moments import moments_digest, read_moments, write_moments
 from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session
@@ -136,6 +135,8 @@ class StoreRounds:
 
     def _pack_moments(self) -> dict[str, np.ndarray]:
         """The optimizer's moments, for the next session of this slot."""
+        from diloco.outer.moments import moments_digest, read_moments
+
         assert self.loop is not None, "join comes first"
         moments = read_moments(self.loop.model, self.loop.optimizer)
         if moments:
@@ -147,6 +148,8 @@ class StoreRounds:
         found = self.session.rv.inherited
         if not found:
             return
+        from diloco.outer.moments import moments_digest, read_moments, write_moments
+
         if why := write_moments(loop.model, loop.optimizer, found):
             self.session.emit("bad_moments", text=f"moments of the session before: {why}; the optimizer starts fresh")
         else:

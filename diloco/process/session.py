@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.process import exitcodes, processes, run_marks
 from diloco.process.host import device_name, host_name
@@ -34,7 +34,9 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.store import PatientStore, Store
 from rendezvous.stores.signed import SignedStore
-from rendezvous.weights.writer import WeightsWriter
+
+if TYPE_CHECKING:
+    from rendezvous.weights.writer import WeightsWriter
 
 ORPHAN_GRACE_S = 40.0  # a lone session that has not left by then ends itself; an inner step and its upload go first
 UPLOAD_S = 300.0  # for the upload of the last offer
@@ -108,8 +110,10 @@ class Session:
         self._thread.start()
         threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
 
-    def _weights_writer(self) -> WeightsWriter:
+    def _weights_writer(self) -> "WeightsWriter":
         """Make the writer of weights.  Its store has little patience: lost weights are followed by the next step's."""
+        from rendezvous.weights.writer import WeightsWriter
+
         store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
         return WeightsWriter(store, self.clock, reading=Worker(self.emit), uploads=Worker(self.emit), emit=self.emit)
 

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.model.fetch import fetch_files, fetch_model, fetch_model_without_weights
 from diloco.process import exitcodes
-from diloco.process.data_position import counted_inner_steps, read_offers
 from diloco.process.disk_space import retry_when_full
 from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
@@ -231,8 +230,6 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from diloco.outer.flat import layout_of
     from diloco.outer.make import make_diloco
-    from diloco.outer.managers import lighthouse
-    from diloco.outer.managers.manager import StoreManager
     from diloco.process.session_host import SessionHost
     from inner.models.precision import lost_updates
 
@@ -240,7 +237,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         torch.set_num_threads(1)
     config = run.config
     bucket = run.config.rendezvous == BUCKET
-    at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
+    at = first_open_step(session.rv.store) if bucket else _lighthouse_step(session)
     before = run.record.parent
     seeds = seeds_of(run, session)
     joins_late = at + before.outer_steps > 0
@@ -251,11 +248,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     refuse_other_base(record.base, loop.model)
     whole = lambda: _fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
-    manager = (
-        StoreManager(session, theta_0=again if record.hub else None)
-        if bucket
-        else lighthouse.connect_lighthouse(config.rendezvous, session)
-    )
+    manager = _manager(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session))
     if why := why_no_kernels():
@@ -269,6 +262,24 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
+
+
+def _lighthouse_step(session: Session) -> int:
+    from diloco.outer.managers.lighthouse import latest_step
+
+    return latest_step(session)
+
+
+def _manager(
+    config: RunConfig, session: Session, theta_0: "Callable[[], Mapping[str, Any]] | None"
+) -> "StoreManager | LighthouseManager":
+    if config.rendezvous == BUCKET:
+        from diloco.outer.managers.manager import StoreManager
+
+        return StoreManager(session, theta_0=cast("Any", theta_0))
+    from diloco.outer.managers.lighthouse import connect_lighthouse
+
+    return connect_lighthouse(config.rendezvous, session)
 
 
 def _build_loop(
@@ -316,13 +327,13 @@ def _make_evaluator(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
     """Make the evaluator; None without [eval]."""
+    config = run.config.eval
+    if config is None:
+        return None
     from diloco.replica.evaluation import Evaluator
     from inner.data.prompts import load_prompts
     from inner.settings.flat_names import EVAL
 
-    config = run.config.eval
-    if config is None:
-        return None
     rows = load_prompts(config.source, inputs.files, run.config.inner.data, kind=EVAL)
     must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
     return Evaluator(
@@ -345,6 +356,8 @@ def data_position(run: Run, session: Session, step: int) -> int:
         return before + step * (config.outer.sync_every // config.outer.fragments)
     if session.rv.generation == 1:
         return before
+    from diloco.process.data_position import counted_inner_steps, read_offers
+
     offers = read_offers(session.rv.store, step, together_on(session.rv.store))
     return before + counted_inner_steps(offers.get(session.rv.slot, ()), config.outer)
 

@@ -20,9 +20,7 @@ from typing import Any, ClassVar
 
 from diloco.run.eval_config import TASK_ONLY, EvalConfig
 from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
-from diloco.unreadable import file_hint, object_hint, toml_fault
 from inner import InnerConfig, InnerError
-from inner.data.hub_data import HubDataset
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
 from inner.settings.inner import MOVED, TRL_NAMES
 from inner.settings.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
@@ -301,12 +299,16 @@ class RunConfig:
             return
         if is_task(name):
             return  # its table has checked the name, and `gather_data` asks the package
+        from inner.data.hub_data import HubDataset
+
         try:
             HubDataset.parse(name, setting_of(kind))
         except InnerError as error:
             raise ConfigError(str(error)) from error
 
     def _absent_words(self, kind: str, name: str, path: Path) -> str:
+        from diloco.unreadable import file_hint, object_hint
+
         if not is_code(kind):
             return (
                 f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
@@ -334,8 +336,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark in front
     except FileNotFoundError:
+        from diloco.unreadable import file_hint
+
         raise ConfigError(f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        from diloco.unreadable import toml_fault
+
         raise ConfigError(toml_fault(path, error)) from error
     if not raw:
         raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")

@@ -24,7 +24,7 @@ from math import ceil
 from diloco.run.config import AUTO, RunConfig, keep_bytes
 from diloco.run.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
-from inner.models.hub_model import is_on_hub
+from inner.models.naming import is_on_hub
 from rendezvous import codecs
 from rendezvous.agreement.rules import Rules, reduces_sharded
 from rendezvous.codecs.choose import sync_seconds

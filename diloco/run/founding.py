@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.run.config import AUTO, ConfigError, FleetConfig, RunConfig
 from diloco.run.record import Parent, Run, RunRecord, decode_run
@@ -25,13 +25,8 @@ from rendezvous.errors import RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.records.digests import SHA256, digest, hex_of
 from rendezvous.records.records import new_nonce
 from rendezvous.store import PatientStore, Readable, Store, put_once
-from rendezvous.stores.files import FileStore
-from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store, urls_above
 from rendezvous.stores.signed import run_key, under_key
-
-if TYPE_CHECKING:
-    pass
 
 LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
 
@@ -59,12 +54,10 @@ def open_run(
     config = replace(config, fleet=fleet)  # prompts are dealt out to as many replicas as the run is founded with
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
-    if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:
+    if not getattr(raw, "proven", False) and store.get(layout.RUN) is None:
         _refuse_unfit(raw, clock)
     raw = under_key(raw, clock, run_key(), ask=store)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
-    from diloco.run import sizing  # it needs numpy, which a look at a run does not
-
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(
         config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall(),
@@ -74,12 +67,18 @@ def open_run(
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
         _refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *_TRAINED))
-    won, stands, mine = _found_run(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
+    won, stands, mine = _found_run(store, clock, mine, lambda: _sized_codec(config, store, clock))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     if parent is not None and parent != stands.parent:
         raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
     set_desired(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
+
+
+def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, str]:
+    from diloco.run.sizing import codec_of  # it needs numpy, which a look at a run does not
+
+    return codec_of(config, store, clock, config.fleet.replicas)
 
 
 def _found_run(

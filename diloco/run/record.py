@@ -26,7 +26,7 @@ from rendezvous.stores.open import open_store
 from rendezvous.stores.signed import SignedStore, run_key, signed_store
 
 if TYPE_CHECKING:
-    from inner.models.hub_model import HubModel
+    from inner.models.naming import HubModel
 
 FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud costs a round trip and a price
 
@@ -137,7 +137,7 @@ class ModelRecord(Record):
     @property
     def hub_model(self) -> "HubModel | None":
         """The model on the Hub that θ₀ is; None: its files are in the bucket."""
-        from inner.models.hub_model import HubModel
+        from inner.models.naming import HubModel
 
         digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items() if not stored["key"]}
         return HubModel(self.hub["model"], self.hub["commit"], digits) if self.hub else None

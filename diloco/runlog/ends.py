@@ -9,9 +9,12 @@ Not promised: a reason for a session without a supervisor that emitted nothing.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rendezvous.agreement.membership import launch_of
+
+if TYPE_CHECKING:
+    from diloco.runlog.reader import Report
 
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
@@ -78,3 +81,10 @@ def never_began(
         if e["event"] == "lost" and not e["generation"] and (e["slot"], e.get("attempt")) not in lived:
             newest[e["slot"]] = e
     return {slot: e for slot, e in newest.items() if e["at"] > claimed.get(slot, 0.0)}
+
+
+def end_words(report: "Report") -> str:
+    """Say how a run that is done has ended."""
+    empty = sum(step.empty for step in report.steps)
+    taught = f"; {empty} of them learned nothing, since all pseudogradients were zero" if empty else ""
+    return f"all {report.head} outer steps are committed{taught}"

@@ -13,6 +13,7 @@ Not promised: that the reader finds the answers complete.  It gets one by one wh
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from diloco.runlog.extent import Rounds
 from diloco.runlog.scope import WHOLE, Focus, Scope
@@ -20,7 +21,9 @@ from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.stores.ahead import Ahead
-from rendezvous.stores.cache import Cache
+
+if TYPE_CHECKING:
+    from rendezvous.stores.cache import Cache
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are
@@ -208,7 +211,7 @@ class _Look:
 # -------------------------------------------------------------------- what is kept
 
 
-def likely_keys(ahead: Ahead, cache: Cache | None, scope: Scope) -> list[str]:
+def likely_keys(ahead: Ahead, cache: "Cache | None", scope: Scope) -> list[str]:
     """The keys that `first_look` asks for in round 1, if `cache` is of this run.  Nothing is asked for here."""
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
@@ -235,7 +238,7 @@ def first_look(ahead: Ahead, scope: Scope) -> Found:
     return take_look(ahead, scope, ReadSoFar())
 
 
-def known_from_cache(cache: Cache) -> ReadSoFar:
+def known_from_cache(cache: "Cache") -> ReadSoFar:
     """Return the extent of the cached run; nothing without a cached commit, its only proof that it is this run."""
     commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
     if commits == 0:

@@ -1,7 +1,6 @@
 """A run, read back from its bucket alone.
 
-    control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary   one screen
-                                                                                  ├▶ checks    said honestly
+    control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary.py
                                                                                   └▶ diloco/views/page/charts.py
 Any reader of the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only new records.
 No torch here.
@@ -14,21 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
 from diloco.process.journal import Log, read_log
 from diloco.run.record import RunRecord
 from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
 from diloco.runlog.ends import joined_words, observed_words, own_words, restarted_by
-from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
-from diloco.runlog.kept import kept_words
-from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
+from diloco.runlog.learning import learning_numbers, reckonable
 from diloco.runlog.look import SUPERVISOR, Found, Owner, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
-from diloco.runlog.sparkline import sparkline
-from diloco.runlog.worth import worth, worth_words
-from diloco.units import byte_size, duration
 from inner.printable import printable
 from rendezvous import layout
 from rendezvous.agreement.membership import (
@@ -44,11 +38,13 @@ from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Beat, Claim, Offer, WireError
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead, Answer
-from rendezvous.stores.cache import Cache
+
+if TYPE_CHECKING:
+    from diloco.runlog.evaluation import Evaluation
+    from rendezvous.stores.cache import Cache
 
 T = TypeVar("T")
 
-NAME = 24  # characters of a run's name in a line that has more to say
 MANY = 4096  # objects that are in memory at once
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
@@ -245,15 +241,17 @@ class Report:
         return found
 
     @property
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> "list[Evaluation]":
         """Rewards on held-out prompts, as far as the logs that were read tell them."""
+        from diloco.runlog.evaluation import read_evaluations
+
         return read_evaluations(self.of_kind("evaluated"))
 
 
 # -------------------------------------------------------------------- reading
 
 
-def read_report(store: Readable, scope: Scope = EVERYTHING, cache: Cache | None = None) -> Report:
+def read_report(store: Readable, scope: Scope = EVERYTHING, cache: "Cache | None" = None) -> Report:
     return Reader(store, scope, cache).refresh()
 
 
@@ -268,7 +266,7 @@ class Reader:
         self,
         store: Readable,
         scope: Scope = EVERYTHING,
-        cache: Cache | None = None,
+        cache: "Cache | None" = None,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self._store = Ahead(store, cache, answers=answers)
@@ -618,169 +616,7 @@ def shown(value: Any) -> Any:
 # -------------------------------------------------------------------- showing
 
 
-@dataclass(frozen=True)
-class Check:
-    ok: bool
-    text: str
-
-
-def checks(report: Report) -> list[Check]:
-    """Check the promises of this product against the bucket."""
-    linked = all(s.linked for s in report.steps)
-    with_digests = [s for s in report.steps if s.thetas]
-    forks = [s.t for s in with_digests if len(set(s.thetas.values())) > 1]
-    compared = sum(len(s.thetas) for s in with_digests)
-    so_far = "" if report.done else " so far"
-    gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
-    gaps = report.damage or gaps
-    same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
-    fork = f"θ differs between replicas after outer steps {forks}"
-    return [
-        Check(
-            linked and not report.damage,
-            f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}",
-        ),
-        Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
-        Check(not forks, fork if forks else same),
-    ]
-
-
-def curve_of(report: Report) -> Curve:
-    """The run's headline: rewards, or losses where it has none."""
-    return headline_curve(report.steps, report.slots)
-
-
 def first_and_last(report: Report) -> tuple[float, float] | None:
     """Mean reward of the first and of the last outer step that has one."""
-    curve = curve_of(report)
-    return curve.ends if curve.name == "reward" else None
-
-
-def summary(report: Report) -> str:
-    """One screen: at most 24 lines of 80 columns."""
-    lines = [headline(report), ""]
-    lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
-    lines += _curve_lines(report)
-    lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
-    lines += _cost_lines(report)
-    lines += [f"  {words}" for words in (*worth_words(worth(report)), *kept_words(report))]
-    lines += ["", *_session_lines(report, room=21 - len(lines) - 5), ""]
-    lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
-    return "\n".join(_shortened(line) for line in lines[:24])
-
-
-def _shortened(line: str, most: int = 80) -> str:
-    """Cut a line to `most` columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
-    if len(line) <= most:
-        return line
-    whole, mark, _ = line[: most - 1].rpartition(" · ")
-    return f"{whole} …" if mark else line[:most]
-
-
-def headline(report: Report) -> str:
-    h = report.setting("outer", "sync_every", 0) or "?"
-    return (
-        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {duration(report.seconds)}, "
-        f"{_counted_replicas(report)}, H = {h}"
-    )
-
-
-def _counted_replicas(report: Report) -> str:
-    """Count the slots that some step has counted, also slots that are not wanted any more."""
-    counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
-    return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
-
-
-def brief_name(report: Report) -> str:
-    """Cut the name to NAME characters: the numbers behind it must stay on a line."""
-    return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
-
-
-def _curve_lines(report: Report) -> list[str]:
-    line = curve_of(report)
-    if not (ends := line.ends):
-        return ["  no reward and no loss yet", *_held_out_lines(report)]
-    lines = [f"  mean {line.name:7s} {ends[0]:.3f} {sparkline(line.mean, 48)} {ends[1]:.3f}"]
-    if numbers := learning_words(newest_numbers(report.steps), without=line.name):
-        lines.append(f"  newest step  {numbers}")
-    if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
-        lines.append(f"  counted later than their step: {', '.join(late)}")
-    return lines + _held_out_lines(report)
-
-
-def _held_out_lines(report: Report) -> list[str]:
-    if not (found := report.evaluations):
-        return []
-    means = [evaluation.headline[1].mean for evaluation in found]
-    curve = [f"  held out     {means[0]:.3f} {sparkline(means, 48)} {means[-1]:.3f}"] if len(found) > 1 else []
-    return [*curve, f"  held out {evaluation_words(found)}"]
-
-
-def channel_words(report: Report) -> str:
-    """Describe the channels of the loss in the newest outer step that logs them: each one's share of its data, and the
-    norm of its gradient into the backbone; means over replicas.  "" where there is one channel only."""
-    newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
-    events = [e for e in report.of_kind("step") if e["step"] == newest]
-    found = []
-    for name in ("grpo", "sdpo", "replay"):
-        coverage, norm = ([e[k] for e in events if k in e] for k in (f"{name}_coverage", f"{name}_grad_norm"))
-        if coverage:
-            found.append(f"{name} {fmean(coverage):.0%}" + (f" {fmean(norm):.1g}" if norm else ""))
-    return " · ".join(found)
-
-
-def _cost_lines(report: Report) -> list[str]:
-    timed = [s for s in report.steps if s.seconds]
-    if not timed:
-        return []
-    parts = " · ".join(f"{n} {fmean(s.part(p) for s in timed):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
-    up, down = (fmean(b for s in timed for b in getattr(s, way).values()) for way in ("up", "down"))
-    sizes = f"{byte_size(up)} up, {byte_size(down)} down"
-    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}", *_outer_lines(report)]
-
-
-def _outer_lines(report: Report) -> list[str]:
-    words = outer_words(report)
-    lines = [f"  outer step {words[0]}: {words[1]}"] if words else []
-    if gated := [f"{s}@{step.t}" for step in report.steps for s in step.gated]:
-        lines.append(f"  too long, counted as one of typical length: {', '.join(gated)}")
-    if empty := [str(s.t) for s in report.steps if s.empty]:
-        lines.append(f"  mean was zero, θ stayed: {len(empty)} of {report.head} outer steps ({', '.join(empty)})")
-    if alone := [s.t for s in report.steps if len(s.fresh) == 1]:
-        lines.append(f"  taken by one replica alone (unconfirmed): {len(alone)} of {report.head} outer steps")
-    return lines
-
-
-def outer_words(report: Report) -> tuple[int, str] | None:
-    """The newest outer step that has numbers, and these."""
-    for step in reversed(report.steps):
-        if step.empty:
-            return step.t, "mean was zero, θ stays"
-        if step.numbers:
-            return step.t, " · ".join(form.format(step.numbers[k]) for k, form in NUMBERS.items() if k in step.numbers)
-    return None
-
-
-def solo_words(report: Report) -> str:
-    """The warning when one replica alone took the newest outer step; "" when it did not."""
-    if not report.steps or len(report.steps[-1].fresh) != 1:
-        return ""
-    last = report.steps[-1]
-    return f"solo: outer step {last.t} was taken by {last.fresh[0]} alone, unconfirmed (min_replicas = 1)"
-
-
-def _session_lines(report: Report, room: int) -> list[str]:
-    lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions]
-    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.sessions if x.why]
-    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
-    if len(lines) > room:
-        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more sessions"]
-    return lines
-
-
-def _session_words(session: SessionSummary, began: float) -> str:
-    joined = "never joined"
-    if session.joined is not None:
-        joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
-    end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
-    return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
+    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
+    return (rewards[0], rewards[-1]) if rewards else None

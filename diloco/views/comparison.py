@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.run.record import RunRecord
-from diloco.runlog.reader import Report, curve_of
+from diloco.runlog.reader import Report
+from diloco.runlog.summary import curve_of
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
 from rendezvous.records.digests import hex_of
 

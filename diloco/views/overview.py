@@ -158,13 +158,6 @@ def run_state(report: Report) -> str:
     return "running" if report.sessions or report.head else "not begun"
 
 
-def end_words(report: Report) -> str:
-    """Say how a run that is done has ended."""
-    empty = sum(step.empty for step in report.steps)
-    taught = f"; {empty} of them learned nothing, since all pseudogradients were zero" if empty else ""
-    return f"all {report.head} outer steps are committed{taught}"
-
-
 def _elapsed_s(report: Report, state: str, now: float) -> float:
     """Return the run's elapsed seconds; its clock stands once no session runs any more."""
     if state == "not begun":

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from diloco.runlog.reader import checks, read_report
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import checks
 from rendezvous.stores.open import open_store
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-SLOTS = "{slots of the run}"  # a placeholder: only the run knows its slots
+from executors.cli.options import SLOTS
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The command `diloco`: one verb per intent, and a clear word when something is wrong.
 
     diloco VERB …  ──make_parser──▶  args  ──▶  args.act(args)  ──▶  Answer  ──▶  exit code
-                       └─ starting looking changing writing checking: verbs.py of each has options and acts
+             └─ VERBS: starting looking changing writing checking: verbs.py of each has options and acts
 
-A verb's own imports happen when it is used, so that `--help` and `status` answer at once.
+Of a verb that is typed its own kind is loaded alone, and what it needs when it is used, so that it answers at once.
 
 Not promised: stable words for people; programs read --json.
 """
@@ -11,19 +11,23 @@ Not promised: stable words for people; programs read --json.
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 
 from diloco.process.output import print_plainly
 from executors.cli.answers import Answer, explain_error, is_expected, print_answer
-from executors.cli.changing import verbs as changing
-from executors.cli.checking import verbs as checking
-from executors.cli.looking import verbs as looking
 from executors.cli.opening import ask_again
-from executors.cli.starting import verbs as starting
-from executors.cli.writing import verbs as writing
 from executors.preflight.mistyped import Parser
 from rendezvous.clock import SystemClock
 
+VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
+    "starting": ("train", "plan", "resume", "demo"),
+    "looking": ("status", "watch", "logs", "costs", "report", "diff"),
+    "changing": ("scale", "drain", "stop"),
+    "writing": ("export", "verify", "explain", "blame", "bisect", "gc", "eval", "traces", "track"),
+    "checking": ("init", "check", "doctor", "setup", "objectives", "completion"),
+}
+WHOLE = ("completion",)  # verbs that speak of all others
 WITH_COMMAND = ("bisect", "blame")
 SHOWN = {
     "starting": ("init", "check", "demo", "plan", "train", "resume"),
@@ -54,7 +58,7 @@ after one."""
 
 def main(argv: list[str] | None = None) -> int:
     words, command = split_command(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(words)
+    args = make_parser(words).parse_args(words)
     args.judge = command
     print_plainly()
     try:
@@ -97,14 +101,17 @@ def _short_form(args: Namespace) -> Answer | None:
 # -------------------------------------------------------------------- the grammar
 
 
-def make_parser() -> ArgumentParser:
+def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Make the parser of all verbs; where the first of `words` is one, that of its kind."""
+    kinds = [kind for kind, names in VERBS.items() if words and words[0] in names and words[0] not in WHOLE]
     parser = Parser(prog="diloco", epilog=EXIT_CODES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True, help=SUPPRESS, prog="diloco")
-    for kind in (starting, looking, changing, writing, checking):
-        kind.add_verbs(verbs)
+    for kind in kinds or VERBS:
+        import_module(f"executors.cli.{kind}.verbs").add_verbs(verbs)
     parser.usage = "diloco VERB …        `diloco VERB --help` says what one verb takes"
-    parser.description = _description({choice.dest: choice.help or "" for choice in verbs._choices_actions})
+    if not kinds:
+        parser.description = _description({choice.dest: choice.help or "" for choice in verbs._choices_actions})
     return parser
 
 

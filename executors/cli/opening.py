@@ -9,6 +9,7 @@ People call a run that was founded again by its first URL; a view finds the pres
 Not promised: that the bucket answers later requests; each of them is waited for as long.
 """
 
+import shlex
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,3 +88,15 @@ def patient_store(store: "Store") -> "Store":
     from rendezvous.store import PatientStore
 
     return PatientStore(store, SystemClock(), PATIENCE_S, waits_on_refusal=False)
+
+
+def finished_words(store: "Store", url: str, steps: int | None = None) -> str:
+    """The message for a run that has all its outer steps; "" for another run, and where other `steps` are asked for."""
+    from diloco.run.founding import is_finished
+    from rendezvous.agreement.membership import read_control
+
+    wanted = read_control(store)
+    if steps not in (None, wanted.steps) or not is_finished(store, wanted):
+        return ""
+    more = f"diloco resume {shlex.quote(url)} --steps {2 * wanted.steps}"
+    return f"the run is finished, all {wanted.steps} outer steps are committed; nothing was changed. For more: {more}"

@@ -7,6 +7,7 @@ Not promised: what a typed word must look like (typed.py), and that what it name
 """
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import Act, say
@@ -14,14 +15,25 @@ from executors.cli.answers import Act, say
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
+TYPES = (  # of executors/cli/typed.py, by name: type="count"
+    "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
+)  # fmt: skip
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 the same again later goes on; `diloco --help` lists all"
 
 
 def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
     parser.set_defaults(act=act)
+    for name in TYPES:
+        parser.register("type", name, partial(_read_typed, name))
     flag(parser, "--json", help="for programs: JSON on stdout, words on stderr")
     return parser
+
+
+def _read_typed(name: str, text: str) -> Any:
+    from executors.cli import typed
+
+    return getattr(typed, name)(text)
 
 
 def add_run_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
@@ -39,9 +51,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace) -> "RunConfig":
     """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
     from diloco.run.config import load_config
+
+    config = load_config(args.config, args.set)
+    if config.eval is None and not (config.inner.named_files or config.inner.rewards.models):
+        return config
     from diloco.run.data_files import gather_data
 
-    return gather_data(load_config(args.config, args.set), say)
+    return gather_data(config, say)
 
 
 def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
@@ -55,6 +71,9 @@ def value(parser: Any, name: str, metavar: str, help: str, **more: Any) -> argpa
 def again(parser: Any, *names: str, **more: Any) -> argparse.Action:
     """An option that may be given more than once; -> a list."""
     return parser.add_argument(*names, action="append", **more)
+
+
+SLOTS = "{slots of the run}"  # what TAB offers where only the run knows its slots (completion.py)
 
 
 def offer(action: argparse.Action, *words: str) -> None:

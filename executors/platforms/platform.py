@@ -15,10 +15,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
-from executors.platforms.machine.logfile import LogFile
+
+if TYPE_CHECKING:
+    from executors.platforms.machine.logfile import LogFile
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Platform(ABC):
 
     # ------------------------------------------------------------------ what is as usual on most platforms
 
-    def log_file(self, handle: Handle) -> LogFile | None:
+    def log_file(self, handle: Handle) -> "LogFile | None":
         """The log, where it is a file that can be read here: then `read_log` is written already."""
         return None
 

@@ -10,9 +10,9 @@ Not promised: that a server listens at the address; the first trouble shows it (
 
 from collections.abc import MutableMapping, Sequence
 
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.run_url import UsageError
-from executors.supervision.notices.alerts import VARIABLE, host_of
+from executors.supervision.notices.asked_for import VARIABLE
 
 HOSTS = {
     "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",
@@ -27,6 +27,8 @@ def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, enviro
         raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")
     if not url:
         return
+    from executors.supervision.notices.alerts import host_of
+
     try:
         host_of(url)
     except ValueError as error:

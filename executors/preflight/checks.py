@@ -17,20 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.run.config import RunConfig
-from diloco.run.eval_config import check_held_out
-from diloco.views.trackers.make import check_tracker
-from diloco.views.trackers.tracker import TrackerError
 from executors.platforms import FAR
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
-from inner.models.gguf_header import is_gguf_file
-from inner.models.known import NOT_CHECKED, TOKENIZERS, KnownModel, chat_template, known_model
-from inner.settings.flat_names import setting_of
-from inner.settings.inner import BUILT_IN_MODELS, InnerError
-from inner.train.dry_run import dry_run
-from inner.usercode.check import check_data
-from inner.usercode.rehearse import TIME_S, rehearse
+from inner.models.naming import NOT_CHECKED, KnownModel, is_gguf_file
+from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 
 @dataclass(frozen=True)
@@ -52,14 +44,13 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     """
     _check_trackers(config, name)
     try:
-        check_data(config.inner, config.user_files())
-        if config.eval is not None:
-            check_held_out(config.eval, config.inner, config.user_files())
+        _check_files(config)
         for fault in place_faults(config, url, places):
             raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
-        known = known_model(config.inner)
+        known = _known_model(config.inner)
         _check_template(config, known)
-        notes = [*_rehearse(config, places), *_dry_run(config, known)]
+        notes = _rehearse(config, places) if config.inner.own_code else []
+        notes += _dry_run(config, known)
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
     told = tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n)
@@ -68,8 +59,33 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     return Checked(known.folder, told, unreached)
 
 
+def _check_files(config: RunConfig) -> None:
+    """Check the user's files without running them.   Raises InnerError."""
+    if config.inner.named_files or config.inner.loop == "supervised":
+        from inner.usercode.check import check_data
+
+        check_data(config.inner, config.user_files())
+    if config.eval is not None:
+        from diloco.run.held_out import check_held_out
+
+        check_held_out(config.eval, config.inner, config.user_files())
+
+
+def _known_model(inner: InnerConfig) -> KnownModel:
+    if inner.model in BUILT_IN_MODELS:
+        return KnownModel()
+    from inner.models.known import known_model
+
+    return known_model(inner)
+
+
 def _check_trackers(config: RunConfig, name: str) -> None:
     """Check the trackers here: the supervisor writes to them on this machine, unless it is detached to a platform."""
+    if not config.log.to:
+        return
+    from diloco.views.trackers.make import check_tracker
+    from diloco.views.trackers.tracker import TrackerError
+
     for tracker in config.log.to:
         try:
             check_tracker(tracker)
@@ -81,6 +97,8 @@ def _check_trackers(config: RunConfig, name: str) -> None:
 
 def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
     """Try the reward and other own code; -> notes.  Raises InnerError where it cannot work."""
+    from inner.usercode.rehearse import TIME_S, rehearse
+
     notes = list[str]()
     found = rehearse(config.inner, config.user_files())
     code = config.inner.own_code
@@ -102,6 +120,9 @@ def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
     inner = config.inner
     if inner.loop == "supervised" or inner.model in BUILT_IN_MODELS:
         return []
+    from inner.models.known import TOKENIZERS
+    from inner.train.dry_run import dry_run
+
     if known.folder is None or not any((known.folder / name).is_file() for name in TOKENIZERS):
         why = "the run reads it out of the file" if is_gguf_file(inner.model) else "its tokenizer is not here"
         pairs = " and the pairs" if inner.replay.is_used else ""
@@ -119,6 +140,8 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
     if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
         return
     from inner.data.prompts import load_prompts
+    from inner.models.known import chat_template
+    from inner.settings.flat_names import setting_of
 
     (row,) = load_prompts(inner.data.source, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:

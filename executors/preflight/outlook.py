@@ -16,8 +16,8 @@ from diloco.run.config import ConfigError, RunConfig, keep_bytes
 from diloco.run.footprint import footprint, lines
 from diloco.run.superseded import current_url
 from diloco.units import byte_size
-from executors.platforms.multi import Place
-from inner.models.known import ASK_S
+from executors.platforms.places import Place
+from inner.models.naming import ASK_S
 from inner.settings.inner import lr_factor
 from inner.settings.task import reward_model_parts
 from rendezvous.agreement.membership import Wanted, read_control

@@ -1,7 +1,7 @@
 """Mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    [inner.vllm] where it is not installed, on a place without a GPU, or beside an excluding package
+    vllm_missing    [inner.vllm] where it is not installed, … (vllm_faults.py)
     eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
     task_fault      the run's task is scored by a package that no index has (task_packages.py)
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
@@ -21,18 +21,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
-from executors.platforms.multi import Place
-from executors.platforms.packages.vllm_pins import pinned_version, vllm_requirements
-from executors.preflight.platform_options import options_fault
-from executors.preflight.task_packages import named_packages, task_fault
-from inner.models.gguf_header import is_gguf_file
+from executors.platforms.places import Place
+from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
-from inner.settings.vllm import INSTALL, has_vllm
 from rendezvous.stores.signed import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -50,9 +43,9 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
-            task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
-            options_fault(place),
+            idle_devices(place), image_fault(place), _vllm_fault(config, place), eight_bits(config, place),
+            _task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
+            _options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -69,19 +62,13 @@ def notes_about(
         if image := place.options.get("image"):
             yield _image_words(place, str(image))
         if config.inner.vllm is not None and place.executor in FAR:
-            yield from _notes_about_vllm(place)
+            from executors.preflight.vllm_faults import notes_about_vllm
+
+            yield from notes_about_vllm(place)
     far = sorted({p.executor for p in places if p.executor in FAR})
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
     if far and endpoint and url.startswith("s3://") and not any(endpoint in (*p.secrets, *p.env) for p in places):
         yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
-
-
-def _notes_about_vllm(place: Place) -> Iterator[str]:
-    if "code" in place.options:
-        yield f"not checked: that {place.options['code']} brings vLLM; without it a job ends before its replica starts"
-    else:
-        versions = f"{pinned_version('vllm')}, {pinned_version('transformers')}"
-        yield f"replicas on {place.executor} get the second set of versions ({versions}); this machine's are another"
 
 
 # -------------------------------------------------------------------- devices
@@ -111,41 +98,28 @@ def one_device(executor: str, gpu: str) -> str:
 # -------------------------------------------------------------------- what is installed there
 
 
-def vllm_missing(config: RunConfig, place: Place) -> str:
-    """The fault where vLLM would be missing.  Elsewhere the environment is made with vLLM, in its build for GPUs; here
-    it stays as it is."""
+def _vllm_fault(config: RunConfig, place: Place) -> str:
     if config.inner.vllm is None:
         return ""
-    if place.executor not in FAR:
-        if has_vllm():
-            return ""
-        return (
-            "inner.vllm: vLLM is not installed here, where replicas run. It needs versions of its own "
-            f"({pinned_version('vllm')}, {pinned_version('transformers')}, {pinned_version('huggingface-hub')}), so an "
-            f"environment of its own: `{INSTALL}` there, and start the run from it. Or leave [inner.vllm] out"
-        )
-    if not place.gpu and not place.options.get("hardware") and not place.options.get("accelerators"):
-        return (
-            f"inner.vllm: replicas on {place.executor} would have no GPU, and the build of vLLM that they get needs "
-            "one. Add --gpu, or leave [inner.vllm] out"
-        )
-    return _vllm_conflict(place)
+    from executors.preflight.vllm_faults import vllm_missing
+
+    return vllm_missing(config, place)
 
 
-def _vllm_conflict(place: Place) -> str:
-    """The fault of a package that is asked for beside vLLM, at a version that excludes it."""
-    for text in named_packages(place):
-        try:
-            need = Requirement(text)
-        except InvalidRequirement:  # a URL or a file: pip has the say
-            continue
-        pin = next((p for p in vllm_requirements() if p.startswith(f"{canonicalize_name(need.name)}==")), "")
-        if pin and not need.specifier.contains(pin.partition("==")[2], prereleases=True):
-            return (
-                f"inner.vllm: --pip {text} on {place.executor} cannot be beside vLLM, which is installed with {pin}. "
-                "Name the package without a version, or leave [inner.vllm] out"
-            )
-    return ""
+def _task_fault(config: RunConfig, place: Place) -> str:
+    if config.inner.scoring_task is None or place.executor not in FAR:
+        return ""
+    from executors.preflight.task_packages import task_fault
+
+    return task_fault(config, place)
+
+
+def _options_fault(place: Place) -> str:
+    if place.executor not in ("slurm", "sky"):
+        return ""
+    from executors.preflight.platform_options import options_fault
+
+    return options_fault(place)
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.mistyped import nearest_hint
 
 ASK_S = 5.0

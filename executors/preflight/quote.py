@@ -18,25 +18,19 @@ from typing import Any, TextIO, TypeGuard
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.founding import refuse_fewer_steps
 from diloco.run.record import Run, read_run
-from diloco.run.sizing import parameters_of, trained_parameters_of
-from diloco.runlog.reader import read_report
-from diloco.runlog.scope import COSTS
 from diloco.units import dollars
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of
-from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
-from executors.preflight.alert_url import take_alert
+from executors.platforms.multi import build_executor
+from executors.platforms.places import Place, are_places, place_of, places_of
 from executors.preflight.request import BudgetWish, PlaceWish, StartRequest
 from executors.preflight.run_url import UsageError, is_folder
-from executors.preflight.task_packages import task_requirements, with_requirements
-from executors.supervision.costs import Budget, Costs, costs, launch_refusal
-from inner.models.hub_model import is_hub_name
+from executors.supervision.costs import Budget, Costs, launch_refusal
+from inner.models.naming import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.store import Store
-from rendezvous.stores.cache import cache_of
 from rendezvous.stores.open import open_store
 
 OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
@@ -129,6 +123,10 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     Modal bills for the memory that is used: a limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]:
     versions that have it, where the environment is made for the run.   A task: the package that scores it.
     """
+    if not any(p.executor in FAR for p in places):
+        return tuple(places)
+    from executors.preflight.task_packages import task_requirements, with_requirements
+
     vllm = {"vllm": True} if config.inner.vllm is not None else {}
     scorers = task_requirements(config)
     found = [
@@ -137,6 +135,9 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     ]
     if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in found):
         return tuple(found)
+    from diloco.run.sizing import parameters_of, trained_parameters_of
+    from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
+
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
         options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
@@ -218,6 +219,8 @@ def quote_start(
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     check_reach(asked.url, places)
     if asked.alert is not None:
+        from executors.preflight.alert_url import take_alert
+
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
     slots = slots_of(asked.fleet.replicas or replicas)
     spent = spent_so_far(asked.url) if spent is None else spent
@@ -228,6 +231,11 @@ def spent_so_far(url: str) -> Costs:
     """What the run at `url` has cost; nothing where none stands there."""
     if open_store(url).get(layout.RUN) is None:
         return Costs()
+    from diloco.runlog.reader import read_report
+    from diloco.runlog.scope import COSTS
+    from executors.supervision.money.bills import costs
+    from rendezvous.stores.cache import cache_of
+
     run = read_run(url)
     return costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), time.time())
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.run_url import UsageError
 
 

@@ -14,8 +14,7 @@ from importlib import metadata
 
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
-from executors.platforms.multi import Place
-from executors.platforms.packages.vllm_pins import pinned_version
+from executors.platforms.places import Place
 from inner.tasks.spec import MODULES
 
 BUILT_IN = "verifiers.v1.tasksets"
@@ -49,6 +48,8 @@ def task_fault(config: RunConfig, place: Place) -> str:
         return ""
     for task in scoring_tasks(config):
         if config.inner.vllm is not None and task.startswith("verifiers:"):
+            from executors.platforms.packages.vllm_pins import pinned_version
+
             return (
                 f"inner.data.task = {task!r} with [inner.vllm]: verifiers wants mcp 2.0.0, and the versions with vLLM "
                 f"have {pinned_version('mcp')}. Leave [inner.vllm] out, or take a task of reasoning-gym"

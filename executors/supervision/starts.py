@@ -13,9 +13,9 @@ from diloco.runlog.reader import Report
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, Refused, ReplicaSpec, Unavailable
 from executors.platforms.machine.gpu import asked_for
-from executors.platforms.multi import Place, place_of
-from executors.supervision.budget import SpendLimit
+from executors.platforms.places import Place, place_of
 from executors.supervision.lease import Lease
+from executors.supervision.money.limit import SpendLimit
 from executors.supervision.outage import LAUNCH
 from executors.supervision.slots.slot_state import SlotState
 from executors.supervision.slots.slots import PUBLISH, Slots

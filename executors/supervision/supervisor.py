@@ -29,9 +29,9 @@ from diloco.process.journal import Journal
 from diloco.process.output import print_plainly
 from diloco.run.founding import solo_warning
 from diloco.run.record import Run, read_run
+from diloco.runlog.ends import end_words
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
-from diloco.views.overview import end_words
 from executors.platforms.base import (
     REPLICA,
     ExecutorError,
@@ -41,14 +41,14 @@ from executors.platforms.base import (
     require_fleet,
 )
 from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
-from executors.platforms.multi import build_executor, former_places, places_of
-from executors.supervision.budget import SpendLimit
+from executors.platforms.multi import build_executor
+from executors.platforms.places import former_places, places_of
 from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks
-from executors.supervision.notices.alerts import VARIABLE as ALERT
-from executors.supervision.notices.alerts import alerts_of
-from executors.supervision.notices.tracking import end_with_run, tracker_child
+from executors.supervision.money.limit import SpendLimit
+from executors.supervision.notices.asked_for import VARIABLE as ALERT
+from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.records_watch import RecordsWatch
 from executors.supervision.slots.plan import (

@@ -26,9 +26,10 @@ from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, TurnScore
 from inner.channels.spans import context_and_action
 from inner.channels.teacher import DistillationTeacher
-from inner.channels.terms import backbone_states, causal_lm, eval_mode, pad_rows
+from inner.channels.terms import backbone_states, eval_mode, pad_rows
 from inner.data.rendering import render_ids
 from inner.errors import InnerError
+from inner.models.causal_lm import causal_lm
 from inner.models.precision import uncached_autocast
 from inner.replay.commands import Key, key_of
 from inner.replay.pairs import count_votes

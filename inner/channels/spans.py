@@ -10,9 +10,6 @@
 The k-th token of the turn is paired with the k-th token of the turn in the teacher's row, by index: both rows end with
 it. Pure functions but for the tokenizer's template.
 
-    a tool result that is an error      {'error': text, …} as TRL writes it, the same in JSON, "Error: …", a traceback
-    what the environment may add        error_kind, hint_template_key: they go to the hint as they are
-
     TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
     recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
 
@@ -20,9 +17,6 @@ Not promised: error turns that TRL rolled back because the result did not fit; T
 traces the ids are the tokenizer's, not the ones that some model sampled.
 """
 
-import ast
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +26,9 @@ from inner.data.rendering import render_ids
 from inner.errors import InnerError
 from inner.replay.actions import Message, action_message, action_text
 from inner.replay.states import TraceState
+from inner.replay.tool_errors import error_record
 
 CACHED = 4096  # hints whose ids are kept
-
-_SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most recent call last\)")
 
 
 @dataclass(frozen=True)
@@ -123,27 +116,6 @@ def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, An
     there = [call for call in calls[i : i + 1] + calls if "function" in call]
     named = [call for call in there if call["function"]["name"] == result.get("name", call["function"]["name"])]
     return named[:1]
-
-
-def error_record(content: object) -> dict[str, Any] | None:
-    """{"error": text, and what else the environment says}"""
-    if not isinstance(content, str):
-        return None
-    if content.startswith(("{'error':", '{"error":')):
-        record = _parse_record(content)
-        return record if record is not None and record["error"] else None
-    return {"error": content} if _SAYS_ERROR.match(content) else None
-
-
-def _parse_record(content: str) -> dict[str, Any] | None:
-    for parse in (ast.literal_eval, json.loads):
-        try:
-            record = parse(content)
-            _ = record["error"]
-            return record
-        except (ValueError, SyntaxError, KeyError, TypeError):  # a tool printed what only looks like it
-            continue
-    return None
 
 
 # The splice

@@ -28,17 +28,13 @@ from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
 from inner.losses.preference import dpo_loss, simpo_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
+from inner.models.causal_lm import causal_lm
 from inner.settings.channels import ChannelSettings
 
 Turns = Sequence[tuple[int, int, int]]  # (row, first position, how many)
 
 
 # States and logits
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model inside a PEFT one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def backbone_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:

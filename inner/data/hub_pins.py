@@ -9,7 +9,7 @@ import os
 import re
 
 from inner.errors import InnerError
-from inner.models.known import ASK_S
+from inner.models.naming import ASK_S
 
 PREFIX = "hub:"
 _COMMIT = re.compile("[0-9a-f]{40}")

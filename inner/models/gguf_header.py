@@ -2,7 +2,6 @@
 
     "GGUF" │ version │ tensors │ keys │ key value key value … │ name shape type offset, of each tensor │ the data
 
-    is_gguf_file(model)       is inner.model such a file?
     read_gguf_header(path)    what is in it
     check_gguf_file(path)     the same, and whether transformers reads it
 
@@ -43,10 +42,6 @@ class GgufHeader:
     def quantised(self) -> list[str]:
         """The types of tensors that are not stored as they were trained."""
         return sorted(kind for kind in self.kinds if kind not in EXACT)
-
-
-def is_gguf_file(model: str) -> bool:
-    return model.lower().endswith(".gguf")
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

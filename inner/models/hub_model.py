@@ -14,14 +14,13 @@ compares θ itself).  No torch here.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from inner.models.gguf_header import is_gguf_file
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
-from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
+from inner.models.naming import HubError, HubModel, is_on_hub
+from inner.settings.inner import InnerConfig, InnerError
 
 _AT_ONCE = 4  # files; each is one connection
 _PIECE = 1 << 22  # bytes that are read and digested at a time
@@ -31,32 +30,6 @@ _SHARDS = {
     ".bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
 }
 _COMMIT = re.compile("[0-9a-f]{40}")
-
-
-class HubError(RuntimeError):
-    """The Hub did not give what a run names; the message has the next thing to do.   final: asking again is in vain."""
-
-    def __init__(self, message: str, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """files: name in the repository -> SHA-256, 64 hexadecimal digits."""
-
-    name: str
-    commit: str
-    files: Mapping[str, str]
-
-
-def is_on_hub(config: InnerConfig) -> bool:
-    """Whether inner.model names a model on the Hub, and not a folder or file of this machine."""
-    return is_hub_name(config.model)
-
-
-def is_hub_name(model: str) -> bool:
-    return model not in BUILT_IN_MODELS and not is_gguf_file(model) and not Path(model).is_dir()
 
 
 def pin_hub_model(config: InnerConfig) -> HubModel | None:

@@ -14,28 +14,18 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inner.models.gguf_header import GgufHeader, check_gguf_file, is_gguf_file
+from inner.models.gguf_header import GgufHeader, check_gguf_file
+from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
-NOT_CHECKED = "not checked: "  # begins a note about a model that could not be asked for
-ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
 MULTIMODAL = ("image-text-to-text", "any-to-any", "audio-text-to-text", "video-text-to-text", "image-to-text")
 LFS = b"version https://git-lfs"
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """folder: where its files are on this machine (None: nowhere).   note: what a person should know of it."""
-
-    folder: Path | None = None
-    note: str = ""
 
 
 def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:

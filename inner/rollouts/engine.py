@@ -16,8 +16,6 @@ Not promised: several processes; quantised engines; an adapter of another kind t
 import os
 import socket
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +23,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from inner.host import Host
 
-MASKED = "sampling/masked"  # metric: the share of sequences (modes "token_…": of tokens) whose importance weight is 0
 LARGE_SHARE = 0.05  # of sequences that teach nothing: above it a batch is noticeably smaller than it was paid for
 ENOUGH = 64  # sequences, before a share is judged
 
@@ -64,18 +60,6 @@ def free_port() -> int:
     with socket.socket() as held:
         held.bind(("localhost", 0))
         return held.getsockname()[1]
-
-
-@contextmanager
-def engine_instead(dtype: str | None) -> Iterator[None]:
-    """A GRPOTrainer that is made in here generates with an Engine, if it is to generate with vLLM."""
-    module: Any = grpo_trainer
-    made = module.VLLMGeneration
-    module.VLLMGeneration = partial(Engine, dtype=dtype)
-    try:
-        yield
-    finally:
-        module.VLLMGeneration = made
 
 
 @torch.no_grad()

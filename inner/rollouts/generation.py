@@ -1,7 +1,6 @@
 """TRL's GRPOTrainer as we generate with it: the order of prompts, the objective, tool errors and rewards.
 
     prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
-                                        └ turns and their errors are kept for the trainer's lessons
 
 Work that TRL's tool loop repeats is done once (toolloop.py): whole runs are TRL's, bit for bit.
 
@@ -18,13 +17,11 @@ from torch.utils.data import Sampler
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 from trl.trainer.utils import is_async_callable
 
-from inner.channels.spans import Turn, read_turns
 from inner.data.order import Share, prompt_order
 from inner.data.rendering import render_ids
-from inner.rollouts.dynamic import refill_groups
-from inner.rollouts.engine import MASKED, engine_instead, masked_share
+from inner.rollouts.engine_choice import MASKED, engine_instead
 from inner.rollouts.positions import number_positions
-from inner.rollouts.sampler import GenerationSampler, guard_answers
+from inner.rollouts.sampler import GenerationSampler
 from inner.rollouts.sampling_config import sample_as_asked
 from inner.rollouts.toolloop import LeanToolLoop, total_rewards
 from inner.settings.objectives import check_settings
@@ -42,12 +39,11 @@ class GenerationTrainer(LeanToolLoop):
 
     and for subclasses:
 
-    _turns     of the last generation: the turns of each rollout and the errors of its failed calls
     _rewards   of the last generation, one per rollout
     _completions  of the last generation: messages, or texts
     """
 
-    reads_turns = True  # whether the subclass uses them
+    reads_turns = False  # whether the subclass uses them
 
     def __init__(
         self,
@@ -66,11 +62,9 @@ class GenerationTrainer(LeanToolLoop):
         sample_as_asked(model)
         number_positions(model)
         self._reward_calls = reward_calls
-        call = guard_answers if reward_calls is None else reward_calls.wrap_reward
-        self.reward_funcs = [self._with_completion(call(function)) for function in self.reward_funcs]
+        self.reward_funcs = [self._with_completion(self._guarded(function)) for function in self.reward_funcs]
         self._completion_column: dict[str, list[Any]] = {}
         self._apply_objective(objective)
-        self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
         self._completions: Any = []
         self.share = Share(data_seed) if share is None and data_seed is not None else share
@@ -128,13 +122,14 @@ class GenerationTrainer(LeanToolLoop):
         rows: Any = self.train_dataset if dataset is None else dataset
         return GenerationSampler(self, len(rows), self.share)
 
-    # 1. see the error turns and the rewards
+    # 1. see the rewards
 
-    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
-        out = super()._tool_call_loop(*args, **kwargs)
-        if self.reads_turns:
-            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
-        return out
+    def _guarded(self, reward: Any) -> Any:
+        if self._reward_calls is not None:
+            return self._reward_calls.wrap_reward(reward)
+        from inner.rollouts.answers import guard_answers
+
+        return guard_answers(reward)
 
     def _with_completion(self, reward: Any) -> Any:
         """Return the same reward with the column `completion`, which TRL keeps back."""
@@ -177,6 +172,8 @@ class GenerationTrainer(LeanToolLoop):
         batch = self._generate_rollouts(inputs)
         if not self.dynamic_sampling or self._mode() == "eval":
             return batch
+        from inner.rollouts.dynamic import refill_groups
+
         group: int = cast(Any, self.args).num_generations
         self._refills = self._first_refill(len(inputs) // group)
         batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
@@ -185,9 +182,10 @@ class GenerationTrainer(LeanToolLoop):
         return batch
 
     def _generate_rollouts(self, inputs: Any) -> Any:
-        self._turns = None
         batch = super()._generate_and_score_completions(inputs)
         if "importance_sampling_ratio" in batch:
+            from inner.rollouts.engine import masked_share
+
             self._record_metric(MASKED, masked_share(batch))
         return batch
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inner.channels.terms import causal_lm
 from inner.errors import InnerError
+from inner.models.causal_lm import causal_lm
 
 SPARE = 8  # rows that a table may have beyond the longest input: OPT's has 2
 

@@ -1,6 +1,6 @@
 """A small, fair sample of the student's rollouts, kept to be frozen as traces.
 
-    trainer ── every rollout ──▶ RolloutSample ── take(n) ──▶ n of them ──▶ rollout_states ──▶ TraceState …
+    trainer ── every rollout ──▶ RolloutSample ── take(n) ──▶ n of them ──▶ rollout_states (rollout_states.py)
                                  reservoir of MOST: each rollout since the last take is as likely as any other
 
     {"messages": [system, user, assistant, tool, assistant], "first": 2,      messages[first:] are the rollout's own
@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from math import isfinite, log
 from typing import Any, TypedDict
 
-from inner.channels.spans import error_record
 from inner.replay.actions import Message, action_key, action_text
-from inner.replay.states import TraceState
 
 MOST = 64  # rollouts between two takes
 MOST_BYTES = 256 * 1024  # of one take, as JSON
@@ -122,35 +120,6 @@ def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]]
     return found
 
 
-def rollout_states(
-    rollout: SampledRollout, name: str, tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
-) -> list[TraceState]:
-    """One state for every turn of the rollout's own in which the student did something.
-
-    tools  environment's name ("" for none) -> JSON schemas"""
-    messages = rollout["messages"]
-    states = []
-    schemas = (tools or {}).get(rollout["environment"] or "", ())
-    for i in range(max(1, rollout["first"]), len(messages)):
-        action = action_text(messages[i])
-        if messages[i].get("role") != "assistant" or not action:
-            continue
-        state: TraceState = {
-            "state_id": f"{name}:{i}",
-            "state_messages": messages[:i],
-            "student_action": action,
-            "reward": rollout["reward"],
-            "error": None,
-        }
-        state.update(_first_failure(messages[i + 1 :]))  # pyright: ignore[reportCallIssue, reportArgumentType]
-        if (entropy := rollout["unsure"].get(str(i))) is not None:
-            state["student_entropy"] = entropy
-        if schemas:
-            state["tools"] = [dict(schema) for schema in schemas]
-        states.append(state)
-    return states
-
-
 def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The values that are masked: of environment variables named like secrets, 8 characters or more."""
     return [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
@@ -161,16 +130,6 @@ def secret_masker(secrets: Iterable[str]) -> Callable[[str], str]:
     found = sorted({json.dumps(s)[1:-1] for s in secrets if s}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, found))) if found else None
     return (lambda text: pattern.sub("***", text)) if pattern else (lambda text: text)
-
-
-def _first_failure(results: Sequence[Message]) -> dict[str, Any]:
-    """error, and error_kind and hint_template_key where the environment named them, of the first call that failed."""
-    for message in results:
-        if message.get("role") != "tool":
-            break
-        if record := error_record(message.get("content")):
-            return {key: record[key] for key in ("error", "error_kind", "hint_template_key") if key in record}
-    return {}
 
 
 def _as_messages(turns: Any, role: str) -> list[Message]:

@@ -1,22 +1,17 @@
-"""Two things that TRL asks for, made strict: the order of prompts, and the values of a reward.
+"""The order of prompts that TRL asks for, made strict.
 
-    prompts   generation g = micro-batch // micro-batches per generation: its prompts are a function of (share, g)
-    reward    one finite number per completion, or None for "cannot say"; else an error that names the function
+    generation g = micro-batch // micro-batches per generation: its prompts are a function of (share, g)
 
-Not promised: checks of a reward that is a model.
+Not promised: that every prompt is seen equally often.
 """
 
 import itertools
 from collections.abc import Iterator
-from functools import wraps
-from inspect import iscoroutinefunction
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from torch.utils.data import Sampler
 
 from inner.data.order import Share, prompt_order
-from inner.usercode.userfiles import checked_rewards
 
 
 class GenerationSampler(Sampler):
@@ -41,26 +36,3 @@ class GenerationSampler(Sampler):
 
     def __len__(self) -> int:
         return 2**40
-
-
-def guard_answers(reward: Any) -> Any:
-    """Return the same reward, with its answers checked. TRL would take a NaN for "cannot say"."""
-    if isinstance(reward, nn.Module) or not callable(reward):
-        return reward
-    name = getattr(reward, "__name__", type(reward).__name__)
-    function = cast(Any, reward)
-
-    def check(values: Any, kwargs: Any) -> list[float | None]:
-        if isinstance(values, list | tuple):  # of scalars of numpy or torch, perhaps
-            values = [value.item() if hasattr(value, "item") else value for value in values]
-        return checked_rewards(values, len(kwargs["completions"]), name)
-
-    @wraps(reward, updated=())
-    def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        return check(function(*args, **kwargs), kwargs)
-
-    @wraps(reward, updated=())
-    async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
-        return check(await function(*args, **kwargs), kwargs)
-
-    return checked_later if iscoroutinefunction(reward) else checked

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from inner.channels.terms import causal_lm
+from inner.models.causal_lm import causal_lm
 
 
 def sample_as_asked(model: Any) -> None:

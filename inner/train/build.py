@@ -13,8 +13,9 @@ Not promised: that a Hub id without `revision` means the same model tomorrow; a 
 (inner/models/hub_model.py).
 """
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -26,18 +27,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from inner.data.prompts import local_file
-from inner.models.gguf_header import is_gguf_file
-from inner.models.gguf_model import load_gguf
-from inner.models.lora import ADAPTER, load_adapter, new_adapter, save_adapter
+from inner.models.naming import is_gguf_file
 from inner.rollouts.positions import number_positions
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
-from inner.settings.lora import LoraSettings
-from inner.settings.vllm import refuse_without_vllm
-from inner.train.supervised import SupervisedLoop, load_tokens
-from inner.train.task import load_task
-from inner.worlds.tiny import tiny_model, tiny_tokenizer
-from inner.worlds.toolworld import ToolWorld
+
+if TYPE_CHECKING:
+    from inner.settings.lora import LoraSettings
+
+BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each has `start_model(config)`
 
 
 def build_inner(
@@ -52,17 +49,20 @@ def build_inner(
 
     scratch: a folder for its libraries' files (default: a temporary one)."""
     if config.vllm is not None:
+        from inner.settings.vllm import refuse_without_vllm
+
         refuse_without_vllm()
     model: Any
     model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
     if config.lora is not None:
-        model = load_adapter(model, model_dir / ADAPTER, config.lora)
+        model = _load_adapter(model, model_dir, config.lora)
     if config.loop == "supervised":
-        path = local_file("text", str(config.data.text), files)
-        tokens = load_tokens(path, str(config.data.text), tokenizer, model.config.vocab_size)
-        return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
+        from inner.train.supervised import open_loop
+
+        return open_loop(config, model, tokenizer, files, seeds, warmup_steps=warmup_steps)
     try:
         from inner.train.grpo import GrpoLoop
+        from inner.train.task import load_task
     except ModuleNotFoundError as missing:
         raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     return GrpoLoop(
@@ -70,17 +70,18 @@ def build_inner(
     )
 
 
+def _load_adapter(model: Any, model_dir: Path, settings: "LoraSettings") -> Any:
+    from inner.models.lora import ADAPTER, load_adapter
+
+    return load_adapter(model, model_dir / ADAPTER, settings)
+
+
 def publish_model(config: InnerConfig, out_dir: Path) -> None:
     """Write the starting model to `out_dir`: weights, config, tokenizer, chat template."""
-    if config.model == "toolworld":
-        world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
-        tokenizer: PreTrainedTokenizerBase = world.tokenizer()
-        model: Any = world.model(seed=0)
-        world.warm_start(model, world.tokenizer(), config.toolworld.warm_start_steps)
-        model = model.to(getattr(torch, config.dtype))
-    elif config.model == "tiny":
-        tokenizer = tiny_tokenizer()
-        model = tiny_model(config.data.context_length)
+    tokenizer: PreTrainedTokenizerBase
+    model: Any
+    if config.model in BUILT_IN:
+        model, tokenizer = import_module(BUILT_IN[config.model]).start_model(config)
         model = model.to(getattr(torch, config.dtype))
     else:
         model, tokenizer = _load_model(config.model, config, config.revision, local=False)
@@ -90,10 +91,12 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     if config.lora is not None:
+        from inner.models.lora import ADAPTER, new_adapter, save_adapter
+
         save_adapter(new_adapter(model, config.lora), out_dir / ADAPTER)
 
 
-def load_start(model_dir: Path, dtype: str, lora: LoraSettings | None = None) -> tuple[Any, list[str]]:
+def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) -> tuple[Any, list[str]]:
     """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random.
 
     lora: with the adapter that lies there."""
@@ -108,7 +111,7 @@ def load_start(model_dir: Path, dtype: str, lora: LoraSettings | None = None) ->
         ) from error
     model, found = loaded
     if lora is not None:
-        model = load_adapter(model, model_dir / ADAPTER, lora)
+        model = _load_adapter(model, model_dir, lora)
     return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
 
 
@@ -119,6 +122,8 @@ def _load_model(
     where = {"revision": revision} if revision is not None else {}
     try:
         if is_gguf_file(source):
+            from inner.models.gguf_model import load_gguf
+
             model, tokenizer = load_gguf(source, config.dtype)
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
@@ -148,7 +153,10 @@ def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
             f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
         ) from error
     tokenizer = _with_padding(tokenizer, model)
-    model = model if config.lora is None else new_adapter(model, config.lora)
+    if config.lora is not None:
+        from inner.models.lora import new_adapter
+
+        model = new_adapter(model, config.lora)
     model.to = lambda *_, **__: model  # it has nothing that could go to a device
     return model, tokenizer
 

@@ -1,4 +1,6 @@
-"""The RL inner loop: one ComposerReplicationTrainer for the whole process, stopped from outside.
+"""The RL inner loop: one trainer for the whole process, stopped from outside.
+
+    PolicyTrainer, or ComposerReplicationTrainer where [inner.sdpo], [inner.replay] or [inner.process] is used
 
     train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
                    └ every `boundary` inner steps         └ hooks on the raw optimizer
@@ -30,18 +32,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.utils import logging as transformers_logging
 
 from inner.host import Host
-from inner.models.lora import drop_reference_copy
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, gpu_has_bfloat16
-from inner.rollouts.engine import MASKED, MaskedShare
+from inner.rollouts.engine_choice import MASKED
 from inner.rollouts.generation import BROKEN
 from inner.rollouts.sample import RolloutSample, secrets_here
-from inner.rollouts.scoring import committed_weights, score_rows
 from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
 from inner.settings.poconfig import POConfig, make_po_config
 from inner.train.metric_means import MetricMeans
+from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
-from inner.train.trainer import ComposerReplicationTrainer
 from inner.usercode.reward_calls import RewardCalls
 
 # transformers 5.17, the newest that vLLM 0.31 takes, has the older name alone; later ones warn of it
@@ -146,14 +146,15 @@ class GrpoLoop:
         task: Task,
         seeds: Seeds,
         warmup_steps: int,
-    ) -> ComposerReplicationTrainer:
+    ) -> PolicyTrainer:
         config = self.config
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
         arguments = trainer_arguments(config, seeds, self._folder)
         if not self._has_weights:
             arguments.use_vllm = False
             arguments.beta = 0.0  # else TRL reads a reference from the disk
-        trainer = ComposerReplicationTrainer(
+        kind, channels = _trainer_kind(config, task)
+        trainer = kind(
             model=model,
             reward_funcs=task.rewards,
             args=arguments,
@@ -162,10 +163,7 @@ class GrpoLoop:
             optimizers=(self.optimizer, self._schedule),
             environment_factory=task.environment,
             objective=config.grpo.objective if self._has_weights else None,
-            **config.channels.to_keywords(),
-            pairs=task.pairs,
-            hint=task.hint,
-            process=task.process,
+            **channels,
             data_seed=seeds.data,
             share=seeds.share,
             start=seeds.start,
@@ -173,7 +171,10 @@ class GrpoLoop:
             engine_dtype=config.engine_dtype,
         )
         trainer.train_dataset = Rows(task.rows)
-        drop_reference_copy(model)
+        if getattr(model, "peft_config", None):
+            from inner.models.lora import drop_reference_copy
+
+            drop_reference_copy(model)
         return trainer
 
     def report_to(self, host: Host) -> None:
@@ -199,6 +200,8 @@ class GrpoLoop:
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
         """Rewards of one completion per row under θ as committed (inner/rollouts/scoring.py)."""
+        from inner.rollouts.scoring import committed_weights, score_rows
+
         with _silence_libraries(), committed_weights(self.model, self._theta):
             return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
 
@@ -206,6 +209,18 @@ class GrpoLoop:
         """Return {"rollouts", "tools"}; {} if there are no rollouts."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
+
+
+def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
+    """Return the trainer for what the config uses, and its keywords beyond a PolicyTrainer's."""
+    channels = config.channels
+    has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
+    if not (has_terms or task.pairs or task.process):
+        return PolicyTrainer, {}
+    from inner.train.trainer import ComposerReplicationTrainer
+
+    given = {"pairs": task.pairs, "hint": task.hint, "process": task.process}
+    return ComposerReplicationTrainer, {**channels.to_keywords(), **given}
 
 
 class Rows(data.Dataset):
@@ -227,7 +242,7 @@ class _Watch(TrainerCallback):
 
     def __init__(
         self,
-        trainer: ComposerReplicationTrainer,
+        trainer: PolicyTrainer,
         optimizer: Optimizer,
         means: MetricMeans,
         config: InnerConfig,
@@ -239,7 +254,11 @@ class _Watch(TrainerCallback):
         self.reward_calls = reward_calls
         self.rollouts = config.batch_size * config.gradient_accumulation_steps
         self.generation_size = config.generation_size
-        self.masked = MaskedShare(config.vllm.importance_clip) if config.vllm is not None else None
+        self.masked = None
+        if config.vllm is not None:
+            from inner.rollouts.engine import MaskedShare
+
+            self.masked = MaskedShare(config.vllm.importance_clip)
         self.stop: Callable[[], bool] = lambda: True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from inner.data.order import window_starts
+from inner.data.prompts import local_file
 from inner.host import Host
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, check_precision, gpu_has_bfloat16
-from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
+from inner.settings.inner import Files, InnerConfig, InnerError, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
 
@@ -110,6 +111,21 @@ class SupervisedLoop:
         loss = loss / self.config.gradient_accumulation_steps
         loss.backward()
         return float(loss.detach())
+
+
+def open_loop(
+    config: InnerConfig,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Files,
+    seeds: Seeds,
+    *,
+    warmup_steps: int,
+) -> SupervisedLoop:
+    """Read the config's text and make the loop on it.   Raises InnerError where the text cannot be used."""
+    path = local_file("text", str(config.data.text), files)
+    tokens = load_tokens(path, str(config.data.text), tokenizer, model.config.vocab_size)
+    return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
 
 
 def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:

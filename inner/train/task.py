@@ -1,24 +1,23 @@
 """The task that rollouts learn: prompts, the rewards, the tools, the hints after an error, the preference pairs.
 
-the user's files, and where the user gave none: the scorer of inner.data.task, and ToolWorld's own for "toolworld"
+    the user's files (task_files.py), and where the user gave none: the scorer of inner.data.task, and ToolWorld's own
+    for "toolworld"
+
+Not promised: that rows and rewards fit together; inner/usercode/check.py tries.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from inner.channels.hints import Hint
-from inner.channels.process_head import ProcessHead
-from inner.channels.process_reward import ProcessReward
-from inner.data.prompts import load_prompts, local_file
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from inner.settings.inner import Files, InnerConfig
-from inner.settings.task import reward_name
-from inner.tasks.score import score_replies
-from inner.usercode.check import load_environment
-from inner.usercode.reward_model import load_reward_model
-from inner.usercode.userfiles import load_module, load_object
-from inner.worlds.toolworld import ToolWorld
+
+if TYPE_CHECKING:
+    from inner.channels.hints import Hint
+    from inner.channels.process_reward import ProcessReward
 
 
 @dataclass(frozen=True)
@@ -33,48 +32,27 @@ class Task:
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:
     """models: load reward models; without, they say nothing.   Raises InnerError where a file cannot be used."""
-    load_model = load_reward_model if models else _silent_reward
-    rewards: list[Callable[..., Sequence[float | None]]] = [
-        load_model(spelling) if kind in config.rewards.models else load_object(kind, spelling, files)
-        for kind, spelling in config.rewards.lines.items()
-    ]
+    task = Task([], [], None, None)
+    if config.named_files:
+        from inner.train.task_files import load_files
+
+        task = Task(**load_files(config, files, models=models))
     if config.scoring_task is not None:
-        rewards = [score_replies]
-    environment = load_environment(config, files)
-    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
-    hint = None
-    if config.sampling.environment is not None:
-        hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
-    pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
-    process = load_process(config, files)
-    if config.model != "toolworld":
-        return Task(rows, rewards, environment, hint, pairs, process)
+        from inner.tasks.score import score_replies
+
+        task = replace(task, rewards=[score_replies])
+    return _with_world(config, task) if config.model == "toolworld" else task
+
+
+def _with_world(config: InnerConfig, task: Task) -> Task:
+    """The task with ToolWorld's own in the place of what the user did not give."""
+    from inner.worlds.toolworld import ToolWorld
+
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
-    return Task(
-        rows=rows or world.rows(),
-        rewards=rewards or [world.reward],
-        environment=environment or world.environment(),
-        hint=hint if environment else world.hint,
-        pairs=pairs,
-        process=process,
+    return replace(
+        task,
+        rows=task.rows or world.rows(),
+        rewards=task.rewards or [world.reward],
+        environment=task.environment or world.environment(),
+        hint=task.hint if task.environment else world.hint,
     )
-
-
-def _silent_reward(spelling: str) -> Callable[..., list[float | None]]:
-    def score(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        return [None] * len(completions)
-
-    score.__name__ = reward_name(spelling)
-    return score
-
-
-def load_process(config: InnerConfig, files: Files) -> ProcessReward | None:
-    """Load the process reward; None without [inner.process].   Raises InnerError where its file cannot be used."""
-    settings = config.process
-    if settings is None:
-        return None
-    if settings.function is not None:
-        score = load_object("process", settings.function, files)
-    else:
-        score = ProcessHead.load(local_file("process_head", str(settings.head), files))
-    return ProcessReward(score, settings.weight, settings.credit)

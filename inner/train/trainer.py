@@ -1,4 +1,4 @@
-"""GRPO with two terms beside it, as a subclass of TRL's GRPOTrainer.
+"""GRPO with two terms beside it, as a subclass of TRL's GRPOTrainer (policy.py has GRPO alone).
 
     total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, as TRL's loss is
 
@@ -35,7 +35,7 @@ from inner.channels.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.channels.process_head import open_process
 from inner.channels.process_reward import ProcessReward, ScoredSpan, process_advantages, score_steps
 from inner.channels.reference import ReplayPairs, pair_logprobs
-from inner.channels.spans import HintSplicer, Lesson, Turn
+from inner.channels.spans import HintSplicer, Lesson, Turn, read_turns
 from inner.channels.teacher import DistillationTeacher
 from inner.channels.terms import (
     causal_lm,
@@ -48,11 +48,10 @@ from inner.channels.terms import (
 from inner.data.order import Share, step_in_generation
 from inner.host import Host
 from inner.losses.divergence import zero_on_graph
-from inner.models.precision import check_precision
 from inner.replay.pairs import DPOPair
-from inner.rollouts.generation import GenerationTrainer
 from inner.settings.channels import ChannelSettings, linear_ramp, pop_channel_settings
-from inner.settings.inner import InnerError, Theta
+from inner.settings.inner import InnerError
+from inner.train.policy import PolicyTrainer
 from inner.usercode.hint_calls import ForgivingHint
 from inner.usercode.process_calls import ForgivingProcess
 
@@ -60,7 +59,7 @@ from inner.usercode.process_calls import ForgivingProcess
 LESSONS = "sdpo_lessons"
 
 
-class ComposerReplicationTrainer(GenerationTrainer):
+class ComposerReplicationTrainer(PolicyTrainer):
     """GRPOTrainer plus:
 
     objective         the name in the menu that `args` must hold (make_po_config makes such); None: not checked
@@ -111,13 +110,11 @@ class ComposerReplicationTrainer(GenerationTrainer):
         )
         self.reads_turns = self.channels.sdpo.is_used or process is not None
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
-        check_precision(self.accelerator.unwrap_model(self.model))
+        self._turns: list[list[Turn]] | None = None  # of the last generation: each rollout's, with its failed calls
         self.alpha_sdpo = alpha_sdpo
         self.beta_replay = beta_replay
         self.hint = hint or templates
         self._forgiving: Hint | None = None
-        self._step_of_run: Callable[[], int] | None = None
-        self._theta: Theta | None = None
         model = self.accelerator.unwrap_model(self.model)
         self._process = None if process is None else open_process(process, self.loss_type, model)
         self._score_steps: Callable[[Sequence[Rollout]], list[ScoredSpan]] | None = (
@@ -172,22 +169,12 @@ class ComposerReplicationTrainer(GenerationTrainer):
                 'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
             )
 
-    def follow(self, step: Callable[[], int], theta: Theta) -> None:
-        """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
-
-        Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
-        self._step_of_run = step
-        self._theta = theta
-
     def report_to(self, host: Host) -> None:
         """An error in a hint from now on costs only that hint, one in a process reward the scores of its batch; both
         are reported to `host`."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
         if self._process is not None:
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
-
-    def _committed_step(self) -> int:
-        return self.state.global_step if self._step_of_run is None else self._step_of_run()
 
     # the lessons
 
@@ -199,7 +186,14 @@ class ComposerReplicationTrainer(GenerationTrainer):
         if self._masks_truncated:
             self.mask_truncated_completions = False
 
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._tool_call_loop(*args, **kwargs)
+        if self.reads_turns:
+            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
+        return out
+
     def _generate_rollouts(self, inputs: Any) -> Any:
+        self._turns = None
         batch = super()._generate_rollouts(inputs)
         if not self.reads_turns:
             return batch
@@ -282,9 +276,10 @@ class ComposerReplicationTrainer(GenerationTrainer):
         total = grpo if weight == 1 else weight * grpo
         for factor, term in ((alpha, sdpo), (beta, replay)):
             total = total if term is None else total + factor * term / divisor
-        self._note_losses(grpo, total, sdpo, replay)
-        self._record_metric("loss/alpha_sdpo", alpha)
-        self._record_metric("loss/beta_replay", beta)
+        self._note_losses(grpo, total, alpha, beta)
+        for name, term in (("loss/sdpo_kl", sdpo), ("loss/trace_replay_dpo", replay)):
+            if term is not None:
+                self._record_metric(name, term.item())
         return total
 
     def _channel_weights(self, inputs: Any) -> tuple[float, float]:
@@ -303,10 +298,6 @@ class ComposerReplicationTrainer(GenerationTrainer):
                 "them, so there is nothing to learn from. Pass them when it is built."
             )
         return alpha, beta
-
-    def _loss_divisor(self) -> int:
-        """TRL divides its own loss by this in train mode, and Trainer does not divide again."""
-        return self.current_gradient_accumulation_steps if self._mode() == "train" else 1
 
     @contextmanager
     def _caught_states(self, model: nn.Module) -> Iterator[list[Tensor]]:
@@ -395,27 +386,6 @@ class ComposerReplicationTrainer(GenerationTrainer):
         for name, value in {**metrics, "coverage": (weights > 0).float().mean().item()}.items():
             self._record_metric(f"replay/{name}", value)
         return loss
-
-    # numbers
-
-    def _note_losses(
-        self, grpo: Tensor, total: Tensor, sdpo: Tensor | None = None, replay: Tensor | None = None
-    ) -> None:
-        divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
-        router = self._take_router_loss()  # TRL's policy loss has it inside
-        self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
-        if router is not None:
-            self._record_metric("loss/router", router)
-        self._record_metric("loss/total", total.item() * divisor)
-        if sdpo is not None:
-            self._record_metric("loss/sdpo_kl", sdpo.item())
-        if replay is not None:
-            self._record_metric("loss/trace_replay_dpo", replay.item())
-
-    def _take_router_loss(self) -> float | None:
-        """Take the router loss of this micro-batch of a mixture of experts, as TRL weights it; None if it adds none."""
-        noted = self._metrics[self._mode()].pop("aux_loss", None)
-        return noted[-1] * self.router_aux_loss_coef if noted else None
 
 
 def _informed(advantages: Tensor) -> float:

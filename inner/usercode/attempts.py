@@ -18,7 +18,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inner.connections import is_connection_error
 from inner.usercode.deadline import TimedOut
 
 FIRST_PAUSE_S = 1.0
@@ -90,6 +89,12 @@ class Scored:
 Answer = Values | Failure | None
 
 
+def _is_connections(error: BaseException) -> bool:
+    from inner.connections import is_connection_error
+
+    return is_connection_error(error)
+
+
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
     """Yields the next call to make.  Send it the answer to each Ask (None to Again); it returns the batch's Scored.
 
@@ -119,7 +124,7 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
             assert answer is not None
             failure = answer
             failed.append(rows)
-            suspects += rows if len(rows) == 1 and not is_connection_error(answer.error) else ()
+            suspects += rows if len(rows) == 1 and not _is_connections(answer.error) else ()
             if isinstance(answer.error, TimedOut):
                 hung += 1
                 if number < tries or hung == HUNG_IN_A_ROW:

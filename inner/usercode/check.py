@@ -14,7 +14,6 @@ Not promised: that the reward is right. Its length and its numbers are checked a
 """
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 from inner.channels.lessons import Rollout
@@ -24,6 +23,7 @@ from inner.replay.pairs import training_pairs
 from inner.settings.flat_names import is_code
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.process import ProcessSettings, read_head_width
+from inner.usercode.environment import load_environment
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
 from inner.usercode.userfiles import check_syntax, load_object, load_reward, user_lines
 
@@ -134,58 +134,6 @@ def check_data(config: InnerConfig, files: Files) -> None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     if config.process is not None and config.process.head is not None:
         read_head_width(local_file("process_head", config.process.head, files))
-
-
-def load_environment(config: InnerConfig, files: Files) -> type | None:
-    """The user's environment class, checked; None if the config has none."""
-    spelling = config.sampling.environment
-    if spelling is None:
-        return None
-    found = load_object("environment", spelling, files)
-    path = local_file("environment", spelling, files)
-    try:
-        instance = found()
-    except Exception as error:
-        raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error
-    _check_members(config, type(instance))
-    for tool in tool_names(type(instance)):
-        _check_schema(spelling, getattr(instance, tool), path)
-    return found
-
-
-def tool_names(environment: type) -> list[str]:
-    """TRL's rule: every public method but reset and get_reward."""
-    members = inspect.getmembers(environment, predicate=inspect.isfunction)
-    return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
-
-
-def _check_members(config: InnerConfig, environment: type) -> None:
-    spelling = config.sampling.environment
-    if not hasattr(environment, "reset"):
-        raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
-    is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
-    if not is_scored and not hasattr(environment, "get_reward"):
-        raise InnerError(
-            f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
-            'inner.rewards.function = "file.py:function".'
-        )
-    if config.sdpo.weight > 0 and not tool_names(environment):
-        raise InnerError(
-            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and environment {spelling} has no public "
-            "method, so no tool can fail. Add a tool, or set inner.sdpo.weight = 0."
-        )
-
-
-def _check_schema(spelling: str, tool: Any, path: Path) -> None:
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    try:
-        get_json_schema(tool)
-    except Exception as error:
-        raise InnerError(
-            f"environment {spelling}: tool {tool.__name__} cannot be described to the model ({error}). In {path.name}, "
-            'give every argument a type and a line under "Args:" in the docstring.'
-        ) from error
 
 
 def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:

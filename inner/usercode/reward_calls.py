@@ -42,7 +42,6 @@ from inner.usercode.attempts import (
 )
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, remind_after
-from inner.usercode.userfiles import user_lines
 
 BATCHES = 3  # without any reward, one after the other, in a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once a minute, with the count
@@ -299,6 +298,8 @@ def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
     often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
     shown = f"  {scored.why}"
     if scored.failure is not None:
+        from inner.usercode.userfiles import user_lines
+
         shown = user_lines(scored.failure.error, _file_of(reward))
     return (
         f"the reward {_reward_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"

@@ -19,7 +19,8 @@ from typing import Any
 from inner.data.hub_pins import pin_commit
 from inner.data.rendering import as_texts
 from inner.errors import InnerError
-from inner.models.hub_model import HubError, cached_file, fetch_snapshot
+from inner.models.hub_model import cached_file, fetch_snapshot
+from inner.models.naming import HubError
 from inner.settings.task import reward_model_parts, reward_name
 
 AT_ONCE = 16  # replies per forward pass

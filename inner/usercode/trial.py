@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.rendering import prompt_ids, render_text, template_fault, text_of
-from inner.models.gguf_header import is_gguf_file
 from inner.models.known import folder_or_refusal
+from inner.models.naming import is_gguf_file
 from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.usercode.rehearse import ask_child

@@ -6,10 +6,15 @@
 Not promised: good text.
 """
 
+from typing import TYPE_CHECKING
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from inner.worlds.body import tiny_llama
+
+if TYPE_CHECKING:
+    from inner.settings.inner import InnerConfig
 
 END = "<end>"
 
@@ -26,6 +31,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(context_length: int, seed: int = 0) -> LlamaForCausalLM:
     return tiny_llama(tiny_tokenizer(), positions=max(128, context_length), seed=seed)
+
+
+def start_model(config: "InnerConfig") -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Make a run's first model and its tokenizer."""
+    return tiny_model(config.data.context_length), tiny_tokenizer()
 
 
 def _byte_symbols() -> list[str]:

@@ -18,14 +18,16 @@ Not promised: any claim about language models. It shows that the wiring carries 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inner.channels.hints import filter_hint
 from inner.worlds.body import tiny_llama
+
+if TYPE_CHECKING:
+    from inner.settings.inner import InnerConfig
 
 NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1
 SPECIAL = [
@@ -230,8 +232,18 @@ class ToolWorld:
 
     def hint(self, row: Mapping[str, Any], error: str) -> str | None:
         """Return the hint after an unknown tool's name: the right name."""
+        from inner.channels.hints import filter_hint
+
         right = self.right_name(row["kind"])
         return filter_hint(f"hint use {right}" if "not found" in error else None, right, error)
+
+
+def start_model(config: "InnerConfig") -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Make a run's first model, warm-started, and its tokenizer."""
+    world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
+    model = world.model(seed=0)
+    world.warm_start(model, world.tokenizer(), config.toolworld.warm_start_steps)
+    return model, world.tokenizer()
 
 
 def final_answer(turns: list[Message]) -> str | None:

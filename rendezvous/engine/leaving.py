@@ -23,12 +23,12 @@ from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import Membership, read_leave
 from rendezvous.background import Emit
 from rendezvous.clock import Clock
-from rendezvous.engine import residuals
-from rendezvous.engine.residuals import BAGGAGE
 from rendezvous.errors import Leaving
 from rendezvous.records.records import Leave, new_nonce
 from rendezvous.snapshots.record import Arrays
 from rendezvous.store import Store, put_once
+
+BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
 class Departure:
@@ -103,7 +103,11 @@ def hand_over(
             emit(event, bytes=size, rate=bytes_per_s, left_s=left_s)
         else:
             arrays |= more
-    return residuals.put_residuals(store, members.slot, members.generation, arrays) if arrays else ("", "")
+    if not arrays:
+        return "", ""
+    from rendezvous.engine.residuals import put_residuals
+
+    return put_residuals(store, members.slot, members.generation, arrays)
 
 
 def take_over(
@@ -116,7 +120,9 @@ def take_over(
     left = read_leave(store, members.slot, members.generation - 1)
     if left is None or not left.residual:
         return {}, {}
-    arrays = residuals.take_residuals(store, left, sizes)
+    from rendezvous.engine.residuals import take_residuals
+
+    arrays = take_residuals(store, left, sizes, baggage=BAGGAGE)
     if arrays is None:
         emit("bad_residual", text=f"{left.residual} is missing or damaged; codec and optimizer start from zero")
         return {}, {}

@@ -22,7 +22,7 @@ Not promised: progress with fewer than `min_replicas` (by design: the step stays
 
 from collections.abc import Callable
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,10 @@ from rendezvous.records.wire import check_shape
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay, write_theta_0
 from rendezvous.store import PatientStore, Store
-from rendezvous.weights.writer import NoWeights, WeightsWriter
+from rendezvous.weights.no_weights import NoWeights
+
+if TYPE_CHECKING:
+    from rendezvous.weights.writer import WeightsWriter
 
 
 class Rendezvous:
@@ -78,7 +81,7 @@ class Rendezvous:
         background: Background | None = None,
         uploads: Background | None = None,
         together: Together = in_turn,
-        weights: WeightsWriter | None = None,
+        weights: "WeightsWriter | None" = None,
     ) -> None:
         self.slot = slot
         self.clock = clock

@@ -26,8 +26,6 @@ from rendezvous.records.tensors import TensorFile
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
-BAGGAGE = "own."  # begins the names of arrays that are the owner's
-
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
     """Write the residual's file; -> key and digest."""
@@ -37,10 +35,10 @@ def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Ar
     return key, digest_of(body, required_digest_kind(store))
 
 
-def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
+def take_residuals(store: Store, left: Leave, sizes: Sequence[int], *, baggage: str) -> dict[str, np.ndarray] | None:
     """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder's.
 
-    sizes: elements of each fragment.
+    sizes: elements of each fragment.   baggage: begins the names of arrays that are the owner's.
     """
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
@@ -51,12 +49,12 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str,
         unsent = load_tensors(body)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return unsent if _is_encoder_state(unsent, sizes) else None
+    return unsent if _is_encoder_state(unsent, sizes, baggage) else None
 
 
-def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
+def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int], baggage: str) -> bool:
     """Whether an encoder of these fragments could hold it."""
     kinds = {"residual": np.float32, "age": np.uint8}
-    codecs = {n: a for n, a in unsent.items() if not n.startswith(BAGGAGE)}
+    codecs = {n: a for n, a in unsent.items() if not n.startswith(baggage)}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}
     return all(due.get(n) == (a.dtype, a.shape) and np.isfinite(a).all() for n, a in codecs.items())

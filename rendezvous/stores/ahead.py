@@ -12,11 +12,13 @@ Not promised: one moment for all answers.  A record that was written meanwhile i
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rendezvous.errors import StoreError
 from rendezvous.store import Readable
-from rendezvous.stores.cache import Cache
+
+if TYPE_CHECKING:
+    from rendezvous.stores.cache import Cache
 
 AT_ONCE = 96  # more hardly helps one client: at 50 ms each, these are 1,900 requests per second
 Answer = bytes | list[str] | Exception | None  # to a GET, or to a LIST
@@ -29,7 +31,7 @@ class Ahead:
     """
 
     def __init__(
-        self, store: Readable, cache: Cache | None = None, *, answers: Mapping[str, Answer] | None = None
+        self, store: Readable, cache: "Cache | None" = None, *, answers: Mapping[str, Answer] | None = None
     ) -> None:
         self.url = store.url
         self._store = store

@@ -70,14 +70,6 @@ class _Found:
             self.bodies.append(bytearray(body))
 
 
-class NoWeights:
-    """The writer of a run that does not broadcast weights: it does nothing."""
-
-    def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None: ...
-    def wait_until_read(self) -> None: ...
-    def drain(self) -> None: ...
-
-
 class WeightsWriter:
     """One replica's writer.   layout: [name, shape, dtype] of θ in flat order; set before the first step.
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from inner import Teacher, ToolWorld, TraceState, extract_dpo_pairs, replay_trace, save_pairs
 from rendezvous.stores.open import open_store
 from tests.support.audit import check_run

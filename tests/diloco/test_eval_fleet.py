@@ -8,7 +8,8 @@ import pytest
 
 from diloco.run.config import RunConfig
 from diloco.runlog.evaluation import evaluation_words
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from executors.cli.main import main
 from rendezvous.stores.open import open_store
 from tests.inner.test_toolworld import SMALL, WORLD

@@ -10,9 +10,10 @@ from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_END
 from diloco.process.journal import Journal
 from diloco.runlog.reader import BAD_ENDS, read_report
 from diloco.views.page.data import page_data
-from executors.cli.looking.status import Lines, status_dict, status_table
+from executors.cli.looking.lines import Lines
+from executors.cli.looking.status import status_dict, status_table
 from executors.cli.watch.words import event_lines
-from executors.supervision import costs
+from executors.supervision.money import bills
 from executors.supervision.notices import reward_waits
 from executors.supervision.notices.remarks import all_troubles
 from executors.supervision.slots import launches, unserved
@@ -70,7 +71,7 @@ def test_every_kind_that_a_reader_asks_for_is_in_the_table() -> None:
         if isinstance(call, ast.Call) and name_of(call) == "of_kind"
         for s in (a.value for a in call.args if isinstance(a, ast.Constant))
     }
-    asked |= {*costs.BEGINS, *costs.ENDS, *costs.WAITS, *launches.BEGUN, *reward_waits.SETTLES}
+    asked |= {*bills.BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *reward_waits.SETTLES}
     asked |= {*unserved.ABOUT, *unserved.REASONS, *LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
     assert asked - set(KINDS) == set()
 

@@ -135,7 +135,7 @@ LINES = [
 
 def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> None:
     """Seen at decbfac: `read_report`, with which every command begins, raised for 8 of these 14."""
-    from executors.supervision.costs import costs
+    from executors.supervision.money.bills import costs
     from executors.supervision.slots.slot_state import past
 
     clock = ManualClock()

@@ -15,7 +15,8 @@ from diloco.run.config import ConfigError
 from diloco.run.founding import open_run
 from diloco.run.record import Run, RunRecord, read_run
 from diloco.run.superseded import Superseded, url_below
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from diloco.views.comparison import Comparison, list_changes
 from executors.cli.main import main
 from rendezvous import layout

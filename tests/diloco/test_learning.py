@@ -20,10 +20,12 @@ from diloco.runlog.learning import (
     over_replicas,
     step_line,
 )
-from diloco.runlog.reader import curve_of, read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import curve_of, summary
 from diloco.views.page.charts import draw_figure
 from diloco.views.page.data import page_data
-from executors.cli.looking.status import Lines, status_dict, status_table
+from executors.cli.looking.lines import Lines
+from executors.cli.looking.status import status_dict, status_table
 from rendezvous.stores.open import open_store
 from tests.support.fleet import Fleet
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from diloco.process import exitcodes
-from diloco.runlog.reader import checks, read_report
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import checks
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim, read_control, write_control

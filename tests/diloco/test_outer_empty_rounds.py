@@ -25,7 +25,8 @@ from diloco.outer.managers.manager import MockManager
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.outer.safety import is_zero
 from diloco.run.config import CODECS
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from executors.cli.looking.status import status_table
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -15,7 +15,8 @@ import torch
 from diloco.model.export import state_at
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import MockManager
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from executors.cli.looking.status import status_dict, status_table
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules

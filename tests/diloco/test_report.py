@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.run.record import RunRecord
-from diloco.runlog.reader import Reader, checks, first_and_last, read_report, solo_words, summary
+from diloco.runlog.reader import Reader, first_and_last, read_report
+from diloco.runlog.summary import checks, solo_words, summary
 from diloco.views.page import charts
 from diloco.views.page.charts import draw_figure, write_picture
 from rendezvous import layout

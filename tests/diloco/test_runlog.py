@@ -23,7 +23,7 @@ from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
 from diloco.views.page.charts import draw_figure
 from executors.cli import main as cli
 from executors.cli.looking import status
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import round_to_fp32

@@ -2,9 +2,10 @@
 
 import random
 
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.summary import summary
 from executors.cli.looking.status import status_table
 from tests.diloco.test_report import Bucket
 

@@ -25,7 +25,8 @@ from diloco.run.founding import open_run
 from diloco.run.record import ModelRecord, read_run
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
-from inner.models.hub_model import HubError, HubModel, link_hub_files, needed_files, pin_hub_model
+from inner.models.hub_model import link_hub_files, needed_files, pin_hub_model
+from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.clock import SystemClock

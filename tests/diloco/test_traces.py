@@ -17,7 +17,8 @@ from diloco.run.founding import open_run
 from examples.local_teachers import serving, tool_name, wrong_name
 from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs
-from inner.rollouts.sample import MOST, MOST_BYTES, RolloutSample, rollout_states, secrets_here
+from inner.rollouts.rollout_states import rollout_states
+from inner.rollouts.sample import MOST, MOST_BYTES, RolloutSample, secrets_here
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from rendezvous import layout

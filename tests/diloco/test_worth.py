@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.runlog.reader import Report, SessionSummary, Step, read_report, summary
+from diloco.runlog.reader import Report, SessionSummary, Step, read_report
+from diloco.runlog.summary import summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
 from executors.cli.looking.status import status_dict, status_table
 from rendezvous.agreement.membership import Wanted

@@ -13,10 +13,11 @@ import pytest
 
 from diloco.process.journal import Journal
 from diloco.runlog.reader import Report, read_report
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.alert_url import take_alert
 from executors.preflight.run_url import UsageError
-from executors.supervision.notices.alerts import VARIABLE, Alerts, alerts_of, changes, host_of, post, told
+from executors.supervision.notices.alerts import Alerts, changes, host_of, post, told
+from executors.supervision.notices.asked_for import VARIABLE, alerts_of
 from executors.supervision.notices.remarks import all_troubles, remark_lines
 from rendezvous.agreement.membership import write_control
 from tests.diloco.test_report import T0, Bucket, FixedClock

@@ -17,7 +17,7 @@ from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import typed
 from executors.platforms.base import LaunchPlan
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight import place_faults, quote, request
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs

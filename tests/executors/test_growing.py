@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco.process import exitcodes
-from diloco.runlog.reader import Report, checks, read_report
+from diloco.runlog.reader import Report, read_report
+from diloco.runlog.summary import checks
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import PRELOAD, Supervisor

@@ -19,11 +19,13 @@ from diloco.process import exitcodes
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.run.record import Run, read_run
-from diloco.runlog.reader import Report, checks, read_report
+from diloco.runlog.reader import Report, read_report
+from diloco.runlog.summary import checks
 from executors.cli import main as cli
 from executors.platforms.base import ReplicaSpec, State
-from executors.platforms.multi import Place, build_executor
+from executors.platforms.multi import build_executor
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.platforms.places import Place
 from executors.supervision.hosted import start_hosted
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor

@@ -15,9 +15,9 @@ from executors.platforms.base import Handle, State
 from executors.platforms.container import end_lines, read_end
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import WATCHES, HFJobsExecutor, ended
-from executors.supervision.costs import costs
 from executors.supervision.hosted import is_cut_off, start_hosted
 from executors.supervision.lease import Lease
+from executors.supervision.money.bills import costs
 from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim

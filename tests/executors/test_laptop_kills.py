@@ -28,7 +28,8 @@ from diloco.replica.replica import _parent_check
 from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run, read_run
-from diloco.runlog.reader import checks, read_report
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import checks
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor

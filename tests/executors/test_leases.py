@@ -17,7 +17,7 @@ import pytest
 
 from executors.cli.starting.foreground import supervise_here
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.supervision.costs import LEASE_S
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout

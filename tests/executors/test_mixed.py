@@ -6,8 +6,10 @@ import pytest
 
 from diloco.process import exitcodes
 from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
-from executors.platforms.multi import Mixed, Place, build_executor, place_of, places_of
+from executors.platforms.mixed import Mixed
+from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.places import Place, place_of, places_of
 from executors.preflight.quote import Quote, write_quote
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.shutdown import stop_run

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from diloco.process import exitcodes
-from diloco.runlog.reader import checks, read_report
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import checks
 from rendezvous.stores.open import open_store
 from tests.support.hf_server import HFServer
 from tests.support.modal_fixtures import KEYS

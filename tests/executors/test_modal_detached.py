@@ -19,9 +19,9 @@ import modal
 import pytest
 
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
-from executors.platforms.multi import Place
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
+from executors.platforms.places import Place
 from executors.supervision import lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, write_control

@@ -17,14 +17,15 @@ import pytest
 
 from diloco.process import exitcodes
 from diloco.runlog.ends import restarted_by
-from diloco.runlog.reader import read_report, summary
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import summary
 from executors.cli import main as cli
 from executors.cli.looking import status as watch
 from executors.platforms.base import ReplicaSpec, State, Unavailable
-from executors.platforms.multi import Place
 from executors.platforms.on_modal import executor as on_modal_executor
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.places import Place
 from executors.supervision.purge import where_run_stays
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -23,8 +23,8 @@ import pytest
 
 from diloco.process.session import ORPHAN_GRACE_S
 from diloco.runlog.reader import SUPERVISOR
-from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.places import Place
 from executors.supervision.costs import LEASE_S
 from executors.supervision.hosted import start_hosted
 from rendezvous import layout

@@ -27,11 +27,12 @@ from diloco.run.record import read_run
 from executors.cli import main as cli
 from executors.cli.answers import Answer
 from executors.platforms.base import ReplicaSpec, State
-from executors.platforms.multi import Place, build_executor
+from executors.platforms.multi import build_executor
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
+from executors.platforms.places import Place
 from executors.preflight.quote import fitted_places, wanted_places
 from executors.preflight.request import PlaceWish
 from executors.preflight.run_url import UsageError
@@ -377,7 +378,7 @@ def test_a_cache_that_somebody_deleted_is_made_again(platform, run, hub) -> None
 
 
 def test_only_a_model_on_the_hub_has_a_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("executors.preflight.quote.parameters_of", lambda _: 500_000_000)
+    monkeypatch.setattr("diloco.run.sizing.parameters_of", lambda _: 500_000_000)
     (place,) = fitted_places([Place("modal")], config(tmp_path, model="Qwen/Qwen2.5-0.5B"))
     assert place.options == {"hub_cache": HUB_VOLUME, "max_memory_mib": memory_limit_mib(500_000_000)}
     own = Place("modal", options={"hub_cache": ""})

@@ -10,7 +10,18 @@ import pytest
 from diloco.process.session import Session as ReplicaLife
 from diloco.runlog.reader import Report, SessionSummary
 from diloco.units import dollars
-from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
+from executors.supervision.costs import (
+    BOOT_S,
+    END_S,
+    LEASE_S,
+    Bill,
+    Budget,
+    Costs,
+    launch_refusal,
+    lease,
+    over,
+)
+from executors.supervision.money.bills import costs
 from rendezvous.agreement.membership import Wanted, write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock

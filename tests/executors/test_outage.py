@@ -14,11 +14,12 @@ from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, Refused, State, Status, Unavailable, unanswered
-from executors.platforms.multi import Mixed, Place
+from executors.platforms.mixed import Mixed
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.platforms.places import Place
 from executors.supervision.notices.remarks import remark_lines
 from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.supervisor import Supervisor

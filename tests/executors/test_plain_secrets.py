@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from executors.platforms.multi import Place
 from executors.platforms.packages.wheel import pack_code
+from executors.platforms.places import Place
 from executors.preflight.place_faults import plain_secret
 
 

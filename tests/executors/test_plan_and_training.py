@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from diloco.run.config import RunConfig
 from diloco.run.data_files import gather_data
 from diloco.run.eval_config import EvalConfig
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight import checks
 from executors.preflight.run_url import UsageError
 from inner import InnerConfig, Seeds
@@ -240,7 +240,7 @@ def plan_says(config: RunConfig, scratch: Path) -> str:
             return DryRun(refused=str(error))
 
     scratch.mkdir()
-    with patch.object(checks, "rehearse", rehearse), patch.object(checks, "dry_run", dry_run):
+    with patch("inner.usercode.rehearse.rehearse", rehearse), patch("inner.train.dry_run.dry_run", dry_run):
         try:
             checks.preflight(config, "run.toml", "", [Place("local")])
         except UsageError as error:

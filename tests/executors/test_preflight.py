@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from diloco.run.config import RunConfig
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
 from inner.models.known import cached_snapshot, known_model

@@ -15,7 +15,7 @@ from diloco.runlog.opening import open_view
 from diloco.runlog.reader import shown
 from diloco.runlog.scope import COSTS
 from executors.cli.checking import verbs
-from executors.cli.looking import logs, status
+from executors.cli.looking import lines, logs, status
 from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
@@ -91,7 +91,7 @@ def test_neither_an_error_nor_a_defect_prints_it(monkeypatch: pytest.MonkeyPatch
 def test_the_table_that_draws_over_itself_has_no_escapes_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     monkeypatch.setattr(status, "status_table", lambda *_, **__: [f"a{STEERING}b"])
-    view = status.view_for(PlainOutput(out))  # type: ignore[arg-type]
+    view = lines.view_for(PlainOutput(out))  # type: ignore[arg-type]
     view.show(None)  # type: ignore[arg-type]
     assert out.getvalue() == f"{printable(f'a{STEERING}b')}\x1b[K\n\x1b[J"
 

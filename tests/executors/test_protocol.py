@@ -12,7 +12,8 @@ import pytest
 from executors import FleetExecutor, LocalProcessExecutor, ServerlessExecutor
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.executor import Executor
-from executors.platforms.multi import Mixed, Place
+from executors.platforms.mixed import Mixed
+from executors.platforms.places import Place
 from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock

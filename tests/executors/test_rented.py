@@ -8,8 +8,9 @@ from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
 from executors.cli.looking.status import status_table
 from executors.platforms.base import State
-from executors.platforms.multi import Place
-from executors.supervision.costs import END_S, LEASE_S, costs
+from executors.platforms.places import Place
+from executors.supervision.costs import END_S, LEASE_S
+from executors.supervision.money.bills import costs
 from executors.supervision.notices.remarks import all_troubles
 from executors.supervision.notices.reward_waits import reward_waits
 from executors.supervision.shutdown import stop_run

@@ -16,7 +16,8 @@ from diloco.process.journal import Journal
 from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import ModelRecord, Run, read_run
-from diloco.runlog.reader import SUPERVISOR, Report, checks, read_report
+from diloco.runlog.reader import SUPERVISOR, Report, read_report
+from diloco.runlog.summary import checks
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.lease import Lease, Supervised, supervisor_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from diloco.run.config import RunConfig
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight import task_packages
 from executors.preflight.place_faults import place_faults
 from executors.preflight.quote import fitted_places

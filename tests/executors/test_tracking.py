@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.preflight.checks import preflight
 from executors.preflight.run_url import UsageError
 from executors.supervision.notices import tracking
+from executors.supervision.notices.asked_for import tracker_child
 from executors.supervision.notices.tracking import TrackerChild, pause_after, track_command
 from rendezvous.clock import SystemClock
 from tests.executors import test_supervisor as toys
@@ -84,10 +87,12 @@ def test_a_command_that_cannot_be_started_is_a_warning(tmp_path) -> None:
 
 
 def test_a_run_without_trackers_has_no_child(tmp_path) -> None:
-    child = TrackerChild([], tmp_path / "track.log", SystemClock(), pytest.fail)
+    run: Any = SimpleNamespace(config=config(tmp_path), url=str(tmp_path))
+    there = [*tmp_path.iterdir()]
+    child = tracker_child(run, SystemClock(), pytest.fail)
     child.tick()
     child.end(done=True)
-    assert not list(tmp_path.iterdir())
+    assert not isinstance(child, TrackerChild) and [*tmp_path.iterdir()] == there
 
 
 def config(folder: Path, **log: object) -> RunConfig:

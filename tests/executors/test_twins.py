@@ -17,8 +17,8 @@ from executors.platforms.base import Handle, State
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_hf_jobs.jobs import job_that_counts, second_jobs
-from executors.supervision.costs import costs
 from executors.supervision.lease import Lease
+from executors.supervision.money.bills import costs
 from executors.supervision.slots.slot_state import begin_fields, past
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout

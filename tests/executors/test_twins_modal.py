@@ -12,7 +12,7 @@ from executors.cli import main as cli
 from executors.platforms.base import State
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.twins import count_inputs
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock

@@ -24,7 +24,7 @@ from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
 from executors.cli.watch.run import write_lines
 from executors.cli.web.looks import PageLooks
-from executors.supervision.notices.remarks import key_values
+from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

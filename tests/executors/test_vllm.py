@@ -14,7 +14,6 @@ from packaging.version import Version
 from diloco.run.config import RunConfig
 from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import ReplicaSpec
-from executors.platforms.multi import Place
 from executors.platforms.on_hf_jobs.job_spec import CONTAINER, MOUNT
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
@@ -28,6 +27,7 @@ from executors.platforms.packages.vllm_pins import (
     vllm_requirements,
 )
 from executors.platforms.packages.wheel import pack_code
+from executors.platforms.places import Place
 from executors.preflight.place_faults import notes_about, place_faults
 from executors.preflight.quote import fitted_places
 from tests.executors.test_hf_jobs import made
@@ -149,13 +149,13 @@ def faults(place: Place, settings: RunConfig | None = None) -> list[str]:
 
 def test_a_place_here_without_vllm_is_refused_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("local", "slurm"):
-        monkeypatch.setattr("executors.preflight.place_faults.has_vllm", lambda: False)
+        monkeypatch.setattr("executors.preflight.vllm_faults.has_vllm", lambda: False)
         place = Place(name, options={"cluster": "local"} if name == "slurm" else {})
         (fault,) = faults(place)
         assert fault.startswith("inner.vllm: vLLM is not installed here")
         assert "vllm==0.31.0, transformers==5.17.0, huggingface-hub==1.33.0" in fault
         assert "constraints-vllm.txt" in fault and "leave [inner.vllm] out" in fault
-        monkeypatch.setattr("executors.preflight.place_faults.has_vllm", lambda: True)
+        monkeypatch.setattr("executors.preflight.vllm_faults.has_vllm", lambda: True)
         assert faults(place) == [] == faults(place, RunConfig())
 
 

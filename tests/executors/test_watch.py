@@ -10,8 +10,10 @@ from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import STATUS
 from diloco.views.overview import OLD_SESSIONS
 from executors.cli.looking import status
-from executors.cli.looking.status import Lines, Screen, status_table, step_fields, view_for
+from executors.cli.looking.lines import Lines, step_fields, view_for
+from executors.cli.looking.status import Screen, status_table
 from executors.cli.starting.demo import extra_checks, is_kill_due, next_commands
+from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat
@@ -77,7 +79,7 @@ def test_lines_are_in_the_order_of_time():
 
 
 def test_values_with_spaces_are_quoted():
-    told = status.key_values({"why": 'killed by "SIGKILL"', "n": 3, "none": ""})
+    told = key_values({"why": 'killed by "SIGKILL"', "n": 3, "none": ""})
     assert told == """why="killed by 'SIGKILL'" n=3 none="" """.strip()
 
 

@@ -29,8 +29,8 @@ from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import Picture, RunLooks, with_beats_as_read
 from executors.cli.watch.run import check_textual, write_lines
 from executors.cli.watch.windows import AskWindow, NumberWindow, TextWindow
-from executors.supervision.costs import costs
-from executors.supervision.notices.remarks import key_values
+from executors.supervision.money.bills import costs
+from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import StoreUnclear

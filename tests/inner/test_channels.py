@@ -18,11 +18,12 @@ from inner.channels.lessons import Rollout, reprompt, rollout_lessons
 from inner.channels.pair_ids import encode_pair, turn_marks
 from inner.channels.spans import Turn
 from inner.channels.teacher import DistillationTeacher
-from inner.channels.terms import causal_lm, scale_logits_as_model
+from inner.channels.terms import scale_logits_as_model
 from inner.losses.divergence import generalized_jsd_loss
 from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
+from inner.models.causal_lm import causal_lm
 from inner.replay.pairs import DPOPair, save_pairs
 from inner.settings.channels import ChannelSettings, linear_ramp
 from inner.settings.inner import InnerConfig, InnerError

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diloco.run.config import RunConfig
 from diloco.run.sizing import parameters_of
-from executors.platforms.multi import Place
+from executors.platforms.places import Place
 from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model
 from inner.models.gguf_header import read_gguf_header
-from inner.models.hub_model import is_on_hub
 from inner.models.known import known_model
+from inner.models.naming import is_on_hub
 from tests.support.fleet import Fleet
 from tests.support.gguf_files import write_gguf
 

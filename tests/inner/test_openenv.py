@@ -13,7 +13,6 @@ import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.channels.hints import templates
-from inner.channels.spans import error_record
 from inner.extras.openenv import mcp_tools
 from inner.extras.openenv.client import (
     GONE,
@@ -25,9 +24,10 @@ from inner.extras.openenv.client import (
     openenv_environment,
 )
 from inner.extras.openenv.mcp_tools import method_name, tool_method, tool_methods
+from inner.replay.tool_errors import error_record
 from inner.settings.inner import InnerError
 from inner.usercode.attempts import AtMostWorst
-from inner.usercode.check import tool_names
+from inner.usercode.environment import tool_names
 
 websockets = pytest.importorskip("websockets", reason="the extra `openenv` is not installed")
 

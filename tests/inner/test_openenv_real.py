@@ -26,11 +26,12 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.extras.openenv.client import GONE, OVER, OpenEnv, openenv_environment
-from inner.rollouts.sample import rollout_states
+from inner.rollouts.rollout_states import rollout_states
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
-from inner.usercode.check import check_inner, load_environment, tool_names
+from inner.usercode.check import check_inner
+from inner.usercode.environment import load_environment, tool_names
 from tests.inner.test_openenv import failure_in, patient
 from tests.inner.test_toolworld import SMALL, WORLD, small_folder
 

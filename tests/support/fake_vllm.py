@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
-from inner.train import build
+from inner.settings import vllm
 
 
 class FakeLLM:
@@ -78,7 +78,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     monkeypatch.setattr(vllm_generation, "LLM", make, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(build, "refuse_without_vllm", lambda: None)
+    monkeypatch.setattr(vllm, "refuse_without_vllm", lambda: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # so that what TRL sets goes again

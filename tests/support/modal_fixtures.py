@@ -18,8 +18,8 @@ from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
 from executors.platforms.base import Handle, ReplicaSpec, State
-from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.places import Place
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
 from tests.support.entrypoints import marks

@@ -6,8 +6,9 @@ from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
-from executors.platforms.multi import Place
-from executors.supervision.costs import Costs, costs
+from executors.platforms.places import Place
+from executors.supervision.costs import Costs
+from executors.supervision.money.bills import costs
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous import layout

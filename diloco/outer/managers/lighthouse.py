@@ -313,11 +313,6 @@ class LighthouseRounds:
         session.emit("snapshot", step=step)
 
 
-def as_outer_manager(manager: Any) -> Any:
-    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
-    return manager if hasattr(manager, "rounds") else LighthouseManager(manager)
-
-
 def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
     """Make this session's torchft.Manager at lighthouse://host:port.   Raises GaveUp if no lighthouse answers there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

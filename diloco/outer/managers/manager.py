@@ -19,12 +19,12 @@ Diverged and GaveUp come out of here; all are terminal.  Not promised: several r
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from diloco.outer.managers.bare import BareRounds
 from diloco.outer.rounds import StoreRounds, Work
 from diloco.process.session import Session, ensure_slot
 from diloco.run.config import FleetConfig, keep_bytes
@@ -33,6 +33,9 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 from rendezvous.stores.signed import run_key, under_key
+
+if TYPE_CHECKING:
+    from diloco.outer.managers.bare import BareRounds
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,18 @@ class StoreManager:
             run = Session(store, slot, timing or Timing(), clock=clock, keep=most, broadcasts=broadcast_weights)
         self.session = run
         self.rounds = StoreRounds(run, founds=founds, theta_0=theta_0)
-        self._bare = BareRounds(run, load_state_dict, state_dict)
+        self._states = load_state_dict, state_dict
+        self._registered: list[tuple[str, Callable[[Any], None], Callable[[], Any]]] = []
+
+    @cached_property
+    def _bare(self) -> "BareRounds":
+        """The rounds of a bare manager; under `make_diloco` nobody asks for them."""
+        from diloco.outer.managers.bare import BareRounds
+
+        rounds = BareRounds(self.session, *self._states)
+        for key, load, save in self._registered:
+            rounds.register_state(key, load, save)
+        return rounds
 
     @property
     def _is_bare(self) -> bool:
@@ -102,7 +116,11 @@ class StoreManager:
         return self.rounds.current_step()
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        self._bare.register_state(key, load, save)
+        """Note the state of a bare manager; torchft registers one under `make_diloco`, too."""
+        if "_bare" in vars(self) or any(key == known for known, _, _ in self._registered):
+            self._bare.register_state(key, load, save)
+        else:
+            self._registered.append((key, load, save))
 
     def allow_state_dict_read(self) -> None:
         """torchft's lock around its state server; there is none."""

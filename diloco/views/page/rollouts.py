@@ -20,7 +20,8 @@ from diloco.process.journal import rollout_head, rollout_line
 from diloco.runlog.extent import Rounds
 from diloco.runlog.reader import Report, SessionSummary
 from inner.channels.hints import templates
-from inner.rollouts.sample import SampledRollout, rollout_states
+from inner.rollouts.rollout_states import rollout_states
+from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead

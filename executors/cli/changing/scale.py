@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from diloco.run.founding import is_finished
 from diloco.run.record import Run
-from executors.platforms.multi import places_of
+from executors.cli.opening import finished_words
+from executors.platforms.places import places_of
 from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
@@ -81,15 +82,6 @@ def after_stop_words(store: Store, *, found: bool) -> str:
         if is_finished(store, read_control(store)):
             return "no replica runs any more, and all outer steps are committed"
     return "no replica runs any more; `diloco resume` goes on"
-
-
-def finished_words(store: Store, url: str, steps: int | None = None) -> str:
-    """The message for a run that has all its outer steps; "" for another run, and where other `steps` are asked for."""
-    wanted = read_control(store)
-    if steps not in (None, wanted.steps) or not is_finished(store, wanted):
-        return ""
-    more = f"diloco resume {shlex.quote(url)} --steps {2 * wanted.steps}"
-    return f"the run is finished, all {wanted.steps} outer steps are committed; nothing was changed. For more: {more}"
 
 
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:

@@ -11,10 +11,8 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
-from executors.cli.completion import SLOTS
 from executors.cli.opening import opened, present_url, reach_store
-from executors.cli.options import add_run_verb, flag, offer, value
-from executors.cli.typed import positive, seconds
+from executors.cli.options import SLOTS, add_run_verb, flag, offer, value
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
@@ -27,8 +25,8 @@ SWEPT_S = 120.0  # for a platform to say that cancelled processes have ended
 
 def add_verbs(verbs: Any) -> None:
     scale = add_run_verb(verbs, "scale", "keep another number of replicas from now on", opened(_scale))
-    value(scale, "replicas", "N", "replicas to keep", type=positive)
-    value(scale, "--min-replicas", "M", "offers that every outer step needs", type=positive)
+    value(scale, "replicas", "N", "replicas to keep", type="positive")
+    value(scale, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     flag(scale, "--yes", "-y", help="do not ask whether the price is right")
     text = "let one replica finish its round and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
@@ -38,7 +36,7 @@ def add_verbs(verbs: Any) -> None:
     offer(value(stop, "--executor", "NAME", "with --all, in RUN's place: what lives on this platform"), *EXECUTORS)
     flag(stop, "--all", help="of any run, also what no run knows of; asks first")
     flag(stop, "--yes", "-y", help="with --all: do not ask")
-    value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type=seconds)
+    value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type="seconds")
     flag(stop, "--purge", help="and remove what platforms keep of it; never the run itself")
 
 
@@ -85,7 +83,8 @@ def _stop(args: Namespace) -> Answer:
 
 
 def _stop_all(args: Namespace) -> Answer:
-    from executors.platforms.multi import Place, make_executor
+    from executors.platforms.multi import make_executor
+    from executors.platforms.places import Place
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):

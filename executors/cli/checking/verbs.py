@@ -18,7 +18,6 @@ from executors.cli.answers import Answer, print_answer
 from executors.cli.checking.init import MODEL, TASKS
 from executors.cli.completion import SCRIPTS
 from executors.cli.options import add_config, add_verb, again, flag, read_config, value
-from executors.cli.typed import count, positive
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
 
@@ -30,14 +29,14 @@ def add_verbs(verbs: Any) -> None:
     start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: to write over")
     check = add_verb(verbs, "check", "ask the reward about the first prompts; nothing is started", _check)
     add_config(check)
-    value(check, "--rows", "N", "prompts (default 3)", type=positive, default=3)
+    value(check, "--rows", "N", "prompts (default 3)", type="positive", default=3)
     again(check, "--completion", default=[], metavar="TEXT", help="score this one too; again for more")
     doctor = add_verb(verbs, "doctor", "can this store carry a run, and what does one sync take and cost", _doctor)
     value(doctor, "store", "URL", "of a store, or of a run that is to lie in it")
     size = doctor.add_mutually_exclusive_group()
-    value(size, "--parameters", "N", "of the model, e.g. 600M or 1.7B", type=count)
+    value(size, "--parameters", "N", "of the model, e.g. 600M or 1.7B", type="count")
     value(size, "--config", "CONFIG", "a run.toml: its model, codec and replicas")
-    value(doctor, "--replicas", "N", "default: as in CONFIG, else 4", type=positive)
+    value(doctor, "--replicas", "N", "default: as in CONFIG, else 4", type="positive")
     text = "from an account to the command that starts a run: login, store, secret; makes what it may"
     setup = add_verb(verbs, "setup", text, _setup)
     value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))

@@ -18,7 +18,7 @@ from diloco.views.page.rollouts import RolloutEnds
 from diloco.views.troubles import Spending, find_troubles
 from executors.cli.looking.status import cost_status
 from executors.preflight.run_url import UsageError
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 from rendezvous.errors import GaveUp, RendezvousError, StoreUnclear
 from rendezvous.store import Readable, Store
 

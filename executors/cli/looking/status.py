@@ -14,117 +14,27 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from diloco.events import SHOWN
 from diloco.process.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
-from diloco.runlog.learning import Curve, is_shown, learning_words, newest_numbers, over_replicas
-from diloco.runlog.reader import (
-    SUPERVISOR,
-    Report,
-    SessionSummary,
-    Step,
-    brief_name,
-    curve_of,
-    first_and_last,
-    outer_words,
-    solo_words,
-)
+from diloco.runlog.learning import Curve, learning_words, newest_numbers
+from diloco.runlog.reader import Report, SessionSummary, first_and_last
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.summary import brief_name, curve_of, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows
 from executors.supervision.costs import Costs
-from executors.supervision.notices.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
+from executors.supervision.notices.remarks import all_troubles, is_listening, remark_lines
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted
 
 INDENT = " " * 12
-
-
-class StatusView(Protocol):
-    def show(self, report: Report) -> None:
-        """Show the run as it is now."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Show a message with the next picture.  Safe in a signal handler."""
-        ...
-
-
-def view_for(out: TextIO) -> StatusView:
-    return Screen(out) if out.isatty() else Lines(out, from_now=True)
-
-
-class Lines:
-    """One line per committed step and per event, each once.   form: makes the text of a line of its fields.
-
-    from_now: outer steps before the first picture are one line; not all of their numbers were read.
-    """
-
-    def __init__(
-        self, out: TextIO, form: Callable[[dict[str, Any]], str] | None = None, *, from_now: bool = False
-    ) -> None:
-        self._out = out
-        self._form = form or key_values
-        self._pass_over_past = from_now
-        self._steps = 0
-        self._events = set[tuple[Any, ...]]()
-        self._said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self._said.append(text)
-
-    def show(self, report: Report) -> None:
-        while self._said:
-            self._write({"note": self._said.pop(0)})
-        if self._pass_over_past:
-            self._write_past(report)
-            self._pass_over_past = False
-        news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
-        news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*SHOWN) if self._is_new(e)]
-        for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
-            self._write(fields)
-        self._steps = report.head
-
-    def _write_past(self, report: Report) -> None:
-        if not report.head:
-            return
-        ends = first_and_last(report)
-        rewards = {} if ends is None else {"first_reward": round(ends[0], 4), "newest_reward": round(ends[1], 4)}
-        self._write({"steps_before": report.head, "of": report.wanted.steps, **rewards})
-        self._steps = report.head
-        begun = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)]
-        since = max([*begun, *(s.at for s in report.steps[-1:])], default=0.0)
-        for event in report.of_kind(*SHOWN):
-            if event["at"] < since:
-                self._is_new(event)
-
-    def _write(self, fields: dict[str, Any]) -> None:
-        print(self._form(fields), file=self._out, flush=True)
-
-    def _is_new(self, event: dict[str, Any]) -> bool:
-        mark = (event["who"], event["at"], event["event"], event["slot"])
-        known = mark in self._events
-        self._events.add(mark)
-        return not known
-
-
-def step_fields(step: Step, report: Report) -> dict[str, Any]:
-    mean = {} if step.mean_reward is None else {"mean_reward": round(step.mean_reward, 4)}
-    late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
-    rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
-    fresh = ",".join(step.fresh)
-    gated = {"gated": ",".join(step.gated)} if step.gated else {}
-    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items() if is_shown(k, v)}
-    fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
-    fields |= numbers
-    return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
 
 
 class Screen:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import Answer
-from executors.cli.completion import SLOTS
 from executors.cli.opening import opened, patient, patient_store
-from executors.cli.options import add_run_verb, add_verb, flag, offer, value
-from executors.cli.typed import natural, port
+from executors.cli.options import SLOTS, add_run_verb, add_verb, flag, offer, value
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
 
@@ -34,14 +32,14 @@ def add_verbs(verbs: Any) -> None:
     text = "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts"
     watch = add_run_verb(verbs, "watch", text, _watch)
     flag(watch, "--web", help="as a page in your browser")
-    value(watch, "--port", "P", "of --web: default 8642, else a free one; 0: a free one", type=port)
+    value(watch, "--port", "P", "of --web: default 8642, else a free one; 0: a free one", type="port")
     value(watch, "--bind", "HOST", "of --web: elsewhere its address has a token", default="127.0.0.1")
     flag(watch, "--publish", help="write the page into the bucket, again and again")
     logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
     told = "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor; none: the slots are named"
     offer(value(logs, "slot", "SLOT", told, nargs="?", default=""), SLOTS)
     flag(logs, "--follow", "-f", help="and what comes, until it ends")
-    value(logs, "--tail", "N", "the last N lines only", type=natural)
+    value(logs, "--tail", "N", "the last N lines only", type="natural")
     add_run_verb(verbs, "costs", "what a run has cost so far, by replica and place", patient(_costs))
     report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
     value(report, "--to", "DIR", "where to (default: the run's folder; here, for a bucket)")
@@ -64,8 +62,8 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 def _status(args: Namespace) -> Answer:
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
-    from executors.supervision.costs import costs
     from executors.supervision.health import describe_supervision
+    from executors.supervision.money.bills import costs
 
     _, reader = _opened(args.run, STATUS)
     report = reader.refresh()
@@ -107,7 +105,7 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 def _costs(args: Namespace) -> Answer:
     from diloco.runlog.scope import COSTS
     from executors.cli.looking import status
-    from executors.supervision.costs import costs
+    from executors.supervision.money.bills import costs
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
@@ -117,8 +115,8 @@ def _costs(args: Namespace) -> Answer:
 
 
 def _report(args: Namespace) -> Answer:
-    from diloco.runlog.reader import summary
     from diloco.runlog.scope import EVERYTHING
+    from diloco.runlog.summary import summary
     from executors.cli.looking import status
     from executors.cli.looking.report import publish_page, write_page
 

@@ -16,15 +16,15 @@ from diloco.process import exitcodes, processes
 from diloco.process.output import asking_signals
 from diloco.run.founding import refuse_lost_run
 from diloco.run.record import Run
+from diloco.runlog.ends import end_words
 from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.units import duration
-from diloco.views.overview import end_words
 from executors.cli.answers import say
-from executors.cli.looking.status import StatusView, view_for
+from executors.cli.looking.lines import StatusView, view_for
 from executors.platforms.multi import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
-from executors.supervision.notices.alerts import VARIABLE as ALERT
+from executors.supervision.notices.asked_for import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock, SystemClock

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
-from executors.cli.opening import present_url
+from executors.cli.opening import finished_words, present_url
 from executors.cli.options import add_config, add_run_verb, add_verb, again, flag, offer, read_config, value
-from executors.cli.typed import amount, duration, option, place, positive
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
@@ -61,29 +60,29 @@ def add_verbs(verbs: Any) -> None:
 
 def _add_wishes(parser: ArgumentParser) -> None:
     parser.set_defaults(**UNSAID)
-    value(parser, "--replicas", "N", "replicas to keep (default: as in CONFIG)", type=positive)
-    value(parser, "--steps", "T", "outer steps in all (default: as in CONFIG)", type=positive)
-    value(parser, "--min-replicas", "M", "offers that every outer step needs", type=positive)
+    value(parser, "--replicas", "N", "replicas to keep (default: as in CONFIG)", type="positive")
+    value(parser, "--steps", "T", "outer steps in all (default: as in CONFIG)", type="positive")
+    value(parser, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
     names = f"{', '.join(EXECUTORS)}: all replicas there"
     offer(value(where, "--executor", "NAME", names, default=""), *EXECUTORS)
     several = "N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest"
-    offer(again(where, "--place", type=place, metavar="NAME[:N[:GPU]]", dest="places", help=several), *EXECUTORS)
+    offer(again(where, "--place", type="place", metavar="NAME[:N[:GPU]]", dest="places", help=several), *EXECUTORS)
     again(where, "--gpu", metavar="KIND", help="again for a second choice; in NAME's words")
     again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
-    value(where, "--timeout", "TIME", "of one replica's life: 6h, 90m (it restarts)", type=duration)
+    value(where, "--timeout", "TIME", "of one replica's life: 6h, 90m (it restarts)", type="duration")
     again(where, "--pip", metavar="PACKAGE", help="what a reward of yours needs there")
-    again(where, "--option", type=option, metavar="KEY=VALUE", help="partition=gpu, region=eu")
+    again(where, "--option", type="option", metavar="KEY=VALUE", help="partition=gpu, region=eu")
     money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
-    value(money, "--max-usd", "X", "US dollars, since the run began", type=amount)
-    value(money, "--max-hours", "H", "hours with any replica running", type=amount)
+    value(money, "--max-usd", "X", "US dollars, since the run began", type="amount")
+    value(money, "--max-hours", "H", "hours with any replica running", type="amount")
     flag(money, "--no-lease", help="rented replicas go on for ever without a supervisor")
     flag(money, "--allow-unknown-price", default=None, help="where no price is known")
 
 
 def request_of(args: Namespace, url: str) -> "StartRequest":
     """What was typed, as everybody else reads it.   url: of the run, where it is now.   Raises UsageError."""
-    from executors.platforms.multi import Place
+    from executors.platforms.places import Place
     from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
@@ -104,7 +103,6 @@ def request_of(args: Namespace, url: str) -> "StartRequest":
 
 def _train(args: Namespace) -> Answer:
     from diloco.run.founding import open_run
-    from executors.cli.changing.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control
     from rendezvous.stores.open import open_store
@@ -153,7 +151,6 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
 
 def _resume(args: Namespace) -> Answer:
     from diloco.run.record import read_run
-    from executors.cli.changing.scale import finished_words
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
 
@@ -214,7 +211,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     from diloco.process import exitcodes
     from diloco.process.output import survive_lost_output
     from diloco.run.founding import solo_warning
-    from executors.cli.looking.status import view_for
+    from executors.cli.looking.lines import view_for
     from executors.cli.starting.foreground import supervise_here
 
     if text := solo_warning(wanted):

@@ -22,7 +22,7 @@ from executors.cli.changing import scale
 from executors.cli.looking import logs
 from executors.cli.watch.looks import error_words
 from executors.cli.watch.windows import AskWindow, NumberWindow, TextSource, in_thread
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 from rendezvous.agreement.membership import Wanted
 from rendezvous.errors import StoreRefused
 from rendezvous.stores.cache import cache_of

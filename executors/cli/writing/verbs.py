@@ -16,7 +16,6 @@ from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
 from executors.cli.answers import Answer, fit_lines, say
 from executors.cli.opening import opened
 from executors.cli.options import add_run_verb, again, flag, offer, value
-from executors.cli.typed import natural, step_or_all
 from executors.cli.writing.target import mark_export, refuse_export
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
@@ -35,10 +34,10 @@ def add_verbs(verbs: Any) -> None:
     value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
     flag(export, "--merge", help="of a LoRA run: the whole model, not the adapter alone")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
-    value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type=step_or_all)
+    value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
     text = "one outer step in words: who offered what, why it closed, what it did"
     explain = add_run_verb(verbs, "explain", text, opened(_explain))
-    value(explain, "--step", "T", "the outer step after θ_T", type=natural, required=True)
+    value(explain, "--step", "T", "the outer step after θ_T", type="natural", required=True)
     _add_judging_verbs(verbs)
     gc = add_run_verb(verbs, "gc", "delete what a run needs no more, beyond a size", opened(_gc))
     value(gc, "--keep", "SIZE", '"5 GB"; "window": only what a replica may need', required=True)
@@ -48,7 +47,7 @@ def add_verbs(verbs: Any) -> None:
     evaluate = add_run_verb(verbs, "eval", text, opened(_eval))
     value(evaluate, "--step", "T", STEP, type=int)
     value(evaluate, "--prompts", "FILE", "a file of prompts (default: that of the run's [eval])")
-    value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type=natural)
+    value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type="natural")
     text = "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)"
     value(add_run_verb(verbs, "traces", text, opened(_traces)), "--to", "FILE", "a new file", required=True)
     _add_track(verbs)
@@ -61,8 +60,8 @@ def _add_judging_verbs(verbs: Any) -> None:
     bisect = add_run_verb(verbs, "bisect", text, opened(_bisect))
     for parser in (blame, bisect):
         parser.usage = f"{parser.prog} RUN [options] [-- COMMAND …]"
-        value(parser, "--from", "A", "from θ_A on (default: the oldest)", dest="first", type=natural)
-        value(parser, "--to", "B", "up to θ_B (default: the newest)", dest="last", type=natural)
+        value(parser, "--from", "A", "from θ_A on (default: the oldest)", dest="first", type="natural")
+        value(parser, "--to", "B", "up to θ_B (default: the newest)", dest="last", type="natural")
         flag(parser, "--merge", help="COMMAND gets whole models of a LoRA run, not adapters")
     told = "what is left out (default: replica)"
     blame.add_argument("--by", choices=("replica", "step"), default="replica", help=told)
@@ -75,7 +74,7 @@ def _add_track(verbs: Any) -> None:
     track = add_run_verb(verbs, "track", "write a run's curves to a tracker; its bucket is only read", _track)
     offer(again(track, "--to", required=True, choices=TRACKERS, help="again for another one"), *TRACKERS)
     flag(track, "--follow", "-f", help="and what comes, until the run is done")
-    value(track, "--samples", "N", f"completions per outer step (default {SAMPLES})", type=natural, default=SAMPLES)
+    value(track, "--samples", "N", f"completions per outer step (default {SAMPLES})", type="natural", default=SAMPLES)
     value(track, "--project", "NAME", "in wandb and trackio (default: WANDB_PROJECT, or diloco)")
     value(track, "--folder", "DIR", "of TensorBoard's files (default tensorboard)", default=FOLDER)
     track.add_argument("--parent", default="", help=SUPPRESS)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.process import processes, run_marks
 from diloco.process.own_files import (
@@ -43,7 +43,6 @@ from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_n
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
 from executors.platforms.machine.full_disk import launches_wait, room_for
-from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted
@@ -54,6 +53,9 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
 from rendezvous.records.schema import from_json
 from rendezvous.stores.signed import open_signed
+
+if TYPE_CHECKING:
+    from executors.platforms.machine.logfile import LogFile
 
 THREADS = (
     "OMP_NUM_THREADS",
@@ -250,7 +252,9 @@ class LocalProcessExecutor(Executor):
             return None, self._clock.now() - since > REAP_S
         return code, True
 
-    def log_file(self, handle: Handle) -> LogFile | None:
+    def log_file(self, handle: Handle) -> "LogFile | None":
+        from executors.platforms.machine.logfile import LogFile
+
         return LogFile(Path(f"{self._file_stem(handle)}.log")) if handle.files else None  # else: by its claim alone
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:

@@ -28,10 +28,10 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.views.troubles import Trouble
+from executors.supervision.notices.asked_for import VARIABLE
 from executors.supervision.notices.remarks import all_troubles
 from rendezvous.clock import Clock
 
-VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment
 CHECK_S = 5.0
 LIMIT_S = 10.0  # of one request
 PAUSES_S = (2.0, 10.0, 30.0)  # before the second, third and fourth
@@ -239,12 +239,3 @@ class Alerts:
             message, why = found
             about = {"id": message["id"], "state": message["state"], "kind": message["kind"], "host": self._host}
             self._emit("alert_failed" if why else "alerted", **about, **({"text": why} if why else {}))
-
-
-def alerts_of(url: str, clock: Clock, emit: Emit) -> Alerts:
-    """The alerts of a supervisor's environment: an invalid address is a warning there, and no end of the run."""
-    try:
-        return Alerts(url, clock, emit)
-    except ValueError as error:
-        emit("warning", kind="alerts", text=f"{error}; no alert is sent")
-        return Alerts("", clock, emit)

@@ -8,25 +8,21 @@ Not promised: that all fits; `remark_lines` shows the most urgent.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from diloco.events import WARNINGS, event_text
-from diloco.runlog.reader import Report, solo_words
+from diloco.runlog.reader import Report
+from diloco.runlog.summary import solo_words
 from diloco.views.overview import silent_s
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
 from executors.platforms.machine.full_disk import found_room, full_words
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 from executors.supervision.notices.reward_waits import reward_waits
 from executors.supervision.outage import open_outages
 from executors.supervision.slots.unserved import unserved
 from rendezvous.records.records import Beat
 
 MOST_LINES = 8
-SAID = (
-    "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
-    "began_at", "ended_at",
-)  # fmt: skip
 
 
 def disk_full(report: Report, now: float) -> list[Trouble]:
@@ -103,23 +99,3 @@ def is_listening(beat: Beat, report: Report, now: float) -> bool:
 
 
 # -------------------------------------------------------------------- an event in a line
-
-
-def event_line(event: dict[str, Any], began: float) -> str:
-    return key_values(event_fields(event, began))
-
-
-def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
-    about = {"slot": event["slot"]} if event["slot"] else {}
-    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
-    generation = {"generation": event["generation"]} if event["generation"] else {}
-    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
-
-
-def key_values(fields: dict[str, Any]) -> str:
-    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
-
-
-def _value_in_words(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text

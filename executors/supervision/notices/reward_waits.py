@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import dollars, duration
-from executors.supervision.costs import costs
+from executors.supervision.money.bills import costs
 
 SETTLES = ("launched", "found", "lost", "ended")
 

@@ -25,8 +25,6 @@ from diloco.run.config import LogConfig
 from diloco.run.record import Run
 from diloco.views.trackers.feed import RETRY_MOST_S, RETRY_S
 from executors.platforms.on_host.executor import make_folder, process_folder
-from executors.supervision.lease import Lease
-from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous.clock import Clock
 
 FINISH_S, LEAVE_S = 60.0, 20.0
@@ -43,7 +41,7 @@ def pause_after(code: int, failures: int) -> float | None:
 
 
 class TrackerChild:
-    """command: [] for a run without trackers.   file: for its words.   warn(text): tells the run's log."""
+    """file: for its words.   warn(text): tells the run's log."""
 
     def __init__(self, command: Sequence[str], file: Path, clock: Clock, warn: Callable[[str], None]) -> None:
         self._command = command
@@ -53,7 +51,7 @@ class TrackerChild:
         self._child: subprocess.Popen[bytes] | None = None
         self._failures = 0
         self._over = False
-        self._start_at: float | None = clock.now() if command else None  # None: never
+        self._start_at: float | None = clock.now()  # None: never
 
     def tick(self) -> None:
         """Start it, or see that it has ended.  Takes no time."""
@@ -116,16 +114,9 @@ class TrackerChild:
 
 
 def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> TrackerChild:
-    """Make the child that the run's log.to asks for; it starts with the first `tick`."""
+    """Make the child of a run that asks for trackers (asked_for.py)."""
     log = run.config.log
-    return TrackerChild(track_command(run.url, log) if log.to else [], process_folder(run.url) / LOG, clock, warn)
-
-
-def end_with_run(child: TrackerChild, lease: Lease, code: int) -> None:
-    """End the child: its last rows may take a while, and the lease is kept meanwhile, unless it is lost.   code: of the
-    run's end."""
-    end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
-    return end() if code == LOST_LEASE else lease.keep_while(end, "launching")
+    return TrackerChild(track_command(run.url, log), process_folder(run.url) / LOG, clock, warn)
 
 
 def track_command(url: str, log: LogConfig) -> list[str]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from diloco.runlog.reader import Report
 from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
-from executors.platforms.multi import Place, place_of
-from executors.supervision.costs import Budget, Costs, billed_events, costs, launch_refusal, lease, over
+from executors.platforms.places import Place, place_of
+from executors.supervision.costs import Budget, Costs, launch_refusal, lease, over
 from rendezvous.agreement.membership import write_control
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
@@ -68,6 +68,8 @@ class SpendLimit:
         self._prices: dict[object, float | None] = {}
 
     def spent(self, report: Report) -> Costs:
+        from executors.supervision.money.bills import costs
+
         return costs(report, self._clock.wall())
 
     def verdict(self, report: Report) -> SpendVerdict:
@@ -95,6 +97,8 @@ class SpendLimit:
         """Write the verdict's lease into the control record, with the spent amount; return why not to go on."""
         if (new := verdict.lease) is not None:
             at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
+            from executors.supervision.money.bills import billed_events
+
             logged = len(billed_events(report))
             told = Spent(new.spent.usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
             write_control(self._store, self._clock, until=new.until, spent=told)

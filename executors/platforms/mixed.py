@@ -1,0 +1,194 @@
+"""Several executors as one: it routes by slot to launch, and by handle ever after.
+
+    launch r00 ──▶ the executor of r00's place          poll, cancel, logs of a handle ──▶ the executor that has it
+
+Not promised: that a slot moves when the places change; its process there runs on until it ends.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from executors.platforms.base import (
+    ExecutorError,
+    FleetExecutor,
+    Handle,
+    LaunchPlan,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+    require_fleet,
+    unanswered,
+)
+from executors.platforms.executor import total_price
+from executors.platforms.places import Place, place_of
+from executors.platforms.short_form import rank_specs
+from rendezvous.clock import Clock, SystemClock
+
+T = TypeVar("T")
+
+
+class Mixed(FleetExecutor):
+    """Several executors as one.   executors: one per place, in the same order; the same one may come twice.
+
+    others: more of them, in which nothing is launched.
+    """
+
+    name = "mixed"
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        executors: Sequence[FleetExecutor],
+        others: Sequence[FleetExecutor] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        for executor in (*executors, *others):
+            require_fleet(executor)
+        self._places = tuple(places)
+        self._executors = tuple(executors)
+        self._clock = clock or SystemClock()
+        self._all = list({id(e): e for e in (*executors, *others)}.values())
+        self._failed: dict[Handle, str] = {}
+        self.labelled = any(e.labelled for e in self._all)
+
+    def _for_slot(self, slot: str) -> FleetExecutor:
+        return self._executors[self._places.index(place_of(self._places, slot))]
+
+    def _for_handle(self, handle: Handle) -> FleetExecutor:
+        """The slot's own executor if the handle is one of its; else another one of that name."""
+        own = self._for_slot(handle.slot)
+        named = [e for e in (own, *self._all) if e.name == handle.executor]
+        if not named:
+            raise ExecutorError(
+                f"{handle.slot} runs on {handle.executor}, which is not one of the run's places "
+                f"({', '.join(e.name for e in self._all)}); name it again to reach it"
+            )
+        return named[0]
+
+    # ------------------------------------------------------------------ starting
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        plans = [executor.plan(part) for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot))]
+        total = total_price(p.usd_per_hour for p in plans)
+        refused = tuple(why for p in plans for why in p.refused)
+        return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
+
+    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
+        """Launch at all places at once.  Raises only if no place could start anything."""
+        specs = rank_specs(self.name, **short) if specs is None else specs
+        parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
+        if not parts:
+            return []
+        with ThreadPoolExecutor(len(parts)) as pool:
+            launched = list(pool.map(lambda part: _try_launch(*part), parts))
+        errors = [found for found in launched if isinstance(found, ExecutorError)]
+        if len(errors) == len(parts):
+            raise errors[0]
+        handles: dict[tuple[str, int], Handle] = {}
+        for (executor, part), found in zip(parts, launched, strict=True):
+            got = self._none_of(executor, part, found) if isinstance(found, ExecutorError) else found
+            handles |= {(h.slot, h.attempt): h for h in got}
+        return [handles[s.slot, s.attempt] for s in specs]
+
+    def _none_of(self, executor: FleetExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
+        """Failed handles for the specs that one place could not start, while others could."""
+        handles = [
+            Handle(s.run, s.slot, s.attempt, executor.name, launched_at=self._clock.wall(), usd_per_hour=0.0)
+            for s in specs
+        ]
+        self._failed |= dict.fromkeys(handles, str(error))
+        return handles
+
+    def expect(self, specs: Sequence[ReplicaSpec]) -> None:
+        for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot)):
+            executor.expect(part)
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        handles = list(handles)
+        found = {h: Status(h, State.FAILED, self._failed[h]) for h in handles if h in self._failed}
+        for handle in handles:
+            if handle not in found and (reason := self._out_of_reach(handle)):
+                found[handle] = unanswered(Status(handle, State.RUNNING, reason), reason)
+        for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
+            found |= dict(zip(part, executor.poll(part), strict=True))
+        return [found[h] for h in handles]
+
+    def _out_of_reach(self, handle: Handle) -> str:
+        try:
+            self._for_handle(handle)
+        except ExecutorError as error:
+            return str(error)
+        return ""
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        started = [h for h in handles if h not in self._failed]
+        for executor, part in self._shared_out(started, self._for_handle):
+            executor.cancel(part, grace_s)
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        began = self._clock.now()
+        found = dict[Handle, Result]()
+        for handle in handles:
+            if handle in self._failed:
+                found[handle] = Result(handle, State.FAILED, self._failed[handle])
+        for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
+            left = None if timeout is None else max(0.0, began + timeout - self._clock.now())
+            found |= dict(zip(part, executor.collect(part, left), strict=True))
+        return [found[h] for h in handles]
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if handle in self._failed:
+            return self._failed[handle].splitlines()
+        return self._for_handle(handle).logs(handle, tail)
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        if handle in self._failed:
+            return iter(self._failed[handle].splitlines())
+        return self._for_handle(handle).follow(handle, tail)
+
+    def find(self, run: str) -> list[Handle]:
+        """Find the newest process of each slot, at any place; one that runs counts before one that has ended."""
+        found = sorted((h for e in self._all for h in e.find(run)), key=lambda h: (h.slot, h.attempt))
+        twice = {b.slot for a, b in pairwise(found) if a.slot == b.slot}
+        ended = {s.handle for s in self.poll([h for h in found if h.slot in twice]) if s.state.ended}
+        best: dict[str, Handle] = {}
+        for handle in found:
+            known = best.get(handle.slot)
+            if known is None or (handle not in ended) >= (known not in ended):
+                best[handle.slot] = handle
+        return list(best.values())
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        return [h for e in self._all for h in e.orphans(run, known)]
+
+    def sweep(self, run: str) -> list[str]:
+        return [words for e in self._all for words in e.sweep(run)]
+
+    def purge(self, run: str) -> list[str]:
+        return [words for e in self._all for words in e.purge(run)]
+
+    def close(self) -> None:
+        for executor in self._all:
+            executor.close()
+
+    def _shared_out(
+        self, items: Iterable[T], whose: Callable[[T], FleetExecutor]
+    ) -> Iterator[tuple[FleetExecutor, list[T]]]:
+        """The items grouped by their executor."""
+        parts: dict[int, tuple[FleetExecutor, list[T]]] = {}
+        for item in items:
+            executor = whose(item)
+            parts.setdefault(id(executor), (executor, []))[1].append(item)
+        yield from parts.values()
+
+
+def _try_launch(executor: FleetExecutor, specs: list[ReplicaSpec]) -> list[Handle] | ExecutorError:
+    try:
+        return executor.launch_replicas(specs)
+    except ExecutorError as error:
+        return error

@@ -1,0 +1,96 @@
+"""The places of a run's replicas, as plain data in the bucket.
+
+    places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
+              r00, r01 ──▶ modal                  r02, r03, … ──▶ local
+
+Places are filled in their order; the last one takes every slot beyond.
+
+Not promised: that a platform of that name exists; multi.py makes its executor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from executors.platforms.base import (
+    ExecutorError,
+    Plain,
+)
+from rendezvous import layout
+from rendezvous.records.schema import Within, from_json
+
+
+@dataclass(frozen=True)
+class Place(Plain):
+    """Some of a run's slots in one place.
+
+    count: how many of them (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
+    options: arguments of the executor: image, region, namespace, …
+    lease: whether rented replicas leave when no supervisor has looked after the run for half an hour.
+    """
+
+    executor: str = "local"
+    count: Annotated[int, Within(0, layout.MOST_SLOTS)] = 0
+    gpu: tuple[str, ...] = ()
+    timeout_s: Annotated[float, Within(0, 1e9)] = 0.0
+    secrets: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lease: bool = True
+
+    @property
+    def maker(self) -> tuple[str, str]:
+        """Places with the same one share an executor."""
+        return self.executor, repr(sorted(self.options.items()))
+
+
+def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
+    """The places of a control record; a run that names none lives on this machine.
+
+    Raises ExecutorError for an invalid one: any writer of the bucket may have written it.
+    """
+    return tuple(checked_place(p) for p in raw) or (Place(),)
+
+
+def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
+    """The places where a run lived before; an invalid one is left out, since nothing is launched there."""
+    found: list[Place] = []
+    for one in raw:
+        with suppress(ExecutorError):
+            found.append(checked_place(one))
+    return tuple(found)
+
+
+def are_places(raw: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> bool:
+    """Whether a control record names exactly these."""
+    with suppress(ExecutorError):
+        return places_of(raw) == tuple(places)
+    return False
+
+
+def checked_place(raw: Place | Mapping[str, Any]) -> Place:
+    """Return the place of a control record.   Raises ExecutorError for one that is not valid."""
+    if isinstance(raw, Place):
+        return raw
+    try:
+        return from_json(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
+    except ValueError as error:
+        raise ExecutorError(
+            f"a control record of the run names a place that does not exist ({error}). Name the places again, with "
+            "--executor "
+            "or --place"
+        ) from error
+
+
+def place_of(places: Sequence[Place], slot: str) -> Place:
+    """The place of a slot.  The publisher, which is not a replica's slot, belongs to the first place."""
+    try:
+        index = layout.slot_index(slot)
+    except ValueError:
+        return places[0]
+    for place in places:
+        if not place.count or index < place.count:
+            return place
+        index -= place.count
+    return places[-1]

@@ -1,0 +1,63 @@
+"""Mistakes of [inner.vllm] in the chosen places, and what cannot be checked of it from here.
+
+    vllm_missing    where it is not installed, on a place without a GPU, or beside an excluding package
+
+Each returns a sentence, or "" if nothing speaks against it.
+
+Not promised: that a GPU there is large enough.
+"""
+
+from collections.abc import Iterator
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from diloco.run.config import RunConfig
+from executors.platforms import FAR
+from executors.platforms.packages.vllm_pins import pinned_version, vllm_requirements
+from executors.platforms.places import Place
+from executors.preflight.task_packages import named_packages
+from inner.settings.vllm import INSTALL, has_vllm
+
+
+def notes_about_vllm(place: Place) -> Iterator[str]:
+    if "code" in place.options:
+        yield f"not checked: that {place.options['code']} brings vLLM; without it a job ends before its replica starts"
+    else:
+        versions = f"{pinned_version('vllm')}, {pinned_version('transformers')}"
+        yield f"replicas on {place.executor} get the second set of versions ({versions}); this machine's are another"
+
+
+def vllm_missing(config: RunConfig, place: Place) -> str:
+    """The fault where vLLM would be missing.  Elsewhere the environment is made with vLLM, in its build for GPUs; here
+    it stays as it is."""
+    if place.executor not in FAR:
+        if has_vllm():
+            return ""
+        return (
+            "inner.vllm: vLLM is not installed here, where replicas run. It needs versions of its own "
+            f"({pinned_version('vllm')}, {pinned_version('transformers')}, {pinned_version('huggingface-hub')}), so an "
+            f"environment of its own: `{INSTALL}` there, and start the run from it. Or leave [inner.vllm] out"
+        )
+    if not place.gpu and not place.options.get("hardware") and not place.options.get("accelerators"):
+        return (
+            f"inner.vllm: replicas on {place.executor} would have no GPU, and the build of vLLM that they get needs "
+            "one. Add --gpu, or leave [inner.vllm] out"
+        )
+    return _vllm_conflict(place)
+
+
+def _vllm_conflict(place: Place) -> str:
+    """The fault of a package that is asked for beside vLLM, at a version that excludes it."""
+    for text in named_packages(place):
+        try:
+            need = Requirement(text)
+        except InvalidRequirement:  # a URL or a file: pip has the say
+            continue
+        pin = next((p for p in vllm_requirements() if p.startswith(f"{canonicalize_name(need.name)}==")), "")
+        if pin and not need.specifier.contains(pin.partition("==")[2], prereleases=True):
+            return (
+                f"inner.vllm: --pip {text} on {place.executor} cannot be beside vLLM, which is installed with {pin}. "
+                "Name the package without a version, or leave [inner.vllm] out"
+            )
+    return ""

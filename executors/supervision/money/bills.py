@@ -1,0 +1,197 @@
+"""The bills of a run, from its log alone.
+
+    launched ──(pending … running)──▶ lost, ended        seconds × usd_per_hour = one bill ─▶ Costs (costs.py)
+
+A bill has the seconds in which the platform says that it ran.  Where it does not say: from the launch, without the time
+in which it waited for a machine, to the earliest of the platform's end, the goodbye, and the end as it was written
+down.  Where the supervisor that wrote it never saw the launch alive, the last heartbeat is the end.  A heart that was
+not heard for the length of a lease beats no more; else the sum errs towards too much.
+
+Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary
+from executors.supervision.costs import LEASE_S, Bill, Costs
+from executors.supervision.slots.slot_state import native_of
+from rendezvous.agreement.membership import launch_of
+from rendezvous.records.records import Beat
+
+Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
+BEGINS = ("launched", "found")
+ENDS = ("lost", "ended")
+WAITS = ("pending", "running")  # for a machine, and no more
+
+
+def costs(report: Report, now: float | None = None) -> Costs:
+    """Compute a run's costs.   now: Unix time (default: that of the newest sign of life)."""
+    now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
+    bills = list[Bill]()
+    priced = list[tuple[float, Spans]]()
+    for events in _per_launch(billed_events(report)).values():
+        sessions = _sessions_of(report.sessions, events[0])
+        ended = _end_time(events, sessions[-1:], report.beats, now)
+        billed = _told_span(events) or _billed_spans(events, sessions, now if ended is None else ended)
+        bills.append(_make_bill(events, sessions, ended, _length(billed)))
+        priced.append((bills[-1].usd_per_hour or 0.0, billed))
+    usd, hours = _sums_since(float("-inf"), priced)
+    told_usd, told_hours = _told_by_record(report, priced, now)
+    bills.sort(key=lambda b: (b.slot, b.attempt))
+    return Costs(tuple(bills), max(hours, told_hours), max(0.0, told_usd - usd), _untold_sessions(report, bills))
+
+
+def billed_events(report: Report) -> list[Mapping[str, Any]]:
+    """Pick the events of supervisors that a bill is made of."""
+    kinds = (*BEGINS, *ENDS, *WAITS)
+    return [e for e in report.events if e["who"].startswith(SUPERVISOR) and e["event"] in kinds]
+
+
+def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
+    """The (US dollars, hours) of the newest control record, where the log lacks an event that they were made of.
+
+    They grow as the log shows.  A log that shows nothing since the record may be gone: then at the record's rate.
+    """
+    spent = report.wanted.spent
+    heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)
+    if heard and sum(e["at"] <= spent.at for e in billed_events(report)) >= spent.logged:
+        return 0.0, 0.0
+    usd, hours = _sums_since(spent.at, priced)
+    if not heard and spent.rate:
+        unseen = max(0.0, min(now, spent.until) - spent.at) / 3600
+        usd, hours = max(usd, spent.rate * unseen), max(hours, unseen)
+    return spent.usd + usd, spent.hours + hours
+
+
+def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float, float]:
+    """The (US dollars, hours of the clock) that launches were billed for since then."""
+    later = [(price, [(max(at, since), to) for since, to in spans if to > at]) for price, spans in priced]
+    union = _union_length(sorted(span for _, spans in later for span in spans))
+    return sum(price * _length(spans) for price, spans in later) / 3600, union / 3600
+
+
+def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
+    """Sessions that claimed their slot from a rented machine after the last record, and whose launch no log shows."""
+    billed = {f"{b.executor}/{b.slot}.{b.attempt}" for b in bills}
+    told_until = max(report.wanted.spent.at, report.wanted.spent.until)
+    rented = [x for x in report.sessions if launch_of(x.host, x.slot) and not x.host.startswith(f"{SUPERVISOR}/")]
+    return tuple(x.name for x in rented if x.host not in billed and x.claimed > told_until)
+
+
+def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
+    """(slot, attempt, id on its platform) -> its launch and the later events, in the order of time.
+
+    A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
+    of the newest.
+    """
+    found: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    newest: dict[str, int] = {}
+    process: dict[tuple[str, int], str] = {}
+    for e in events:
+        slot = e["slot"]
+        native = native_of(e)
+        if e["event"] in BEGINS:
+            newest[slot] = e.get("attempt", 1)
+            process[slot, newest[slot]] = native or ""
+            found.setdefault((slot, newest[slot], native or ""), [e])
+        else:
+            launch = (slot, e.get("attempt", newest.get(slot, 0)))
+            key = (*launch, process.get(launch, "") if native is None else native)
+            if key in found:
+                found[key].append(e)
+    return found
+
+
+def _sessions_of(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) -> list[SessionSummary]:
+    """The sessions that this launch has had, in order: a platform may have restarted it."""
+    slot = launch["slot"]
+    pid = launch.get("pid", 0)
+    place = f"{launch.get('executor', 'local')}/{slot}.{launch.get('attempt', 1)}"
+    own = [x for x in sessions if x.slot == slot and (x.host == place or (pid and x.pid == pid))]
+    return sorted(own, key=lambda x: x.generation)
+
+
+def _end_time(
+    events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], beats: Mapping[str, Beat], now: float
+) -> float | None:
+    """The end of a launch; None while it may go on.   newest: its last session, if it has had one."""
+    end = next((e for e in events if e["event"] in ENDS), None)
+    found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
+    for session in newest:
+        beat = beats.get(session.slot)
+        own = beat if beat is not None and beat.generation == session.generation else None
+        if own is not None and own.phase == "left":
+            found.append(own.at)
+        elif session.how in ("left", "done") and session.ended is not None:
+            found.append(session.ended)
+        elif own is not None and end is not None and end.get("unseen") is True:
+            found.append(own.at)
+        elif own is not None and end is None and now - own.at > LEASE_S:
+            found.append(own.at + LEASE_S)
+    return min(found, default=None)
+
+
+def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """The interval in which the platform itself says that it ran; none where it does not say."""
+    told = [(_number(e, "began_at"), _number(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
+    return [(began, ended) for began, ended in told if 0 < began <= ended]
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
+
+
+def _billed_spans(
+    events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], end: float
+) -> list[tuple[float, float]]:
+    """The intervals in which a launch was billed.  A replica that claims its slot has a machine, though
+    its beginning was not seen."""
+    since: float | None = _begin_time(events[0])  # None while it waits for a machine
+    spans: list[tuple[float, float]] = []
+    claims = [{"event": "running", "at": x.claimed} for x in sessions]
+    for e in sorted([*events[1:], *claims], key=lambda e: e["at"]):
+        if e["event"] == "pending" and since is not None:
+            if not e.get("first"):  # else it has waited since its launch
+                spans.append((since, e["at"]))
+            since = None
+        elif e["event"] == "running" and since is None:
+            since = e["at"]
+    return spans if since is None else [*spans, (since, max(since, end))]
+
+
+def _begin_time(launch: Mapping[str, Any]) -> float:
+    return launch.get("launched_at") or launch["at"]
+
+
+def _make_bill(
+    events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], ended: float | None, seconds: float
+) -> Bill:
+    e = events[0]
+    newest = [x for x in events if x["event"] in WAITS][-1:]
+    waits = any(x["event"] == "pending" and all(s.claimed < x["at"] for s in sessions) for x in newest)
+    return Bill(
+        slot=e["slot"],
+        attempt=e.get("attempt", 1),
+        executor=e.get("executor", "local"),
+        usd_per_hour=e.get("usd_per_hour", 0.0),
+        began=_begin_time(e),
+        seconds=seconds,
+        ended=ended,
+        pending=waits and ended is None,
+    )
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(to - since for since, to in spans)
+
+
+def _union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of sorted intervals."""
+    total = 0.0
+    until = float("-inf")
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total

@@ -1,0 +1,60 @@
+"""The alerts and trackers of a supervisor: those that a run asks for, or nothing in their place.
+
+    `--alert URL`  ──▶ Alerts (alerts.py)            log.to ──▶ TrackerChild (tracking.py)
+    none           ──▶ Nothing                       none   ──▶ Nothing
+
+Not promised: that an address answers, or that a tracker takes a row.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diloco.process import exitcodes
+from diloco.run.record import Run
+from executors.supervision.lease import Lease
+from executors.supervision.slots.slot_state import LOST_LEASE
+from rendezvous.clock import Clock
+
+if TYPE_CHECKING:
+    from executors.supervision.notices.alerts import Alerts
+    from executors.supervision.notices.tracking import TrackerChild
+
+VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment: the address of a webhook
+Emit = Callable[..., None]
+
+
+class Nothing:
+    """Alerts and trackers of a run that asks for none."""
+
+    def tick(self, *_: Any) -> None: ...
+    def close(self) -> None: ...
+    def end(self, done: bool) -> None: ...
+
+
+def alerts_of(url: str, clock: Clock, emit: Emit) -> "Alerts | Nothing":
+    """The alerts of a supervisor's environment: an invalid address is a warning there, and no end of the run."""
+    if not url:
+        return Nothing()
+    from executors.supervision.notices.alerts import Alerts
+
+    try:
+        return Alerts(url, clock, emit)
+    except ValueError as error:
+        emit("warning", kind="alerts", text=f"{error}; no alert is sent")
+        return Nothing()
+
+
+def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> "TrackerChild | Nothing":
+    """Make the child that the run's log.to asks for; it starts with the first `tick`."""
+    if not run.config.log.to:
+        return Nothing()
+    from executors.supervision.notices.tracking import tracker_child as made
+
+    return made(run, clock, warn)
+
+
+def end_with_run(child: "TrackerChild | Nothing", lease: Lease, code: int) -> None:
+    """End the child: its last rows may take a while, and the lease is kept meanwhile, unless it is lost.   code: of the
+    run's end."""
+    end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
+    return end() if code == LOST_LEASE else lease.keep_while(end, "launching")

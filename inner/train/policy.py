@@ -1,0 +1,70 @@
+"""GRPO alone, as a part of a run: TRL's policy loss and its numbers.
+
+    rollouts (inner/rollouts/generation.py) ──▶ total = grpo ──▶ "loss/total", "loss/grpo", "loss/router"
+
+    PolicyTrainer ◀── ComposerReplicationTrainer (trainer.py), which adds the terms of [inner.sdpo] and [inner.replay]
+                      and the scores of [inner.process]
+
+TRL's loss and gradients, bit for bit, and no forward beyond TRL's.
+
+Not promised: more than one process per model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from inner.host import Host
+from inner.models.precision import check_precision
+from inner.rollouts.generation import GenerationTrainer
+from inner.settings.inner import Theta
+
+
+class PolicyTrainer(GenerationTrainer):
+    """A GenerationTrainer that learns from rewards alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_precision(self.accelerator.unwrap_model(self.model))
+        self._step_of_run: Callable[[], int] | None = None
+        self._theta: Theta | None = None
+
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
+
+        Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
+        self._step_of_run = step
+        self._theta = theta
+
+    def report_to(self, host: Host) -> None:
+        """Take a host for errors of the user's code.  Rewards have their own (RewardCalls); nothing else calls it."""
+
+    def _committed_step(self) -> int:
+        return self.state.global_step if self._step_of_run is None else self._step_of_run()
+
+    # the loss
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        grpo = self._policy_loss(model, inputs)
+        self._note_losses(grpo, grpo)
+        return grpo
+
+    def _loss_divisor(self) -> int:
+        """TRL divides its own loss by this in train mode, and Trainer does not divide again."""
+        return self.current_gradient_accumulation_steps if self._mode() == "train" else 1
+
+    def _note_losses(self, grpo: Tensor, total: Tensor, alpha: float = 0.0, beta: float = 0.0) -> None:
+        divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
+        router = self._take_router_loss()  # TRL's policy loss has it inside
+        self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
+        if router is not None:
+            self._record_metric("loss/router", router)
+        self._record_metric("loss/total", total.item() * divisor)
+        self._record_metric("loss/alpha_sdpo", alpha)
+        self._record_metric("loss/beta_replay", beta)
+
+    def _take_router_loss(self) -> float | None:
+        """Take the router loss of this micro-batch of a mixture of experts, as TRL weights it; None if it adds none."""
+        noted = self._metrics[self._mode()].pop("aux_loss", None)
+        return noted[-1] * self.router_aux_loss_coef if noted else None

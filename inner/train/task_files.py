@@ -1,0 +1,65 @@
+"""A task's parts that lie in the user's files.
+
+    inner.rewards.* ─▶ rewards     inner.sampling.environment ─▶ environment, its `hint`     inner.data ─▶ rows
+    inner.replay.pairs ─▶ pairs    inner.process ─▶ process
+
+Not promised: that they fit together (inner/usercode/check.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inner.data.prompts import load_prompts, local_file
+from inner.settings.inner import Files, InnerConfig
+from inner.settings.process import ProcessSettings
+from inner.settings.task import reward_name
+from inner.usercode.environment import load_environment
+from inner.usercode.userfiles import load_module, load_object
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, Any]:
+    """Fields of a Task.   models: load reward models; without, they say nothing.   Raises InnerError."""
+    named = config.rewards.lines.items()
+    rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
+    environment = load_environment(config, files)
+    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
+    hint = None
+    if config.sampling.environment is not None:
+        hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
+    pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
+    process = _load_process(config.process, files) if config.process is not None else None
+    return {
+        "rows": rows, "rewards": rewards, "environment": environment, "hint": hint, "pairs": pairs, "process": process
+    }  # fmt: skip
+
+
+def _load_reward(config: InnerConfig, kind: str, spelling: str, files: Files, *, models: bool) -> Reward:
+    if kind not in config.rewards.models:
+        return load_object(kind, spelling, files)
+    if not models:
+        return _silent_reward(spelling)
+    from inner.usercode.reward_model import load_reward_model
+
+    return load_reward_model(spelling)
+
+
+def _silent_reward(spelling: str) -> Callable[..., list[float | None]]:
+    def score(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [None] * len(completions)
+
+    score.__name__ = reward_name(spelling)
+    return score
+
+
+def _load_process(settings: ProcessSettings, files: Files) -> Any:
+    """Return a ProcessReward.   Raises InnerError where its file cannot be used."""
+    from inner.channels.process_head import ProcessHead
+    from inner.channels.process_reward import ProcessReward
+
+    if settings.function is not None:
+        score = load_object("process", settings.function, files)
+    else:
+        score = ProcessHead.load(local_file("process_head", str(settings.head), files))
+    return ProcessReward(score, settings.weight, settings.credit)
