@@ -78,8 +78,7 @@ def checked_place(raw: Place | Mapping[str, Any]) -> Place:
     except ValueError as error:
         raise ExecutorError(
             f"a control record of the run names a place that does not exist ({error}). Name the places again, with "
-            "--executor "
-            "or --place"
+            "--executor or --place"
         ) from error
 
 
