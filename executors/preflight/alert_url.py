@@ -12,7 +12,7 @@ from collections.abc import MutableMapping, Sequence
 
 from executors.platforms.places import Place
 from executors.preflight.run_url import UsageError
-from executors.supervision.notices.asked_for import VARIABLE
+from executors.supervision.notices import VARIABLE
 
 HOSTS = {
     "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",

@@ -47,7 +47,7 @@ from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks
 from executors.supervision.money.limit import SpendLimit
-from executors.supervision.notices.asked_for import VARIABLE as ALERT
+from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.records_watch import RecordsWatch

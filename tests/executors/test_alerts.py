@@ -16,8 +16,9 @@ from diloco.runlog.reader import Report, read_report
 from executors.platforms.places import Place
 from executors.preflight.alert_url import take_alert
 from executors.preflight.run_url import UsageError
+from executors.supervision.notices import VARIABLE
 from executors.supervision.notices.alerts import Alerts, changes, host_of, post, told
-from executors.supervision.notices.asked_for import VARIABLE, alerts_of
+from executors.supervision.notices.asked_for import alerts_of
 from executors.supervision.notices.remarks import all_troubles, remark_lines
 from rendezvous.agreement.membership import write_control
 from tests.diloco.test_report import T0, Bucket, FixedClock

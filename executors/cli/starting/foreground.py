@@ -24,7 +24,7 @@ from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for
 from executors.platforms.multi import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
-from executors.supervision.notices.asked_for import VARIABLE as ALERT
+from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock, SystemClock

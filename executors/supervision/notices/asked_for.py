@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from executors.supervision.notices.alerts import Alerts
     from executors.supervision.notices.tracking import TrackerChild
 
-VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment: the address of a webhook
 Emit = Callable[..., None]
 
 
