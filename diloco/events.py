@@ -1,4 +1,4 @@
-"""The kinds of event that a run's logs hold: one table, from which every view, alert and reader takes what it shows.
+"""The kinds of event that a run's logs hold: one table, from which every view and reader takes what it shows.
 
     level      replica's stderr   status: "!"   status, watch: lines   page          log
     WARNING    yes                yes           yes                    yes, marked   yes
@@ -8,6 +8,9 @@
     DATA                                                                             yes
 
     {"event": "fenced", "slot": "r01"} ──▶ KINDS["fenced"].text: "A newer session holds its slot. …"
+
+An alert needs more: a detector in diloco/views/troubles.py, and its section in docs/troubles.md.  A `status` that is
+asked once shows NEWS only through its trouble; a followed one prints it.
 
 `Journal.emit` refuses a kind that is not here.  A reader passes over a kind of a newer release.
 

@@ -375,7 +375,7 @@ def test_greedy_and_sampled_answers_that_differ_strongly_are_told(greedy: float,
 
 def test_the_page_has_a_section_for_every_trouble_and_no_other() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / PAGE).read_text(), re.M)
-    assert [s for s in sections if s != "Alerts"] == [*DETECTORS, *remarks.DETECTORS]
+    assert [s for s in sections if s != "Alerts"] == [*DETECTORS, *remarks.HOST_DETECTORS]
 
 
 def test_a_detector_finds_troubles_of_its_own_kind_and_page() -> None:

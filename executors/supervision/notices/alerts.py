@@ -11,7 +11,8 @@ The supervisor never waits for an answer, but CLOSE_S at its end.  The URL may b
 host alone, and a redirect, which would show it to another host, is not followed.
 
 Not promised: that no message comes twice: a supervisor may be killed between an answer and its line in the log.
-`id` and `state` are the same then.
+`id` and `state` are the same then.  Nor an alert for a trouble that begins in a run's last seconds: the
+supervisor looks every CHECK_S seconds, and not again when the run has ended.
 """
 
 import json

@@ -56,7 +56,7 @@ def alerts_failed(report: Report, now: float) -> list[Trouble]:
     return [trouble("alerts_failed", text, advice, step=report.head)]
 
 
-DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
+HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
     "disk_full": disk_full,
     "reward_failed": reward_failed,
     "platform_silent": platform_silent,
@@ -67,7 +67,7 @@ DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 
 def all_troubles(report: Report, now: float) -> list[Trouble]:
     """All troubles of a run, the most urgent first.   now: Unix time."""
-    own = [found for detector in DETECTORS.values() for found in detector(report, now)]
+    own = [found for detector in HOST_DETECTORS.values() for found in detector(report, now)]
     return [*own, *found_in_log(report, now)]
 
 
@@ -80,7 +80,7 @@ def found_in_log(report: Report, now: float) -> list[Trouble]:
 def remark_lines(report: Report, now: float) -> list[str]:
     """Lines on troubles, the latest warnings and the notes of replicas, the most urgent first; MOST_LINES at most."""
     lines = [f"! {report.damage}"] if report.damage else []
-    lines += [f"! {found.text}" for kind in DETECTORS for found in DETECTORS[kind](report, now)]
+    lines += [f"! {found.text}" for kind in HOST_DETECTORS for found in HOST_DETECTORS[kind](report, now)]
     lines += [f"! {found.line}" for found in found_in_log(report, now)]
     loud = [e for e in report.of_kind(*WARNINGS) if not found_room(e, report)]
     lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
