@@ -253,12 +253,13 @@ class Supervisor:
         self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
-        self._alerts.tick(report)
         self.each_tick(self, report)
         self.show(report)
         self._ticked = True
         self.grace_s = max((self._grace_s(t, report) for t in self.slots.all() if t.running), default=0.0)
-        return self._outcome_if_ended(report)
+        outcome = self._outcome_if_ended(report)
+        self._alerts.tick(report, last=outcome is not None)
+        return outcome
 
     def _report_outages(self) -> None:
         """Report outages in the log of the run and in our own, once a minute."""

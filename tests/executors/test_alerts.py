@@ -144,6 +144,20 @@ def test_a_trouble_is_told_once_when_it_begins_and_once_when_it_is_over() -> Non
     assert over["state"] == "over" and over["id"] == begun["id"] and "stalled: over (" in over["text"]
 
 
+def test_a_trouble_of_a_runs_last_seconds_is_told() -> None:
+    world = World()
+    with listening() as hook:
+        journal = Journal(world.run.store, world.clock, "supervisor", 9)
+        alerts = Alerts(hook.url, world.clock, journal.emit, check_s=3600.0)
+        alerts.tick(world.report())
+        world.stall()
+        alerts.tick(world.report())
+        assert alerts._messenger is not None and alerts._messenger.open == 0, "it is not time"
+        alerts.tick(world.report(), last=True)
+        alerts.close()
+    assert [body["kind"] for body in hook.heard] == ["stalled"]
+
+
 def test_a_supervisor_that_was_restarted_does_not_repeat_what_was_told() -> None:
     world = World()
     world.stall()

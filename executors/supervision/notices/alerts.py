@@ -11,8 +11,7 @@ The supervisor never waits for an answer, but CLOSE_S at its end.  The URL may b
 host alone, and a redirect, which would show it to another host, is not followed.
 
 Not promised: that no message comes twice: a supervisor may be killed between an answer and its line in the log.
-`id` and `state` are the same then.  Nor an alert for a trouble that begins in a run's last seconds: the
-supervisor looks every CHECK_S seconds, and not again when the run has ended.
+`id` and `state` are the same then.
 """
 
 import json
@@ -199,10 +198,11 @@ class Alerts:
         send = lambda body: post(url, body)  # noqa: E731
         self._messenger = Messenger(send, pauses_s, limit_s + 1.0) if url else None
 
-    def tick(self, report: Report) -> None:
-        """Look for troubles, if it is time.  Never waits."""
+    def tick(self, report: Report, *, last: bool = False) -> None:
+        """Look for troubles, if it is time or the last time.  Never waits."""
         self._log_settled()
-        if self._messenger is None or self._clock.now() < self._check_at or report.wanted.stop:
+        is_time = last or self._clock.now() >= self._check_at
+        if self._messenger is None or not is_time or report.wanted.stop:
             return
         self._check_at = self._clock.now() + self._check_s
         if self._began is None:
