@@ -99,9 +99,9 @@ def preempt(hub: HFServer, slot: str, from_step: int) -> Callable[[Supervisor, R
 
     def tick(supervisor: Supervisor, report: Report) -> None:
         handle, beat = supervisor.handle(slot), report.beats.get(slot)
-        if handle and beat and beat.host == handle.place and beat.step >= from_step and not report.of_kind("preempted"):
+        if handle and beat and beat.host == handle.place and beat.step >= from_step and not report.of_kind("killed"):
             hub.preempt(handle.native)
-            supervisor.emit("preempted", slot=slot, step=beat.step)
+            supervisor.emit("killed", slot=slot, step=beat.step)
         if not ended and any(x.name == f"{slot}-2" and x.joined for x in report.sessions):
             ended.append(report.head + 2)
             write_control(supervisor.run.store, SystemClock(), steps=ended[0])
