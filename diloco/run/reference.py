@@ -98,7 +98,7 @@ def _trl_section() -> str:
     owned: dict[str, list[str]] = {}
     for name, instead in OWNED.items():
         owned.setdefault(instead, []).append(f"`{name}`")
-    others = [f"- {instead}: {', '.join(names)}" for instead, names in owned.items()]
+    others = [f"- {_instead(key)}: {', '.join(names)}" for key, names in owned.items()]
     about = f"Handed through to GRPOConfig of TRL {TRL_VERSION}, whose documentation says what each does."
     table = ["| key | type |", "|---|---|", *rows]
     return "\n".join(
@@ -109,12 +109,18 @@ def _trl_section() -> str:
             "",
             *table,
             "",
-            "The run sets all others itself. In their place:",
+            "The run sets TRL's other settings itself. Use these keys in their place:",
             "",
             *others,
             "",
         ]
     )
+
+
+def _instead(key: str) -> str:
+    """ "nothing: the run trains" -> "no key (the run trains)"."""
+    nothing, _, why = key.partition("nothing: ")
+    return key if nothing else f"no key ({why})"
 
 
 def _row(f: Field[Any], hint: Any, mark: str) -> str:
