@@ -27,7 +27,6 @@ from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
 from diloco.process.scratch import Scratch
 from diloco.process.session import Session
-from diloco.replica.out_of_memory import error_words
 from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.run.founding import refuse_layout
 from diloco.run.record import ModelRecord, Run, read_run
@@ -108,6 +107,8 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
+        from diloco.replica.out_of_memory import error_words  # it brings torch
+
         session.emit("crashed", error=error_words(error))
         session.flush()
         if isinstance(error, RewardFailed):

@@ -77,7 +77,7 @@ def checked_place(raw: Place | Mapping[str, Any]) -> Place:
         return from_json(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
     except ValueError as error:
         raise ExecutorError(
-            f"a control record of the run names a place that does not exist ({error}). Name the places again, with "
+            f"a control record of the run names a place that is not valid ({error}). Name the places again, with "
             "--executor or --place"
         ) from error
 

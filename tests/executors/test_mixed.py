@@ -124,12 +124,12 @@ def test_a_former_place_that_cannot_be_built_does_not_stop_the_run():
         {"options": 1},
     ],
 )
-def test_a_place_in_the_bucket_that_is_none_is_named_and_can_be_replaced(raw):
+def test_an_invalid_place_in_the_bucket_is_named_and_can_be_replaced(raw):
     """Before: TypeError or AttributeError wherever it was used, or a negative count that was believed."""
     store, clock = MemoryStore(), ManualClock()
     write_control(store, clock, replicas=2, min_replicas=1, steps=3, places=[raw])
     with pytest.raises(
-        ExecutorError, match=rf"a place that is none \(its {next(iter(raw))} is .*Name the places again"
+        ExecutorError, match=rf"a place that is not valid \(its {next(iter(raw))} is .*Name the places again"
     ):
         places_of(read_control(store).places)
     write_quote(store, clock, Quote((Place("local", 2),), LaunchPlan((), 0.0), Budget(), Costs()))

@@ -96,7 +96,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.xlsx", b"x", r"none of \.jsonl, \.json, \.csv, \.parquet"),
+        ("a.xlsx", b"x", r"does not end with \.jsonl, \.json, \.csv, \.parquet"),
         ("a.parquet", b"PAR1 and no more", "is not a Parquet file"),
         ("a.json", b'{"prompt": "x"}', "holds a dict. One list of objects"),
         ("a.json", b"[", "is not JSON"),

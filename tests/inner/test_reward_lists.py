@@ -68,7 +68,7 @@ def test_a_list_that_cannot_be_says_which_line(functions: dict[str, Any], words:
 
 
 def test_weights_stand_in_one_place() -> None:
-    with pytest.raises(InnerError, match=r"Move it into that table as a line of its own: \"b.py:g\" = 1.0"):
+    with pytest.raises(InnerError, match=r"Move the function into that table as a line of its own: \"b.py:g\" = 1.0"):
         InnerConfig(rewards={"function": "b.py:g", "functions": LIST})
     with pytest.raises(InnerError, match=r"Leave inner.trl.reward_weights out"):
         with_functions(LIST, trl={"reward_weights": [1.0, 2.0]})
