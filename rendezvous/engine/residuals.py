@@ -1,14 +1,15 @@
-"""The residual that a codec has not sent yet, from one generation of a slot to the next.
+"""The file with a codec's residual, from one generation of a slot to the next.
 
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
 
-Beside the residual the file may hold baggage of the engine's owner, `own.…` (an optimizer's moments).
+A residual is the part of the pseudogradients that the codec has not sent yet.  The file may also contain baggage:
+arrays of the engine's owner named `own.…`, such as an optimizer's moments.
 
-Only generation g reads the file of g − 1.  So it is used at most once: if r01-2 is killed, r01-3 looks for
+Only generation g reads the file of g − 1.  So the file is used at most once: if r01-2 is killed, r01-3 looks for
 leave/r01-2.json, finds nothing, and starts from zero.
 
-Not promised: that it arrives.  A residual makes a run a little better; nothing that is agreed on depends on it.
+Not promised: that the file arrives.  A residual makes a run a little better; no agreed value depends on it.
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,11 @@ from rendezvous.records.tensors import TensorFile
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
-BAGGAGE = "own."  # begins the names of arrays that are the owner's
+BAGGAGE = "own."  # prefix of the names of the owner's arrays
 
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
-    """Write the residual's file; -> key and digest."""
+    """Write the residual's file.   Return its key and digest."""
     key = layout.residual_blob(slot, generation, new_nonce())
     body = TensorFile(unsent)
     store.put(key, body)
@@ -38,14 +39,15 @@ def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Ar
 
 
 def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
-    """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder's.
+    """Read the residual that `left` names, and delete its file.
 
+    Return None if the file is missing or damaged, or if its arrays do not fit an encoder of this run.
     sizes: elements of each fragment.
     """
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
         return None
-    with suppress(StoreError):  # it costs only a few bytes if it stays
+    with suppress(StoreError):  # a file that stays costs only a few bytes
         store.delete([left.residual])
     try:
         unsent = load_tensors(body)
@@ -55,7 +57,7 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str,
 
 
 def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
-    """Whether an encoder of these fragments could hold it."""
+    """Whether the arrays fit an encoder of these fragments."""
     kinds = {"residual": np.float32, "age": np.uint8}
     codecs = {n: a for n, a in unsent.items() if not n.startswith(BAGGAGE)}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}

@@ -1,6 +1,6 @@
-"""A bucket in this process's memory, for tests, simulations, and replicas that are threads.
+"""A store in this process's memory, for tests, simulations, and replicas that are threads.
 
-Not promised: anything to another process.
+Not promised: access from another process.
 """
 
 import threading
@@ -14,7 +14,7 @@ _named: dict[str, "MemoryStore"] = {}
 
 
 class MemoryStore:
-    near = True  # this very machine serves it
+    near = True  # it is on this machine
     cheap = True  # a request costs no more than a copy
 
     def __init__(self, url: str = "memory://") -> None:
@@ -24,7 +24,7 @@ class MemoryStore:
 
     @classmethod
     def named(cls, name: str) -> "MemoryStore":
-        """Return the same store for the same name, anywhere in this process."""
+        """Return the store of this name; it is the same one everywhere in this process."""
         return _named.setdefault(name, cls(f"memory://{name}"))
 
     def put(self, key: str, body: Body) -> None:
