@@ -1,11 +1,13 @@
-"""Agreement through a bucket, among replicas that never meet elsewhere.  Knows bytes and flat vectors, nothing more.
+"""Agreement through a bucket, among replicas that have no other connection.
+
+This package handles bytes and flat vectors; it knows nothing of models or training.
 
     from rendezvous import ObjectStoreAllReduce
 
     mean = ObjectStoreAllReduce("s3://bucket/run", rank=0, world_size=4)
     mean.allreduce(tensor)
 
-The names below are loaded when they are first used; none of them imports torch.
+The names in `__all__` are loaded at their first use; none of them imports torch.
 """
 
 from importlib import import_module

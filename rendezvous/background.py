@@ -1,20 +1,22 @@
-"""Work in the background, and work that goes together.
+"""Jobs in the background, concurrent jobs, and the parts of a loop's turn.
 
     submit(job) ──▶ [ job job ] ──▶ one thread, in order          snapshots, announced means, garbage;
-    drain()     ──▶ all that was submitted is done                a third job waits until there is room
+    drain()     ──▶ returns when all submitted jobs are done      a third job waits until there is room
 
-    at_once(job, job, …) ──▶ a thread each, back when all are     requests that each take long
+    at_once(job, job, …) ──▶ a thread for each, returns when      requests that take long
+                             all have ended
     in_turn(job, job, …) ──▶ one after the other                  requests that cost no more than a copy
 
-The engine takes a `Background` and a `Together` as arguments and starts no thread itself: its caller decides
-(`together_on`), and the simulator gives it greenlets.
+The engine takes a `Background` and a `Together` as arguments and starts no thread itself.  Its caller chooses them
+(`together_on`); the simulator passes greenlets.
 
     Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
 
-A job that fails is reported and forgotten: another replica can do all of this work again.  So is a part of a turn; a
-part that fails again and again ends the loop with words, because its owner must not go on without it.
+A background job that fails is reported and not repeated: another replica can do the same work.  A part that fails is
+reported, and the next turn runs it again.  A part that fails in `TRIES` turns in a row ends the loop with an error,
+because a replica must not train without it.
 
-Not promised: that a job is done when its process ends without `drain`; a killed one leaves nothing half-visible.
+Not promised: that jobs are done if their process ends without `drain`.  A killed job leaves no half-written object.
 """
 
 import threading
@@ -28,11 +30,11 @@ from rendezvous.errors import HeartbeatLost, RendezvousError
 T = TypeVar("T")
 
 Job = Callable[[], None]
-Emit = Callable[..., None]  # (event, **fields): where remarks for people go
-WAITING = 2  # jobs beside the one under way; each may hold a copy of the model
+Emit = Callable[..., None]  # (event, **fields): writes an event that people read
+WAITING = 2  # the most jobs in the queue beside the running one; each may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
-Together = Callable[..., None]  # of jobs
-AT_ONCE = 16  # small requests; a thread each
+Together = Callable[..., None]  # runs its arguments, which are jobs, and returns when all have ended
+AT_ONCE = 16  # the most small requests at the same time; each has a thread
 
 
 def no_emit(event: str, **fields: object) -> None:
@@ -54,7 +56,7 @@ class Inline:
 
 
 def submit_reported(background: Background, job: Job, emit: Emit) -> None:
-    """Run the job in the background; a refusal by the store is reported, and the job is left to other replicas."""
+    """Run the job in the background.  If it raises a RendezvousError, report that; other replicas can do the job."""
 
     def run_and_report() -> None:
         try:
@@ -72,7 +74,7 @@ def in_turn(*jobs: Job) -> None:
 
 
 def at_once(*jobs: Job) -> None:
-    """Run all jobs at the same time.   Raises the first error when all have ended."""
+    """Run all jobs at the same time.   When all have ended, raise the first error."""
     errors: list[BaseException] = []
 
     def run(job: Job) -> None:
@@ -93,7 +95,7 @@ def at_once(*jobs: Job) -> None:
 
 
 def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[str]) -> dict[str, T]:
-    """Return key -> answer, with `AT_ONCE` requests at the same time."""
+    """Return key -> ask(key), with at most `AT_ONCE` requests at the same time."""
     answers = dict[str, T]()
 
     def fetch_one(key: str) -> None:
@@ -106,12 +108,12 @@ def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[s
 
 
 def together_on(store: object) -> Together:
-    """The way to make requests together on this store: at once, unless each costs no more than a copy."""
+    """Return the function that makes several requests to `store`: `in_turn` if they are cheap, else `at_once`."""
     return in_turn if getattr(store, "cheap", False) else at_once
 
 
 class Worker:
-    """One thread, started with the first job.   emit: hears of a job that failed."""
+    """A `Background` with one thread, which starts with the first job.   emit: called when a job fails."""
 
     def __init__(self, emit: Emit = no_emit) -> None:
         self._emit = emit
@@ -121,7 +123,7 @@ class Worker:
         self._ended: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        """Queue the job, after a wait for room.   Raises RendezvousError, without a wait, once the thread has ended."""
+        """Wait for room in the queue, and add the job.   Raise RendezvousError at once if the thread has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None or len(self._jobs) <= WAITING)
             self._refuse_if_ended()
@@ -132,7 +134,7 @@ class Worker:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Wait until all jobs are done.   Raises as `submit` does."""
+        """Wait until all jobs are done.   Raise RendezvousError as `submit` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None or not self._jobs)
             self._refuse_if_ended()
@@ -165,14 +167,16 @@ class Worker:
             job()
         except Exception as error:
             self._emit(
-                "warning", kind="background", text=f"a background job failed: {_describe_error(error)}; others go on"
+                "warning",
+                kind="background",
+                text=f"a background job failed: {_describe_error(error)}; others continue",
             )
 
 
 class Parts:
-    """Runner of the parts of a turn: no part hinders another one, now or in a later turn.
+    """Runner of the parts of a turn.  A part that fails does not stop the others, in this turn or a later one.
 
-    emit: hears of a failure that is not a RendezvousError, once for each part and kind of error.
+    emit: called for an error that is not a RendezvousError, once for each part and type of error.
     """
 
     def __init__(self, emit: Emit = no_emit) -> None:
@@ -181,7 +185,7 @@ class Parts:
         self._reported = set[tuple[str, str]]()
 
     def run(self, *parts: Job) -> None:
-        """Run the parts.   Raises HeartbeatLost where one part has failed in `TRIES` turns in a row."""
+        """Run the parts.   Raise HeartbeatLost if a part has failed in `TRIES` turns in a row."""
         for part in parts:
             name = getattr(part, "__name__", repr(part)).strip("_").replace("_", " ")
             try:
@@ -189,7 +193,7 @@ class Parts:
             except HeartbeatLost:
                 raise
             except RendezvousError:
-                self._failures.pop(name, None)  # foreseen, the store's mostly: the next turn tries again
+                self._failures.pop(name, None)  # expected, mostly an error of the store: the next turn tries again
             except Exception as error:
                 self._count_failure(name, error)
             else:
@@ -200,7 +204,7 @@ class Parts:
         if self._failures[name] >= TRIES:
             raise HeartbeatLost(
                 f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_describe_error(error)}. Without "
-                "it a replica does not hear of its successor, of a stop or of its budget's end, so this replica ends; "
+                "it a replica does not see its successor, a stop or the end of its budget, so this replica ends; "
                 "run the same command again to go on"
             ) from error
         if (name, type(error).__name__) not in self._reported:

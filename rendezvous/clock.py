@@ -1,7 +1,7 @@
-"""Time, as an argument.
+"""Clocks that callers pass to the engine as arguments.
 
-Safety never depends on a clock: clocks only decide when a replica *tries* something.  So durations come from
-`now()`, which only has to run forward on this machine; `wall()` goes into records for people to read.
+Safety never depends on a clock: clocks only decide when a replica *tries* something.  Durations come from `now()`,
+which never runs backward on one machine.  `wall()` goes into records, for people to read.
 """
 
 import time

@@ -1,54 +1,55 @@
-"""The errors between a replica and its bucket.
+"""The errors of this package.
 
     RendezvousError
-    ├── StoreError                a request to the store did not end well
-    │   ├── KeyExists             definite: another object stands under that key
-    │   ├── BadKey                definite: a name that would leave the run's folder; nothing was asked of the store
-    │   ├── StoreRefused          definite: nothing was written, and asking again changes nothing
+    ├── StoreError                a request to the store failed
+    │   ├── KeyExists             definite: the key has another object
+    │   ├── BadKey                definite: the name is outside the run's folder; no request was sent
+    │   ├── StoreRefused          definite: nothing was written, and a retry alone does not help
     │   │   ├── StoreReadOnly     the folder or bucket cannot be written
     │   │   ├── StoreFull         no space left
     │   │   └── StoreGone         the folder that was opened is not at its path any more
-    │   └── StoreUnclear          indefinite: it may have happened; read back before you believe anything
-    ├── Terminal                  this replica ends; the run does not
+    │   └── StoreUnclear          indefinite: the request may have succeeded; read the object before you go on
+    ├── Terminal                  this replica ends; the run continues
     │   ├── Fenced                a higher generation holds the slot
-    │   ├── Leaving               asked to go; its work is durable
+    │   ├── Leaving               the replica was asked to leave; its work is durable
     │   ├── Diverged              its θ is not the chain's; the next generation heals from the bucket
-    │   ├── GaveUp                nothing moved for too long; the same command resumes the run
-    │   ├── HeartbeatLost         its heartbeat cannot go on, and it must not train without
-    │   └── Collected             what it needs was collected as garbage; the next generation heals (garbage.py)
+    │   ├── GaveUp                the run made no progress for too long; the same command resumes it
+    │   ├── HeartbeatLost         its heartbeat failed for good; a replica must not train without one
+    │   └── Collected             an object that it needs was collected as garbage; the next generation heals
     ├── ChainBroken               a commit does not follow the one before it
     ├── Forged                    a commit or manifest that was not written with the run's key
     ├── BadCommit                 a commit that does not follow the run's rules
     ├── WireError                 an object that is not a record of this wire version (rendezvous/records/records.py)
-    ├── Abandoned                 a snapshot whose replica went on or ended meanwhile (rendezvous/snapshots/writer.py)
-    ├── NotFinite                 θ that no engine should load (rendezvous/weights/writer.py)
-    ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
+    ├── Abandoned                 a snapshot that its replica stopped writing (rendezvous/snapshots/writer.py)
+    ├── NotFinite                 θ with NaN or infinity, which no engine should load (rendezvous/weights/writer.py)
+    ├── Corrupt                   bytes that differ from their announced digest, even when read again
     ├── BadDelta                  a pseudogradient that must not be offered
-    └── WrongRun                  the URL holds a run with another mathematics, layout or key
-        └── RecordsLost           registers that must be there are gone
+    └── WrongRun                  the run at the URL has other settings, another parameter layout or another key
+        └── RecordsLost           registers that must exist are missing
 
-A definite error may be retried freely.  After an indefinite one, read first (`store.put_once` does).
+After a definite error a request can be repeated safely.  After an indefinite one, read the object first, as
+`store.put_once` does.
 """
 
 
 class RendezvousError(RuntimeError):
-    """Base of everything this room raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class StoreError(RendezvousError):
-    """A request to the store did not end well."""
+    """A request to the store failed."""
 
 
 class KeyExists(StoreError):
-    """Definite: another object stands under that key."""
+    """Definite: the key has another object."""
 
 
 class BadKey(StoreError):
-    """Definite: a name that would leave the run's folder.  Nothing was asked of the store."""
+    """Definite: the name is outside the run's folder.  No request was sent."""
 
 
 class StoreRefused(StoreError):
-    """Definite: nothing was written, and asking again changes nothing until a person acts."""
+    """Definite: nothing was written, and a retry does not help until a person repairs the cause."""
 
 
 class StoreReadOnly(StoreRefused):
@@ -60,15 +61,15 @@ class StoreFull(StoreRefused):
 
 
 class StoreGone(StoreRefused):
-    """The folder that was opened is not at its path any more; another folder there is not the run's."""
+    """The folder that was opened is not at its path any more.  A new folder there does not belong to the run."""
 
 
 class StoreUnclear(StoreError):
-    """Indefinite: the request may or may not have happened."""
+    """Indefinite: the request may have succeeded or failed."""
 
 
 class Terminal(RendezvousError):
-    """This replica ends; the run does not."""
+    """This replica ends; the run continues."""
 
 
 class Fenced(Terminal):
@@ -76,7 +77,7 @@ class Fenced(Terminal):
 
 
 class Leaving(Terminal):
-    """This replica was asked to go; its work is durable."""
+    """This replica was asked to leave; its work is durable."""
 
 
 class Diverged(Terminal):
@@ -84,11 +85,11 @@ class Diverged(Terminal):
 
 
 class GaveUp(Terminal):
-    """Nothing moved for too long."""
+    """The run made no progress for too long."""
 
 
 class HeartbeatLost(Terminal):
-    """The heartbeat cannot go on."""
+    """The heartbeat of this replica failed for good."""
 
 
 class ChainBroken(RendezvousError):
@@ -104,7 +105,7 @@ class BadCommit(RendezvousError):
 
 
 class Corrupt(RendezvousError):
-    """Bytes that do not have their announced digest, after repeated reading."""
+    """Bytes that differ from their announced digest, even when read again."""
 
 
 class BadDelta(RendezvousError):
@@ -112,8 +113,8 @@ class BadDelta(RendezvousError):
 
 
 class WrongRun(RendezvousError):
-    """The URL holds a run with another mathematics, layout or key."""
+    """The run at the URL has other settings, another parameter layout or another key."""
 
 
 class RecordsLost(WrongRun):
-    """A register that must be there is gone."""
+    """A register that must exist is missing."""

@@ -1,8 +1,8 @@
-"""Layout of the bucket.  The only file that spells a key.
+"""Layout of the bucket.  All keys are built and parsed in this file.
 
     {run}/
     ├── seal.json                                  in a run under a key: its records are sealed    put_once
-    ├── run.json                                   the run's mathematics and parameter layout      put_once
+    ├── run.json                                   the run's shared settings and parameter layout  put_once
     ├── code/{digest}/{name}                       the user's own files, as launched               put_once
     ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
     ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences  put_once
@@ -10,26 +10,26 @@
     ├── steps/{t:010d}/
     │   ├── delta/{slot}-{generation}-{nonce}.bin  a pseudogradient                                put, new name
     │   ├── offer/{slot}.{attempt}.json            "my delta for t"                                put_once
-    │   ├── commit.json                            THE decision: who counts, in order, weights     put_once
+    │   ├── commit.json                            THE decision: offers that count, their weights  put_once
     │   └── mean/{shard:04d}.json, {nonce}.bin     the mean, announced with its digest             put_once
     ├── snapshots/{t:010d}/
     │   └── manifest.json, {nonce}.safetensors     θ_t and outer momentum                          put_once
-    ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
-    ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
-    ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
+    ├── leave/{slot}-{generation}.json             a replica's goodbye when it leaves in order     put_once
+    ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
+    ├── control/{n:06d}.json                       the operator's wishes                           put_once, dense
     ├── weights/{t:010d}/
     │   └── manifest.json, {nonce}-{part:04d}.bin  θ_t in bf16, or what differs from θ_{t−1}       put_once
-    ├── again/                                     a whole run: the one that counts if this one was superseded
+    ├── again/                                     a whole run, which counts instead of this one if this was superseded
     ├── page/index.html, data/{n}.json             a view for browsers; no replica reads it        put, by a publisher
     └── log/{slot}-{generation}/
         ├── {n:06d}.jsonl                          metrics and events                              put, by its slot
         └── {n:06d}.rollouts.jsonl                 a few of the student's rollouts, for traces     put, by its slot
 
-Zero-padded numbers sort as they count.  Registers (put_once) are never deleted within a run: a deleted one
-could be "won" again by a replica that slept.
+Zero-padded numbers sort by their value.  A register (put_once) is never deleted during a run: a replica that was
+suspended could otherwise write it a second time.
 
-A key, and a file's name in the manifests, is *plain*: parts that print, with one "/" between two of them, and no part
-is "." or "..".  So a key stays below any folder that it is joined to.
+Every key, and every file name in a manifest, is *plain*: printable parts with one "/" between them, and no part is "."
+or "..".  So a key that is joined to a folder stays inside that folder.
 
 Not promised: that a key listed under `alive/` belongs to a living process.
 """
@@ -42,70 +42,73 @@ MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
 CONTROLS = "control/"
-AGAIN = "again"  # a folder: the run that counts where this one is superseded
+AGAIN = "again"  # the folder of the run that counts instead of this one if this one is superseded
 CLAIMS = "replicas/"
-WEIGHTS = "weights/"  # for engines that train nothing; no replica reads them
-PAGE = "page/"  # a view of the run: may be written over, and deleted, at any time
+WEIGHTS = "weights/"  # for inference engines; no replica reads them
+PAGE = "page/"  # a view of the run; it may be overwritten and deleted at any time
 PAGE_INDEX = "page/index.html"
-TOP = (  # names of files and folders that may lie in a run's own
+TOP = (  # names of the files and folders that a run's folder may contain
     SEAL, RUN, "code", "model", "replicas", "alive", "steps", "snapshots", "leave", "residuals", "control", "weights",
     AGAIN, "page", "log",
 )  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
-MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
+MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
 _WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20
-# bytes of a record that could make sense, by kind; a longer one is neither read to its end nor parsed
+# the most bytes of a record, by kind; a longer one is neither read to its end nor parsed
 MOST_BYTES = {
-    "run": 16 * _MIB,  # a loop of the user's own writes its parameter layout here
+    "run": 16 * _MIB,  # contains the parameter layout of a user's own training loop
     "model": 64 * _MIB,  # 100 bytes for each of some 100,000 parameters, and the names of files
     "offer": 256 * _KIB,  # 64 digests of shards are 5 KiB; the rest is for statistics
     "commit": 32 * _MIB,  # 5 KiB for each offer that is listed: 256 slots with three late ones each are 5 MiB
     "weights": 64 * _MIB,  # an anchor's parameter layout
-    "control": 256 * _KIB,  # places name environments and options
+    "control": 256 * _KIB,  # its places contain environments and options
     "log": 64 * _MIB,  # a few rounds of events, or of rollouts
 }
-MOST_OF_OTHERS = 16 * _KIB  # of records: a few numbers and names
-MOST_OF_FILES = 1 << 40  # of files that a record names by their digests: the user's, θ₀'s, residuals
+MOST_OF_OTHERS = 16 * _KIB  # bytes of any other record: a few numbers and names
+MOST_OF_FILES = 1 << 40  # bytes of a file that a record names by its digest: the user's, θ₀'s, residuals
 _SEALED = 256  # bytes that a tag adds
 _FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log"}
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name stays below the folder that it is joined to.  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
+    """Whether a name, joined to a folder, stays inside it.  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
     parts_are_real = all(part not in ("", ".", "..") for part in name.split("/"))
     return parts_are_real and name.isprintable() and "\\" not in name and not _DRIVE.match(name)
 
 
 def is_blob(key: str, pattern: str) -> bool:
-    """Whether `key` is `pattern`, as this file spells it, with a nonce where `pattern` has "".  For keys in records."""
+    """Whether `key`, which a record names, is a blob's key.
+
+    pattern: that key as this file builds it, with "" as its nonce.
+    """
     stem, _, ending = pattern.rpartition(".")
     return is_plain(key) and key.startswith(stem) and key.endswith(f".{ending}") and "/" not in key[len(stem) :]
 
 
 def slot_name(index: int) -> str:
-    """Name a slot: 0 -> "r00".  Slots are dense, so that all of them can be found by GETs."""
+    """Return the name of a slot: 0 -> "r00".  The numbers have no gaps, so GETs find all slots."""
     return f"r{index:02d}"
 
 
 def slot_index(slot: str) -> int:
-    """Index of a slot: "r07" -> 7.  Raises ValueError for any other name."""
+    """Return the index of a slot: "r07" -> 7.   Raise ValueError for any other name."""
     if not is_slot(slot):
         raise ValueError(f"{slot!r} is not a slot name; slots are called r00, r01, ...")
     return int(slot[1:])
 
 
 def is_slot(name: str) -> bool:
-    """Whether it is the name of a slot, in its only spelling.  "r7" and "r007" are not: they would be r07 once more."""
+    """Whether `name` is a slot's name.  "r7" and "r007" are not: each slot has one spelling only, here "r07"."""
     digits = name[1:]
     number = digits.isascii() and digits.isdigit() and len(digits) <= 5
     return name.startswith("r") and number and slot_name(int(digits)) == name
 
 
 def is_word(name: str) -> bool:
-    """Whether it may stand in the place of a slot in a key."""
+    """Whether `name` may be used in place of a slot in a key."""
     return _WORD.fullmatch(name) is not None
 
 
@@ -126,7 +129,7 @@ def claim_key(slot: str, generation: int) -> str:
 
 
 def claim_owner(key: str) -> tuple[str, int]:
-    """Slot and generation of a claim's key: replicas/r01/000002.json -> ("r01", 2)."""
+    """Return slot and generation of a claim's key: replicas/r01/000002.json -> ("r01", 2)."""
     _, slot, name = key.split("/")
     return slot, int(name.partition(".")[0])
 
@@ -144,12 +147,12 @@ def offer_key(t: int, slot: str, attempt: int) -> str:
 
 
 def offers_prefix(t: int) -> str:
-    """The prefix of the keys of step t's offers."""
+    """Return the prefix of the keys of step t's offers."""
     return f"steps/{t:010d}/offer/"
 
 
 def offer_slot(key: str) -> str:
-    """Slot of an offer's key: steps/0000000005/offer/r01.0.json -> "r01"."""
+    """Return the slot of an offer's key: steps/0000000005/offer/r01.0.json -> "r01"."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
@@ -158,7 +161,7 @@ def commit_key(t: int) -> str:
 
 
 def commit_step(key: str) -> int:
-    """Step of a commit's key: steps/0000000007/commit.json -> 7."""
+    """Return the step of a commit's key: steps/0000000007/commit.json -> 7."""
     return int(key.split("/")[1])
 
 
@@ -179,7 +182,7 @@ def snapshot_blob(t: int, nonce: str) -> str:
 
 
 def snapshot_step(key: str) -> int | None:
-    """The step of a snapshot's manifest, or None for any other key below `snapshots/`."""
+    """Return the step of a snapshot's manifest key; None for any other key below `snapshots/`."""
     parts = key.split("/")
     if len(parts) != 3 or not _is_number(parts[1]):
         return None
@@ -196,20 +199,20 @@ def weights_blob(t: int, nonce: str) -> str:
 
 
 def weights_step(key: str) -> int | None:
-    """The step of a manifest of weights, or None for any other key below `weights/`."""
+    """Return the step of a weights manifest's key; None for any other key below `weights/`."""
     parts = key.split("/")
     step = int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
     return step if key == weights_key(step) else None
 
 
 def control_number(key: str) -> int | None:
-    """Number of a control record: control/000003.json -> 3; None for any other key below `control/`."""
+    """Return the number of a control record's key: control/000003.json -> 3; None for any other key."""
     number = key.removeprefix(CONTROLS).removesuffix(".json")
     return int(number) if _is_number(number) and key == control_key(int(number)) else None
 
 
 def claimed_slot(key: str) -> str | None:
-    """Slot of a claim's key: replicas/r01/000002.json -> "r01"; None for any other key below `replicas/`."""
+    """Return the slot of a claim's key: replicas/r01/000002.json -> "r01"; None for any other key."""
     parts = key.split("/")
     return parts[1] if len(parts) == 3 and is_slot(parts[1]) else None
 
@@ -231,7 +234,7 @@ def log_key(slot: str, generation: int, n: int) -> str:
 
 
 def logs_prefix(slot: str, generation: int) -> str:
-    """The prefix of the logs of one generation of a slot."""
+    """Return the prefix of the log keys of one generation of a slot."""
     return f"{LOGS}{slot}-{generation}/"
 
 
@@ -244,7 +247,7 @@ def is_rollouts(key: str) -> bool:
 
 
 def log_owner(key: str) -> tuple[str, int] | None:
-    """Slot and generation of a log's key: log/r01-2/000003.jsonl -> ("r01", 2); None for a key that is not a log's."""
+    """Return slot and generation of a log's key: log/r01-2/000003.jsonl -> ("r01", 2); None for any other key."""
     parts = key.split("/")
     slot, _, generation = parts[1].rpartition("-") if len(parts) == 3 else ("", "", "")
     named = _is_number(parts[-1].partition(".")[0]) and parts[-1].endswith(".jsonl")
@@ -252,7 +255,7 @@ def log_owner(key: str) -> tuple[str, int] | None:
 
 
 def log_number(key: str) -> int:
-    """Number of a log's key, where `log_owner` is not None: log/r01-2/000003.jsonl -> 3."""
+    """Return the number in a log's key: log/r01-2/000003.jsonl -> 3.  Only for keys with a `log_owner`."""
     return int(key.rpartition("/")[2].partition(".")[0])
 
 
@@ -261,18 +264,21 @@ def _is_number(text: str) -> bool:
 
 
 def page_data_key(name: str) -> str:
-    """Key of a published page's data: "head.json" or "0.json" below `page/data/`."""
+    """Return the key of a published page's data; `name` is "head.json", "0.json", …"""
     return f"{PAGE}data/{name}"
 
 
 def content_type(key: str) -> str | None:
-    """The type that a browser must be told; None for keys that no browser reads."""
+    """Return the Content-Type of an object; None for keys that no browser reads."""
     ending = "." + key.rpartition(".")[2]
     return _CONTENT_TYPES.get(ending) if key.startswith(PAGE) else None
 
 
 def record_kind(key: str) -> str | None:
-    """The kind of record under a key that can be sealed: claim, offer, commit, …, beat, log; None for blobs."""
+    """Return the kind of the record under `key`: claim, offer, commit, …, beat, log; None for a blob.
+
+    Only records can be sealed.
+    """
     if key in _SINGLE:
         return _SINGLE[key]
     parts = key.split("/")
@@ -288,6 +294,6 @@ def record_kind(key: str) -> str | None:
 
 
 def most_bytes(key: str) -> int:
-    """The most bytes of an object that `get` reads; one more shows that the object is not one of the run's."""
+    """Return the most bytes of the object under `key`; a longer object is not one of the run's."""
     kind = record_kind(key)
     return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

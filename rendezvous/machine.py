@@ -1,9 +1,9 @@
-"""A process of this machine, named so that no other machine, container, boot or later process has its name.
+"""Unique names for processes: no other machine, container, boot or later process has the same name.
 
     laptop~5f0c3a9d1e27      the hostname, and a digest of boot id and PID namespace: containers and clones differ
-    4711, 123456             the pid, and when it started, in clock ticks since boot: a recycled pid has another start
+    4711, 123456             the pid, and its start in clock ticks since boot: a reused pid has another start
 
-Not promised: anything about processes of other machines; a name that outlives a boot.
+Not promised: information about processes of other machines; a name that stays the same after a reboot.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from pathlib import Path
 
 
 def machine_name() -> str:
-    """Name that no other machine or container of this one has: with it a pid means one process."""
+    """Return a name that no other machine, and no other container here, has: name and pid identify one process."""
     return f"{socket.gethostname()}~{_boot_digest()}"
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start of this process (or its zombie), in clock ticks since boot; None if there is none."""
+    """Return the start of the process `pid` (or of its zombie), in clock ticks since boot; None if there is none."""
     found = _read_process(pid)
     return found[1] if found else None
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether exactly that process is still there, and not only its zombie."""
+    """Whether the process with this pid and this start still runs; a zombie does not count."""
     return pid > 0 and _read_process(pid) == (True, started)
 
 
@@ -55,7 +55,7 @@ def _look_by_ps(pid: int) -> tuple[bool, int] | None:
 
 @cache
 def _boot_digest() -> str:
-    """Digest of boot id and PID namespace; random, so that it matches no other process, where they cannot be read."""
+    """Return the digest of boot id and PID namespace; a random one, which matches no other, if they are unreadable."""
     try:
         about = _boot_id()
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Six verbs on bytes, and the one primitive that all agreement rests on.
+"""The six operations of an object store, and `put_once`, the only primitive by which replicas agree.
 
     put_once(key, body) -> (won, value)
 
@@ -8,12 +8,13 @@
            │
         create ── done ──▶ mine
            │
-        any other outcome: back to GET, proposing the same bytes
+        any other outcome: back to GET, with the same bytes
 
-A status code does not tell the winner (a retried request can lose to itself; a store may answer "exists"
-with no object there), so the register's content decides.  Hence every body carries a nonce of its writer.
+A *register* is a key that is written only by `put_once`.  Its content, and no status code, shows which writer won:
+a retried request can collide with its own first try, and a store may answer "exists" where no object is.  So every
+body contains a nonce of its writer.
 
-Not promised: that a key seen by `list` can be read, or that one which can be read is listed.
+Not promised: that a listed key can be read, or that a readable key is listed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +29,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stream(Protocol):
-    """A body that is read while it is written, in pieces; a reader that begins again gets the same bytes, or an error.
+    """A body that is produced in pieces while it is uploaded.
 
-    size: bytes in all.   A piece stays as it is until the whole request is over: clients send it without copying.
+    A second iteration gives the same bytes, or an error.  A piece must not change before the whole request has ended,
+    because clients send it without a copy.
+    size: bytes of the whole body.
     """
 
     size: int
@@ -40,30 +43,33 @@ class Stream(Protocol):
 
 
 Body = Buffer | Stream
-SAY_AGAIN_S = 10.0
-VOID = b""  # read from a register that a writer without the run's key has taken: it counts for nothing
+SAY_AGAIN_S = 10.0  # seconds between two reports of the same trouble
+VOID = b""  # what `get` returns for a register that was written without the run's key; readers ignore it
 T = TypeVar("T")
 
 
 class Readable(Protocol):
-    """The half of a store that reads: all that a view of a run needs."""
+    """The reading operations of a store; a view of a run needs no others."""
 
     url: str
 
     def get(self, key: str) -> bytes | None:
-        """The whole object, or None.  (GET)
+        """Return the whole object, or None if there is none.  (GET)
 
-        Of an object that is longer than its key allows (layout.most_bytes), the beginning and at least one byte too
-        many, so that no reader takes it for a record.
+        If the object is longer than `layout.most_bytes` allows for its key, return only its beginning, but at least
+        one byte more than allowed.  So no reader takes it for a record.
         """
         ...
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        """Fill `out` from byte `start` on; False if the object is missing or too short.  (ranged GETs)"""
+        """Fill `out` with the object's bytes from `start` on.  (ranged GETs)
+
+        Return False if the object is missing or too short.
+        """
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Keys that start with `prefix`, sorted.  A hint: may lag behind.  (LIST)"""
+        """Return the keys that start with `prefix`, sorted.  A hint: the list may be out of date.  (LIST)"""
         ...
 
 
@@ -73,54 +79,55 @@ class Store(Readable, Protocol):
     def put(self, key: str, body: Body) -> None:
         """Write a whole object; readers see the old one or the new one.  (PUT)
 
-        An error of a Stream is passed on; then readers see nothing of the new one.
+        If a Stream raises an error, raise the same error; the new object is then not visible.
         """
         ...
 
     def create(self, key: str, body: Buffer) -> None:
-        """Write a whole object if there is none, else KeyExists.  (PUT, If-None-Match: *)"""
+        """Write a whole object.  Raise KeyExists if the key has one already.  (PUT, If-None-Match: *)"""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete these objects; never called on a register.  (DELETE)"""
+        """Delete the objects under `keys`, none of which is a register.  (DELETE)"""
         ...
 
 
 def plain_key(key: str) -> str:
-    """Return the key itself.   Raises BadKey if it would lead out of the run's folder or prefix."""
+    """Return `key` unchanged.   Raise BadKey if it names a place outside the run's folder or prefix."""
     if not layout.is_plain(key):
         raise BadKey(
             f"{key!r} is not a key of a run: it would lead out of the run's folder. Nothing was read or written there. "
-            "Some record in the bucket names it; see who else can write to the bucket"
+            "A record in the bucket names it; check which other programs can write to the bucket"
         )
     return key
 
 
 def plain_prefix(prefix: str) -> str:
-    """Return the prefix itself, "" or the beginning of keys.   Raises BadKey as `plain_key` does."""
+    """Return `prefix` unchanged: "" or the beginning of keys.   Raise BadKey as `plain_key` does."""
     plain_key(f"{prefix}x")
     return prefix
 
 
 def plain_url(url: str) -> str:
-    """Return the URL of a bucket itself.   Raises ValueError for characters that URL parsers drop in silence.
+    """Return a bucket's URL unchanged.   Raise ValueError for characters that URL parsers drop without an error.
 
-    They end a URL at "#", and take tabs and line ends out of it: two runs would be one.
+    Parsers end a URL at "#" and remove tabs and line ends, so two different URLs could mean the same run.
     """
     if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
         raise ValueError(
             f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which would be dropped with all that follows. "
-            "Write it without, e.g. exp-1 for exp#1"
+            "Write the URL without it, e.g. exp-1 for exp#1"
         )
     if url != url.strip():
-        raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; write it without")
+        raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; remove it")
     return url
 
 
 def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, bytes]:
-    """Write `body` under `key` if nothing stands there; -> (whether mine stands, the body that stands).
+    """Write `body` under `key` if the key has no object yet.
 
-    `body` must contain a nonce of this writer and this proposal.
+    Return (whether `body` is the object there, the object there).  `body` must contain a nonce of this writer and this
+    proposal.
     """
     for pause in chain((0.0,), _backoff_pauses()):
         value = store.get(key)
@@ -130,29 +137,31 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
             store.create(key, body)
             return True, body
         except (KeyExists, StoreUnclear):
-            clock.sleep(pause)  # ours, another's, or none stands: the next read tells
+            clock.sleep(pause)  # the next read shows whether our body is there, another one, or none
     raise AssertionError("the back-off never ends")
 
 
 def in_pieces(body: Body) -> Iterable[memoryview]:
-    """A body's bytes, in order."""
+    """Return the bytes of a body, in order, as memoryviews."""
     return (memoryview(piece).cast("B") for piece in ([body] if isinstance(body, Buffer) else body))
 
 
 def body_bytes(body: Body) -> int:
-    """Number of a body's bytes."""
+    """Return the size of a body, in bytes."""
     return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
 
 
 class PatientStore:
-    """A store that retries requests that may be retried, so that its caller sees only answers.
+    """A store that retries failed requests where that is safe.
 
-    StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
-    can mend it (free some space, renew a token) and the run goes on; `on_recovered` is called when it does.  After
-    `patience_s` without an answer (a full store: `full_s`): GaveUp.  `create` still says StoreUnclear, until then:
-    only `put_once` knows how to read that.
-    `before_pause` is called before every pause and may raise (a replica that is asked to leave must not wait here).
-    waits_on_refusal=False: StoreRefused goes to the caller at once, where a person waits who can mend it.
+    StoreUnclear     is retried with back-off, except in `create`, which raises it: only `put_once` can resolve it
+    StoreRefused     is retried every few seconds and reported to `on_trouble`: a person can repair the cause (free
+                     space, renew a token), and the run then continues.  With waits_on_refusal=False it is raised at
+                     once, for a command whose user can repair the cause
+    GaveUp           is raised after `patience_s` seconds without an answer (for a full store: `full_s`)
+
+    on_recovered: called when a refused store answers again.
+    before_pause: called before every pause; it may raise, because a replica that is asked to leave must not wait here.
     """
 
     def __init__(
@@ -173,11 +182,11 @@ class PatientStore:
         self._clock = clock
         self._full_s = max(patience_s, full_s)
         self._on_recovered = on_recovered
-        self.digests: str | None = getattr(store, "digests", None)  # the kind that blobs need, if it says
+        self.digests: str | None = getattr(store, "digests", None)  # the kind of digest that blobs need, if given
         self._patience_s = patience_s
         self.before_pause = before_pause
         self._on_trouble = on_trouble
-        self._unclear = "", 0.0  # the last key that was created without a clear answer, and the time of the first try
+        self._unclear = "", 0.0  # the last key whose `create` ended in StoreUnclear, and the time when it first did
 
     def put(self, key: str, body: Body) -> None:
         self._ask_patiently(lambda: self._store.put(key, body))
@@ -193,7 +202,7 @@ class PatientStore:
 
     def get(self, key: str) -> bytes | None:
         try:
-            return self._store.get(key)  # the common case costs nothing
+            return self._store.get(key)  # usually it succeeds, without the cost of the loop below
         except (StoreUnclear, StoreRefused):
             return self._ask_patiently(lambda: self._store.get(key))
 
@@ -234,7 +243,7 @@ class PatientStore:
         self._clock.sleep(pause)
 
     def _patience_for(self, error: Exception) -> float:
-        """Seconds to retry: more for a full store, where a person must make room, than for a server's bad moment."""
+        """Return the seconds to retry: more for a full store (a person must free space) than for other errors."""
         return self._full_s if isinstance(error, StoreFull) else self._patience_s
 
     def _give_up_if_late(self, error: Exception, began: float) -> None:
@@ -242,12 +251,12 @@ class PatientStore:
         if self._clock.now() - began > self._patience_for(error):
             raise GaveUp(
                 f"the store gave no usable answer for {self._patience_for(error):.0f} s. Last: {error}. "
-                "Nothing that was committed is lost: mend the store and run the same command again."
+                "No commit is lost: repair the store and run the same command again."
             ) from error
 
 
 def _backoff_pauses() -> Iterator[float]:
-    """Pauses of 0.05, 0.1, … 2, 2, … seconds."""
+    """Yield pauses of 0.05, 0.1, … 2, 2, … seconds."""
     pause = 0.05
     while True:
         yield pause

@@ -1,1 +1,1 @@
-"""How replicas agree: slots, wishes, offers, the rules that close a step, the chain of commits."""
+"""Agreement among replicas: slots, wishes, offers, the rules that close a step, the chain of commits."""

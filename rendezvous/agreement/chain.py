@@ -1,12 +1,13 @@
-"""The log of commits: write-once, linked by digests, read one after the other.
+"""The chain of commits: write-once records, linked by digests and read in order.
 
     commit 0 ◀─prev─ commit 1 ◀─prev─ commit 2 ◀─ …        head = first step without a commit
 
-A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never believed.
+A reader goes from t to t+1 by GET and never by LIST, so it cannot skip a gap.
 
-A closer remembers commits that its store may have lost: emptied, swapped for another, or a folder whose disk is gone.
-Before it writes commit t it reads its *anchors* t−1 and t−2 and compares their digests with those it remembers.  One
-would do, unless the store is swapped between that read and the write: then the next closer finds t−1 without t−2.
+The store may lose commits while a replica runs: it is emptied, another one is mounted in its place, or a disk is gone.
+So a replica that is about to write commit t reads its *anchors*, the commits t−1 and t−2, again and compares their
+digests with those that it remembers.  The store can also be replaced between this read and the write.  Then the next
+closer finds commit t−1 without t−2; that is why there are two anchors.
 """
 
 from rendezvous import layout
@@ -19,7 +20,7 @@ ANCHORS = 2  # commits before the open step that a closer reads again
 
 
 class Chain:
-    """The newest `window` commits that this replica has read, verified as they came."""
+    """The newest `window` commits that this replica has read.  Each was verified when it was read."""
 
     def __init__(self, store: Readable, window: int) -> None:
         self._store = store
@@ -41,7 +42,7 @@ class Chain:
         return self._commits[t]
 
     def read_before(self, t: int) -> None:
-        """Read the window of commits before t, all of which must be there."""
+        """Read the window of commits before t.   Raise ChainBroken if one is missing."""
         for u in range(max(0, t - self._window), t):
             if self.read(u) is None:
                 raise ChainBroken(
@@ -50,15 +51,15 @@ class Chain:
                 )
 
     def refuse_gap(self, t: int) -> None:
-        """Raise ChainBroken if step t only looks open: a commit that vanished must not be written anew."""
+        """Raise ChainBroken if commit t existed and is lost: it must not be written again."""
         refuse_gap(self._store, t)
 
     def anchors(self, t: int) -> dict[str, str]:
-        """The registers that must stand before commit t is written: key -> digest of the body as it was read."""
+        """Return the registers that must exist when commit t is written: key -> digest of the body that was read."""
         return {layout.commit_key(u): self._digests[u] for u in range(t - ANCHORS, t) if u in self._digests}
 
     def accept_commit(self, t: int, body: bytes) -> Commit:
-        """Take `body` as commit t after checking that it follows the known commit before it."""
+        """Check that `body` follows the known commit t−1, and keep it as commit t."""
         commit = self._decode_commit(t, body)
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
@@ -81,7 +82,7 @@ class Chain:
             return Commit.decode(body)
         except WireError as error:
             raise WireError(
-                f"{self._store.url}/{layout.commit_key(t)}: {error}. Nothing is decided in its place. Restore the "
+                f"{self._store.url}/{layout.commit_key(t)}: {error}. No other commit replaces it. Restore the "
                 f"object from a backup, or delete it if step {t} was never taken, and run the same command again"
             ) from error
 
@@ -89,20 +90,20 @@ class Chain:
         return self._commits.get(t)
 
     def commit_digest(self, t: int) -> str | None:
-        """Digest of commit t's bytes; None before the first step."""
+        """Return the digest of commit t's bytes; None if this replica does not know it, as for t = −1."""
         return self._digests.get(t)
 
     def fence_before(self, t: int) -> dict[str, int]:
-        """The fence that step t's offers must respect: the one of commit t−1, which must have been read."""
+        """Return the fence for step t's offers: that of commit t−1, which must have been read."""
         return self._commits[t - 1].fence if t else {}
 
     def recent_commits(self, t: int, count: int) -> list[Commit]:
-        """Known commits t−1, …, t−count."""
+        """Return those of the commits t−1, …, t−count that this replica knows, the newest first."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
 
 
 def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsLost:
-    """The error for a record that this process has read and the store does not have any more.   step: the open one."""
+    """Return the error for a record that this process has read and the store has lost.   step: the open step."""
     return RecordsLost(
         f"{url}/{key} {how}, though this run has reached step {step}: the store was emptied, or swapped for another. "
         "Nothing was committed there. Bring the run's objects back (mount, backup, a bucket's versions) and run the "
@@ -111,10 +112,11 @@ def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsL
 
 
 def refuse_gap(store: Readable, t: int) -> None:
-    """Raise ChainBroken if commit t + 1 is there and commit t, which the caller did not find, still is not.
+    """Raise ChainBroken if commit t + 1 exists and commit t, which the caller did not find, is still missing.
 
-    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  An
-    object that is not a commit shows nothing: any writer may have put it there, and step t + 1 will end at it.
+    Both may have been written since the caller's read.  Commit t is always written before t + 1, so t is read last
+    here.  An object that is not a commit proves nothing, because any writer of the bucket may have put it there;
+    replicas will stop when they reach it.
     """
     if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(
@@ -131,7 +133,7 @@ def _is_commit(body: bytes | None, t: int) -> bool:
 
 
 def first_open_step(store: Readable, known: int = 0) -> int:
-    """The first step without a commit, by GETs from a step that is known to be decided (or 0) on."""
+    """Return the first step without a commit.   known: a step up to which all are known to be decided, or 0."""
     while store.get(layout.commit_key(known)) is not None:
         known += 1
     refuse_gap(store, known)

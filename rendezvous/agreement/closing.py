@@ -1,4 +1,4 @@
-"""Closing of the open step: the slots that have offered, the time to close, and the text of the commit.
+"""Closing of the open step: the offers that exist, the time to close, and the content of the commit.
 
     at every look   fresh offers ── fewer than m ──────────────────▶ wait
                          │ m or more
@@ -10,12 +10,12 @@
                          │ yes
                     put_once commit.json: fresh and late offers, weights, fence, pace
 
-Every replica whose own offer is durable looks at once; the one that came last finds all others, and closes.  Three
-lead: they look again when it may be time (rules.resolved_in).  The others ask by one LIST whether a look is worth it,
-and from then on only for commit.json.  LIST is a hint: before a commit every absent offer is asked for by GET.
-put_once picks one of several that close.
+Every replica looks as soon as its own offer is durable; the last one finds all other offers, and closes.  Otherwise
+three replicas lead (rules.commit_rank): they look again when the decision may have changed (rules.resolved_in).  The
+others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for some time.  LIST is a hint:
+before a commit every absent offer is read by GET.  If several replicas close at once, put_once lets one of them win.
 
-Not promised: that the committer survives to read its own commit.  No replica needs it for that.
+Not promised: that the closer survives to read its own commit.  The others do not need it.
 """
 
 from collections.abc import Iterable
@@ -34,14 +34,14 @@ from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Commit, Listed, Offer, new_nonce
 from rendezvous.store import Store, put_once
 
-FEW = 2  # missing offers at which a replica that does not lead looks as well
-LED_BEATS = 4  # until it looks all the same, about `dead_after`; in a crowd, where a look costs more, twice as many
+FEW = 2  # if at most so many offers are missing, a replica that does not lead looks as well
+LED_BEATS = 4  # beats, about `dead_after`, after which it looks anyway; twice as many in a large fleet
 
 
 class Committer:
-    """One replica's looks at the open step, and its attempts to close it.
+    """One replica's attempts to close the open step.
 
-    offers: the offers that it knows; `offers.step` is the open step.   together: runs requests that go together.
+    offers: the offers that it knows; `offers.step` is the open step.   together: makes several requests at a time.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Committer:
         return self._offers.step
 
     def try_to_commit(self, wait: StepWait, snapshot: int) -> str:
-        """Close the step if it is time; -> why not yet, or "" when it is decided.
+        """Close the step if it is time.   Return why it stays open, or "" when it is decided.
 
-        snapshot: step of the newest one known.
+        snapshot: step of the newest known snapshot.
         """
         if wait.idle < wait.next_attempt:
             return wait.why
         wishes = self._members.wanted
-        first = wait.next_attempt == 0.0  # the last to offer sees all others at its first look
+        first = wait.next_attempt == 0.0  # the replica that offers last sees all other offers at its first look
         rank = rules.commit_rank(self._step, layout.slot_index(self._members.slot), wishes.replicas or wishes.universe)
         if rank == rules.LED and not self._looks_though_led(wait, wishes):
             wait.why = "lets others close first"
@@ -92,7 +92,7 @@ class Committer:
         return wait.why
 
     def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
-        """Whether nearly all slots have offered, or the leaders had time enough to find out that a replica is dead."""
+        """Whether a replica that does not lead looks: few offers are missing, or the leaders had enough time."""
         patience = LED_BEATS * self._timing.beat * (1 + self._is_large_fleet(wishes))
         if wait.idle >= patience or self._nearly_complete(wishes):
             return True
@@ -108,13 +108,13 @@ class Committer:
         return len(expected - self._listed_slots()) <= FEW
 
     def _listed_slots(self) -> set[str]:
-        """Slots that have offered the open step, as far as LIST knows, which may be late."""
+        """Return the slots whose offers LIST shows for the open step; LIST may be out of date."""
         return self._offers.known_slots | {
             layout.offer_slot(key) for key in self._store.list(layout.offers_prefix(self._step))
         }
 
     def _look_for_offers(self, wait: StepWait, wishes: Wanted) -> tuple[dict[str, Offer], str]:
-        """Return fresh offers, and the reason against closing; "" only if the absent were asked for by GET."""
+        """Return the fresh offers, and why the step stays open; "" only after a GET for each absent offer."""
         crowd = self._is_large_fleet(wishes)
         fresh, why_not, soon = self._assess_offers(
             self._listed_offers(wishes) if crowd else self._fresh_offers(wishes), wait, wishes
@@ -127,7 +127,10 @@ class Committer:
     def _assess_offers(
         self, fresh: dict[str, Offer], wait: StepWait, wishes: Wanted
     ) -> tuple[dict[str, Offer], str, float]:
-        """Return the offers, the reason against closing with them, and its seconds (0: no reason, or not known)."""
+        """Return the offers, the reason against closing with them, and for how many seconds it holds.
+
+        The seconds are 0 if there is no reason, or if they are unknown.
+        """
         wait.count_quorum(len(fresh) >= wishes.min_replicas)
         awaited = self._awaited_slots(fresh, wishes)
         why_not = self._why_not(fresh, awaited, wishes, wait.waited)
@@ -146,9 +149,9 @@ class Committer:
         return ""
 
     def refuse_lost_anchors(self) -> None:
-        """Raise RecordsLost unless the two commits before the open step stand as they were read.
+        """Raise RecordsLost if one of the two commits before the open step is missing or has changed.
 
-        In the first two steps, where there are not two, this replica's own claim must stand as well.
+        In the first two steps, which have fewer commits before them, also check this replica's own claim.
         """
         anchors = self._chain.anchors(self._step)
         if self._step < ANCHORS:
@@ -158,7 +161,7 @@ class Committer:
                 raise lost_record(self._store.url, key, self._step, "is gone" if body is None else "is another one")
 
     def refuse_lower_quorum(self) -> None:
-        """Raise RecordsLost if wishes that earlier closers went by are gone."""
+        """Raise RecordsLost if a control record that earlier closers followed is lost."""
         members = self._members
         commits = self._chain.recent_commits(self._step, self._rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
@@ -166,7 +169,7 @@ class Committer:
             refuse_lower_quorum(self._store, members.wanted, commits)
 
     def _fresh_offers(self, wishes: Wanted) -> dict[str, Offer]:
-        """Eligible offers for the open step, by slot, as far as they are durable now."""
+        """Return slot -> eligible offer for the open step, for all that are durable now."""
         return self._offers_of(self._possible_slots(wishes))
 
     def _offers_of(self, slots: Iterable[str]) -> dict[str, Offer]:
@@ -177,12 +180,12 @@ class Committer:
         return found
 
     def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
-        """The same as far as LIST knows, which may be late: one request names the slots, new offers are read."""
+        """Return the same for the slots that one LIST shows; it may be out of date.  Only new offers are read."""
         there = self._listed_slots()
         return self._offers_of(slot for slot in self._possible_slots(wishes) if slot in there)
 
     def _late_offers(self, s: int, wishes: Wanted) -> list[Offer]:
-        """Eligible offers for step s that no commit has listed.  Each may be listed once, by the chain alone."""
+        """Return the eligible offers for step s that no commit has listed.  The chain lists each at most once."""
         if s < 0:
             return []
         since = self._chain.recent_commits(self._step, self._step - s)
@@ -190,13 +193,13 @@ class Committer:
         return [*self._offers.standing_offers(s, missing).values()]
 
     def _possible_slots(self, wishes: Wanted) -> list[str]:
-        """All slots that can exist, ours at least."""
+        """Return all slots that can exist, at least this replica's."""
         return sorted({*wishes.slot_names, self._members.slot})
 
     # ------------------------------------------------------------------ is it time?
 
     def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
-        """Slots that are expected to offer and have not; their beats are read."""
+        """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
         members = self._members
         wanted = wishes.slot_names[: wishes.replicas]
         recent = self._chain.recent_commits(self._step, 2)
@@ -208,11 +211,11 @@ class Committer:
         return expected - set(fresh) - {members.slot}
 
     def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
-        """Say why the step should not be closed now; "" if it may be."""
+        """Return why the step should not be closed now; "" if it may be closed."""
         members = self._members
         m = wishes.min_replicas
         if members.slot not in fresh:
-            return "has no offer of its own that counts"  # only a replica with one knows the θ that the step is about
+            return "has no offer of its own that counts"  # without one its θ may differ from that of this step
         if len(fresh) < m:
             missing = self._describe_missing(fresh, wishes)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
@@ -228,7 +231,7 @@ class Committer:
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
-        """Seconds until another look is of use, if all goes on as it does; 0 for at once, or not known."""
+        """Return the seconds until another look is useful if all replicas go on as now; 0: at once, or unknown."""
         mine = fresh.get(self._members.slot)
         status = self._members.status
         missing = wishes.min_replicas - len(fresh)
@@ -241,7 +244,7 @@ class Committer:
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
     def _describe_missing(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
-        """Name the slots that are missing, each with the last sign of it."""
+        """Return a text that names the missing slots, each with its last known state."""
         missing = [s for s in wishes.slot_names[: wishes.replicas] if s not in fresh]
         peers = self._members.peers
         limit = self._timing.dead_after
@@ -251,7 +254,7 @@ class Committer:
     def _check_wishes(self, wishes: Wanted) -> str:
         """Return "" unless the operator has new wishes (a slot, or m).
 
-        A commit goes by every wish that was durable before its closer looked.
+        A commit follows every wish that was durable before its closer looked.
         """
         heard = self._members.hear_wishes(self._store)
         return "" if heard.records == wishes.records else "the operator has new wishes"
@@ -285,7 +288,7 @@ class Committer:
         )
 
     def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
-        """Return the fence: no generation below the newest claim of its slot may offer after this step."""
+        """Return slot -> the newest claimed generation.  After this step, no earlier generation may offer."""
         fence = dict(self._chain.fence_before(self._step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
@@ -305,7 +308,7 @@ class Committer:
 
 
 def _as_listed(o: Offer) -> Listed:
-    """The offer as a commit lists it, without a weight yet."""
+    """Return the offer in the form that a commit lists, still without its weight."""
     return Listed(
         step=o.step,
         slot=o.slot,

@@ -1,21 +1,21 @@
 """The holders of slots, the replicas that seem alive, and the operator's wishes.
 
     claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
-    beat      alive/{slot}.json, overwritten; believed only while its counter changes
-    control   control/000000, 000001, …  folded in order: the operator's present wishes
+    beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
+    control   control/000000, 000001, …  read in order, each changing the wishes before it: the present wishes
 
-`Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
-The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
-fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the replica ends.
-Every tick beats; it asks for everything else as rarely as it may, because a fleet asks all day:
+`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  Its parts are
+independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any other error
+is reported and tried again.  If it fails too often, `tick` raises HeartbeatLost and the replica ends.
+Every tick writes a beat.  All other requests are as rare as possible, because they add up over a day:
 
-    control       every 2 beats: a stop may take so long to be heard
+    control       every 2 beats: a stop may wait that long
     successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
-    commit        while training, when it can be there (rules.may_be_decided); now and then before
-    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for, and
-                  once per step of those that may still miss this replica's last body (`owed`)
+    commit        while training: often once the step may be decided (rules.may_be_decided), rarely before
+    other beats   while starting, and in steps 0 and 1: all.  Later only the slots for which a step waits, and,
+                  once per step, the slots that may still need this replica's last body (`owed`)
 
-Not promised: that a beating slot makes progress, or that a silent one is dead.
+Not promised: that a slot with a beat makes progress, or that a silent slot is dead.
 """
 
 import math
@@ -34,11 +34,11 @@ from rendezvous.store import Readable, Store, put_once
 
 R = TypeVar("R", bound=Record)
 
-CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so many beats
-SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for that long
-JITTER = 0.8  # of a period: a look is due although a sleep was a little short
+CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
+SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
+JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
 
-# The settings that a control record overrides by naming them.
+# A control record overrides those of these settings that it contains.
 FOLDED = (
     "replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep",
     "spent",
@@ -47,9 +47,10 @@ FOLDED = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
+    """The operator's present wishes.
 
-    former: places that stood in earlier records.   highest_quorum: the most that min_replicas ever was.
+    universe: the largest `replicas` of any record, which is the number of slots that can exist.
+    former: places of earlier records.   highest_quorum: the largest `min_replicas` of any record.
     places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """
 
@@ -71,7 +72,7 @@ class Wanted:
     highest_quorum: int = 1
 
     def with_control(self, control: Control) -> "Wanted":
-        """Return these wishes, changed by one more control record."""
+        """Return these wishes as one more control record changes them."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         return replace(
             self,
@@ -105,9 +106,10 @@ class Wanted:
 
 
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
-    """Fold all control records from `wanted.records` on into the wishes.  Any other object counts for nothing.
+    """Apply all control records from number `wanted.records` on to the wishes, and return the result.
 
-    Such an object takes its number all the same.  Raises RecordsLost if the first one is not a control record.
+    An object that is not a control record is skipped, and uses up its number.   Raise RecordsLost if number 0 is such
+    an object.
     """
     wanted = wanted or Wanted()
     while (body := store.get(layout.control_key(wanted.records))) is not None:
@@ -121,7 +123,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 def _refuse_first(store: Readable, n: int) -> None:
-    """Raise RecordsLost if control/{n}, which is not a control record, is the first."""
+    """Raise RecordsLost if n is 0.   n: the number of an object that is not a control record."""
     if n == 0:
         raise RecordsLost(
             f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another program "
@@ -130,7 +132,7 @@ def _refuse_first(store: Readable, n: int) -> None:
 
 
 def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have taken; None, for all readers alike, if it is not a record."""
+    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
     try:
         return kind.decode(body)
     except WireError:
@@ -139,17 +141,17 @@ def decode_or_none(kind: type[R], body: bytes) -> R | None:
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
 _RESTORE = (
-    "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects "
-    "below this URL; then run the same command again"
+    "Restore the object (from the bucket's versions, or a backup); remove every rule or program that expires, deletes "
+    "or overwrites objects below this URL; then run the same command again"
 )
 
 
 def refuse_lost(store: Readable, wanted: Wanted) -> None:
-    """Raise RecordsLost if control records have vanished: the others would lower the quorum and drop the budget.
+    """Raise RecordsLost if a control record has vanished; without it the quorum and the budget may be wrong.
 
-    A later record shows a gap; a committed step shows that there was a first one.  Any other object shows nothing: any
-    writer may have put it there.  LIST is a hint: it may lag.  All of them may have been written since the wishes were
-    read: the missing one is there before they are, so it is read last.
+    A later control record proves a gap; a committed step proves that there was a first record.  Any other object proves
+    nothing, because any writer may have put it there.  LIST may be out of date.  All these records may also be newer
+    than `wanted`.  They are written in order, so the missing one is read last here.
     """
     later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
@@ -161,7 +163,7 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
 
 
 def controls_above(store: Readable, n: int) -> list[Control]:
-    """The control records with a higher number than n, in order, as far as a LIST shows them."""
+    """Return the control records with numbers above n, in order; those that LIST does not show are missing."""
     numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
     bodies = [(m, store.get(layout.control_key(m))) for m in numbers if m > n]
     found = [(m, decode_or_none(Control, body)) for m, body in bodies if body is not None]
@@ -169,9 +171,9 @@ def controls_above(store: Readable, n: int) -> list[Control]:
 
 
 def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
-    """Raise RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
+    """Raise RecordsLost if a commit has a higher quorum than every control record that is left.
 
-    A commit goes by wishes that were durable before it, so such a wish was there, and is not any more.
+    A commit follows control records that were durable before it, so the record with its quorum existed and is lost.
     """
     known = max(wanted.highest_quorum, wanted.min_replicas)
     for commit in commits:
@@ -184,7 +186,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
 
 
 def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
-    """Append one control record; -> the wishes with it folded in."""
+    """Append one control record.   Return the wishes as it changes them."""
     if "places" in wishes:
         wishes["places"] = tuple(wishes["places"])  # type: ignore[arg-type]
     while True:
@@ -201,20 +203,20 @@ def _check_wishes(record: Control) -> None:
     for name in ("replicas", "steps", "min_replicas"):
         count = getattr(record, name)
         if count is not None and count < 1:
-            raise ValueError(f"{name} = {count} is not possible: the least is 1. To end a run, stop it")
+            raise ValueError(f"{name} = {count} is not possible: the least is 1. To end a run, use stop")
         if count is not None and count > layout.MOST_SLOTS and name != "steps":
-            raise ValueError(f"{name} = {count} means nothing here, the most is {layout.MOST_SLOTS}")
+            raise ValueError(f"{name} = {count} is not possible: the most is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
-            raise ValueError(f"{name} = {most} means nothing here; a number from 0 on, 0 for none")
+            raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means none")
     if record.drain is not None:
         layout.slot_index(record.drain)
 
 
 def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
-    """Claims of the slot's generations after `above`, in order.
+    """Yield the claims of the slot's generations after `above`, in order.
 
-    An object that is not a claim of this slot and generation takes its number, and counts for nothing.
+    An object that is not a claim of this slot and generation is skipped, and uses up its number.
     """
     generation = above + 1
     while (body := store.get(layout.claim_key(slot, generation))) is not None:
@@ -224,12 +226,12 @@ def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:
-    """The claim that took the slot last; None if there is none."""
+    """Return the slot's claim with the highest generation; None if there is none."""
     return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
-    """The claim of this generation of the slot; None if there is none."""
+    """Return the claim of this generation of the slot; None if there is none."""
     body = store.get(layout.claim_key(slot, generation))
     return None if body is None else _claim_in(body, slot, generation)
 
@@ -240,18 +242,18 @@ def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
 
 
 def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
-    """The goodbye of this generation; None if there is none."""
+    """Return the leave record of this generation; None if there is none."""
     body = store.get(layout.leave_key(slot, generation))
     found = None if body is None else decode_or_none(Leave, body)
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0, started: int = 0) -> int:
-    """Take the next generation of a slot; -> the generation.   Raises Fenced where this process must end.
+    """Claim the next generation of a slot, and return it.   Raise Fenced if this process must end.
 
-    Of two launches that claim at the same moment the loser ends, for good.  If it took the generation after, two
-    launchers would fence each other for ever.  A launch that its platform starts again ends as well, if a later launch
-    has claimed the slot (or a claim names a later one).
+    If two launches claim at the same moment, the loser ends.  If it claimed the next generation instead, two launchers
+    would fence each other without end.  A launch that its platform restarts also ends if a later launch has claimed the
+    slot.
     """
     generation = 1
     while True:
@@ -270,7 +272,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
 
 
 def launch_of(host: str, slot: str) -> int:
-    """Number of the slot's launch that made a claim: "modal/r01.3" -> 3; 0 where its host does not tell."""
+    """Return the launch number in a claim's `host`: "modal/r01.3" -> 3; 0 if the host has none."""
     place, _, number = host.rpartition(".")
     return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
 
@@ -300,7 +302,7 @@ class BeatStatus:
 
 
 class Membership:
-    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures other than RendezvousErrors."""
+    """One replica's view of the others; `tick` updates it.   emit: called for errors that are not RendezvousErrors."""
 
     def __init__(
         self,
@@ -327,14 +329,14 @@ class Membership:
         self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
-        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake_s` when we began it, seconds that it should take
-        self.owed: set[str] = set()  # slots that may still miss our body of the step before
+        self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` at its begin, and its expected seconds
+        self.owed: set[str] = set()  # slots that may still need this replica's body of the step before
         self.status, self.wanted = BeatStatus(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._untrusted: dict[str, int] = {}
-        self.fenced_by = 0  # the generation that took the slot, once seen
+        self.fenced_by = 0  # the later generation that claimed the slot; 0 while none is known
         self.decided = -1  # highest step whose commit a tick has seen
-        self.heartbeat_lost: BaseException | None = None  # why `tick` is not called any more; set by its caller
+        self.heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
         self._parts = Parts(emit)
 
     @property
@@ -343,34 +345,34 @@ class Membership:
         return f"{self.slot}-{self.generation}"
 
     def check_alive(self) -> None:
-        """Raise HeartbeatLost once `tick` is not called any more: this replica would hear of nothing."""
+        """Raise HeartbeatLost if `tick` is not called any more: this replica would not see stops or successors."""
         if (why := self.heartbeat_lost) is not None:
             raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this replica ends too: {why}") from why
 
     def refuse_if_fenced(self) -> None:
-        """Raise Fenced once a later generation holds the slot, HeartbeatLost as `check_alive` does."""
+        """Raise Fenced if a later generation holds the slot; raise HeartbeatLost as `check_alive` does."""
         self.check_alive()
         if self.fenced_by > self.generation:
             raise Fenced(
                 f"{self.slot} now belongs to generation {self.fenced_by}; this process (generation "
-                f"{self.generation}) goes. What it offered still counts"
+                f"{self.generation}) goes. Its offers still count"
             )
 
     def claim(self, store: Store) -> int:
-        """Take the slot, and hear the operator's wishes; -> the generation."""
+        """Claim the slot and read the operator's wishes.   Return the generation."""
         self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid, started=self._started)
         self.hear_wishes(store)
         return self.generation
 
     def hear_wishes(self, store: Store) -> Wanted:
-        """Read the operator's wishes that are new; -> all of them."""
+        """Read new control records.   Return the operator's present wishes."""
         heard = read_control(store, self.wanted)
-        if heard.records > self.wanted.records:  # another thread may have heard more meanwhile
+        if heard.records > self.wanted.records:  # another thread may have read more records meanwhile
             self.wanted = heard
         return heard
 
     def note_offer(self, offer: Offer) -> None:
-        """Note an offer: if the beat of its slot had stopped, that generation's beat is not trusted any more."""
+        """Note an offer.  If the beat of its generation had stopped, never trust that generation's beats again."""
         peer = self.peers.get(offer.slot)
         if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
             self._untrusted[offer.slot] = offer.generation
@@ -379,8 +381,8 @@ class Membership:
     def begin_step(self, pace: float, owed: set[str]) -> None:
         """Note that this replica begins to train for the open step.
 
-        pace: seconds that an outer step should take, 0 if that is not known.
-        owed: slots that may still miss this replica's body of the step before.
+        pace: expected seconds of an outer step, 0 if unknown.
+        owed: slots that may still need this replica's body of the step before.
         """
         self._opened = self.awake_s
         self._pace = pace
@@ -389,19 +391,19 @@ class Membership:
 
     @property
     def awake_s(self) -> float:
-        """Seconds since this replica began, without its own pauses: at most four beats per tick."""
+        """Seconds since this replica began, without suspensions: at most four beats are counted per tick."""
         awake, ticked = self._ticked
         return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 
     def tick(self) -> None:
-        """Beat; look for a successor, for commits that other replicas made, for other beats, for wishes."""
+        """Write a beat; look for a successor, a commit, the other replicas' beats and the operator's wishes."""
         self._ticked = self.awake_s, self._clock.now()
         self._parts.run(
             self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
         )
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
-        """Call act() if it was last done a period ago.  A failure does not count; after a pause everything is due."""
+        """Call act() if its last success is at least a period ago.  So after a long pause every look is due."""
         now = self._clock.now()
         name = act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
@@ -433,7 +435,7 @@ class Membership:
         self._store.put(layout.beat_key(self.slot), beat.encode())
 
     def say_goodbye(self) -> None:
-        """Write a last beat, of phase "left"; an error of the store is ignored."""
+        """Write a last beat, with phase "left".  Ignore an error of the store."""
         self.status.phase = "left"
         try:
             self._beat()
@@ -466,10 +468,9 @@ class Membership:
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
     def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
-        """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
+        """Read the beats of these slots that are due: last read one beat (or `apart` seconds) ago, or maybe dead now.
 
-        In a crowd, `LARGE_FLEET` per beat: those that were not read for longest.  Advisory: a failed read is repeated
-        the next time.
+        Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """
         a_beat = JITTER * self._timing.beat
         now = self.awake_s
@@ -477,7 +478,7 @@ class Membership:
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
-            when = self.awake_s, self._clock.wall()  # before the request: a slow one makes no replica look dead
+            when = self.awake_s, self._clock.wall()  # taken before the request, so its duration ages no beat
             with suppress(RendezvousError):
                 self._observe_beat(slot, read_beat(self._store, slot), when)
 
@@ -488,18 +489,18 @@ class Membership:
         return dies or ago >= apart
 
     def _observe_beat(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
-        """Note the beat that a look found.   when: seconds awake and wall clock before the request."""
+        """Note the beat that was read, or None.   when: seconds awake and wall clock before the request."""
         old = self.peers.get(slot)
         if old is not None and when[0] < old.read[0]:
-            return  # another thread has asked since
+            return  # another thread has read a newer one
         self._read_at[slot] = when[0]
         if beat is None and old is not None:
-            beat = old.beat  # it is gone, or another object has overwritten it: nothing moves
+            beat = old.beat  # the beat is gone or overwritten by another object: count it as unchanged
         if beat is not None:
             self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
-        """The last observation of a slot's beat, aged as if nothing had moved since."""
+        """Return the last observation of a slot's beat, aged to now as if the beat had not changed."""
         peer = self.peers.get(slot)
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
@@ -511,7 +512,7 @@ class Membership:
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
-    """Raise RecordsLost if this replica's claim is gone, or is another's: then it is another run's store."""
+    """Raise RecordsLost if this replica's claim is gone or was made by another process: the store is another one."""
     key = layout.claim_key(mine.slot, mine.generation)
     body = store.get(key)
     found = None if body is None else _claim_in(body, mine.slot, mine.generation)
@@ -526,10 +527,10 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
 def refuse_forgotten_steps(
     store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
 ) -> None:
-    """Raise RecordsLost if a heartbeat or a goodbye has reached a step and the commit before that step is not there.
+    """Raise RecordsLost if a heartbeat or a leave record names a later step whose commit before it is missing.
 
-    step: the first without a commit, as a joiner finds it.   fence: of the newest commit.   Only for runs under a key:
-    in others any writer of the bucket may write a beat.
+    step: the first step without a commit that a joining replica found.   fence: that of the newest commit.
+    Called only in runs with a key; in other runs any writer of the bucket may write a beat.
     """
 
     def reached_by(slot: str) -> int:
@@ -541,12 +542,13 @@ def refuse_forgotten_steps(
         if reached > step and store.get(layout.commit_key(reached - 1)) is None:
             raise RecordsLost(
                 f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "
-                f"{step - 1}: later ones were deleted. They would be decided anew, and otherwise. {_RESTORE}"
+                f"{step - 1}: later ones were deleted. The run would decide these steps again, with other results. "
+                f"{_RESTORE}"
             )
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
-    """A slot's heartbeat as it stands; None if there is none, or another object is there."""
+    """Return a slot's present heartbeat; None if there is none, or if the object is not this slot's heartbeat."""
     body = store.get(layout.beat_key(slot))
     beat = None if body is None else decode_or_none(Beat, body)
     return beat if beat is not None and beat.slot == slot else None
@@ -555,10 +557,11 @@ def read_beat(store: Readable, slot: str) -> Beat | None:
 def updated_peer(
     old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
 ) -> Peer:
-    """Return the observation of a peer that follows `old`, by the `beat` that stands there.
+    """Return the observation of a peer after `old`, when `beat` was read.
 
-    read: (seconds awake, wall clock) of the observer when it asked.   period: seconds between two beats.
-    Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
+    read: (seconds awake, wall clock) of the observer before it read the beat.   period: seconds between two beats.
+    Older beats are ignored: a fenced process writes to the same key as its successor, and any writer may restore an old
+    beat.
     """
     if old is None:
         return Peer(beat, read=read)

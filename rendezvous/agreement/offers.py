@@ -1,15 +1,16 @@
-"""The offers that count, as far as this replica has read them.
+"""The eligible offers that this replica has read.
 
     steps/{s}/offer/{slot}.0, .1, …    write-once; a slot's offer for step s is the first eligible one
        │
-       ├─ none of this run: another step, slot or codec; a digest of another kind; a generation never claimed
-       ├─ not eligible: made from another state than the chain's, or by a generation that was fenced before
-       └─ eligible, and so for ever: it is read once
+       ├─ rejected: another step, slot or codec; a digest of another kind; a generation that was never claimed
+       ├─ not eligible: it started from another θ than the chain's, or an earlier commit fenced its generation
+       └─ eligible: this never changes, so it is read once
 
-Which record is eligible depends on the chain alone, so all replicas find the same one.  The attempt number lets a
-generation offer even if its predecessor left a record that does not count.  A single register per slot would not.
+The chain alone decides which record is eligible, so all replicas find the same one.  The attempt number (.0, .1, …)
+lets a generation offer although its predecessor left a record that does not count; with one register per slot it could
+not.
 
-Not promised: that an offer which is not known here does not exist.  Only a GET made now tells.
+Not promised: that an unknown offer does not exist.  Only a new GET shows that.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,11 +28,11 @@ from rendezvous.store import VOID, Store, put_once
 
 
 class OfferBook:
-    """Eligible offers of the open step and of those before it that a commit may still list.
+    """Eligible offers of the open step, and of earlier steps whose offers a commit may still list.
 
-    on_foreign_base(offer): called where an offer for the open step started from another θ than ours.
-    on_rejected(key, why): called once for each record that lies where an offer belongs and is not one.
-    together: runs requests that go together.
+    on_foreign_base(offer): called if an offer for the open step started from another θ than this replica's.
+    on_rejected(key, why): called once for each record under an offer's key that is not a valid offer.
+    together: makes several requests at the same time.
     """
 
     def __init__(
@@ -59,26 +60,26 @@ class OfferBook:
         self.base = ""
 
     def open_step(self, step: int, base: str) -> None:
-        """Make `step` the open one; it starts from the state with digest `base`."""
+        """Make `step` the open step.   base: digest of the θ from which it starts."""
         self.step = step
         self.base = base
         self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self._rules.window}
 
     @property
     def known_slots(self) -> set[str]:
-        """Slots whose offer for the open step was read."""
+        """Slots whose eligible offer for the open step this replica has read."""
         return {slot for step, slot in self._offers if step == self.step}
 
     def has_offered(self, slot: str) -> bool:
-        """Whether this slot has an offer that counts for the open step, by any of its generations."""
+        """Whether a generation of this slot has an eligible offer for the open step."""
         return self.standing_offer(self.step, slot) is not None
 
     # ------------------------------------------------------------------ our own
 
     def announce(self, mine: Offer) -> Offer:
-        """Write this replica's offer under the first free attempt number; -> the slot's offer that counts.
+        """Write this replica's offer under the first free attempt number, and return the slot's offer that counts.
 
-        That is a predecessor's, if one is eligible: then ours will never count.
+        If an earlier generation has an eligible offer, return that one: this replica's offer will then never count.
         """
         body = mine.encode()
         attempt = 0
@@ -96,11 +97,11 @@ class OfferBook:
     # ------------------------------------------------------------------ of any slot
 
     def standing_offer(self, s: int, slot: str) -> Offer | None:
-        """A slot's offer for step s: its first eligible record, by any of its generations."""
+        """Return a slot's offer for step s: its first eligible record, by any of its generations; None if none is."""
         return self.standing_offers(s, [slot]).get(slot)
 
     def standing_offers(self, s: int, slots: Iterable[str]) -> dict[str, Offer]:
-        """The offers for step s of those of the slots that have one; their first records are asked for together."""
+        """Return slot -> offer for step s, for the slots that have one.  Their first records are read together."""
         slots = list(slots)
         first = [layout.offer_key(s, slot, 0) for slot in slots if (s, slot) not in self._offers]
         bodies = fetch_together(self._together, self._store.get, first)
@@ -137,7 +138,7 @@ class OfferBook:
     def read_offer(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
         """Decode the record under `key` as the slot's offer for step s.
 
-        Returns None for VOID, and for a record that is no such offer.  Reports the latter once.
+        Return None for VOID, and for a record that is not such an offer.  Report such a record once.
         """
         if body == VOID:
             return None
@@ -155,13 +156,13 @@ class OfferBook:
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
-        """The flaw in its digests, "" for none: a text that is not a digest, or a weaker kind than the run needs."""
+        """Return why a digest of the offer is refused, "" if none is: not a digest, or not of the run's kind."""
         kind = required_digest_kind(self._store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""
 
     def _claim_flaw(self, offer: Offer) -> str:
-        """The flaw in its generation, "" if that was claimed: a made-up number would fence the slot's holder."""
+        """Return why its generation is refused, "" if it was claimed: an invented number would fence the holder."""
         name = offer.slot, offer.generation
         if name not in self._known_claims:
             if read_claim(self._store, *name) is None:

@@ -2,14 +2,15 @@
 
     w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
-    P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience_s)
-    pace  = a full round of the fastest quarter of the fresh offers, took·H/h                   (step_pace)
-    look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
+    P     = max(2·poll, ½·median took)          patience with a replica that makes no progress  (patience_s)
+    pace  = took·H/h, seconds of a full round, for the fastest quarter of the fresh offers      (step_pace)
+    look again in  max over the missing of min(arrival + upload, dead_after − silent)           (resolved_in)
     h_cap = H, or ⌊H / slowness⌋ if full rounds take a third longer than the pace               (next_cap)
-            in the first round: what the others have left to do of theirs                       (first_cap)
+            in the first round: the inner steps that the other replicas still have to do        (first_cap)
 
-Step t can be closed when there are m fresh offers, and every expected slot has offered, is dead, is leaving, or is not
-worth waiting for.  Clocks only enter here, so they only decide when a replica *tries* to close.
+Step t can be closed when there are m = min_replicas fresh offers (offers for step t itself), and every expected slot
+has offered, is dead, is leaving, or is too slow to wait for.  Only these decisions use clocks, so clocks only decide
+when a replica *tries* to close a step.
 """
 
 import math
@@ -21,27 +22,28 @@ from statistics import median
 from rendezvous.codecs import DENSE
 from rendezvous.records.records import Beat, Commit, Listed, Offer
 
-LARGE_FLEET = 12  # slots; with more of them a replica does not look at all others all the time
-LED = 3  # the rank of replicas that let others look first
-ROUNDS = 3  # of a replica; their median tells its speed
+LARGE_FLEET = 12  # slots; in a fleet with more, a replica does not read all the others' heartbeats at every beat
+LED = 3  # the rank of all replicas that let three others look first
+ROUNDS = 3  # rounds of a replica whose median is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # of ‖θ‖: the least length that `norm_factors` takes for typical
+UNSUSPICIOUS = 0.01  # as a part of ‖θ‖: the least norm that `norm_factors` takes as typical
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that all replicas of a run share; part of its mathematics (run.json).
+    """The rules that all replicas of a run share.  They are stored in run.json.
 
-    fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
-    same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
-    snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
-    weighting: the measure by which an offer counts.   norm_gate: its limit, 0 for none.   sync_seconds: a sync is due
-    after that long even if inner steps are missing, 0 for never.
-    shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
-    elements of the shards on whose grid bodies are digested.   announce: the closer of a step that is reduced directly
-    writes the mean down for later readers.
+    fragments: F, the number of fragments.   sync_every: H, inner steps in a full pseudogradient.
+    max_carry: the number of syncs of its fragment for which a late offer may wait for a commit.
+    age_discount: γ, the factor for each such sync.   snapshot_every: outer steps between two snapshots.
+    codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
+    norm_gate: the limit of `norm_factors`, 0 for none.
+    sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
+    shard_from: bytes of a body from which on three or more replicas reduce it in shards.
+    shard_elements: the least number of elements in a shard; each shard of a body has a digest.
+    announce: whether the closer of a step without shards writes the mean to the store, for later readers.
     """
 
     fragments: int = 1
@@ -65,7 +67,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Timing:
-    """Periods and limits in seconds.  They may differ between replicas: nothing that is agreed on depends on them."""
+    """Periods and limits in seconds.  They may differ between replicas, because no agreed value depends on them."""
 
     poll: float = 0.02
     beat: float = 0.2
@@ -80,9 +82,9 @@ class Timing:
 class Peer:
     """One observer's view of a slot's heartbeat.
 
-    silent: seconds since the counter last changed, not counting the observer's own pauses.
-    still: the same for (step, inner).   untrusted_generation: one that offered while its beat stood still; its beat
-    is never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
+    silent: seconds since the beat's counter last changed, without the observer's own pauses.
+    still: the same for (step, inner).   untrusted_generation: a generation that offered although its beat had stopped;
+    its beats are never trusted again.   read: (seconds awake, wall clock) of the observer when it read the beat.
     """
 
     beat: Beat
@@ -101,11 +103,11 @@ class Peer:
         return self.changes > 0 and not self.is_dead(dead_after)
 
     def aged_by(self, seconds: float) -> "Peer":
-        """The view so many seconds later, if nothing has moved since."""
+        """Return this view as it is `seconds` later if the beat does not change."""
         return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
     def in_words(self, dead_after: float) -> str:
-        """Words about a slot that is missing."""
+        """Return a text about a slot whose offer is missing."""
         if self.beat.phase == "left":
             return "has left"
         if self.is_dead(dead_after):
@@ -114,18 +116,18 @@ class Peer:
 
 
 def round_to_fp32(x: float) -> float:
-    """Round x to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
+    """Round x to the nearest fp32 number, as np.float32 does: ties to even; infinity if x is too large."""
     return array("f", [x])[0]
 
 
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
-    """Seconds for which `new` has stood there at least, if the same observer read `old` there `elapsed` seconds before.
+    """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
 
-    Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
-    rest of the observer's time it was silent, and `old` had been there for `old.silent` by then.  The least of these
-    answers counts, so that one wrong clock never makes a living replica look dead.  From look to look this keeps the
-    least age that any look has found, so the age may be too short.  `DRIFT` shortens it further, so that the errors of
-    two clocks do not add up.  A beat that was not there yet at the look before is no older than that look.
+    The writer was alive between the two beats, for the time by its own clock, and for the number of beats that it
+    counted.  In the rest of the observer's time it was silent, after `old.silent` seconds at the earlier look.  The
+    smallest of these ages is returned, so that one wrong clock never makes a living replica look dead; so the age may
+    be too small.  `DRIFT` makes it smaller still, so that the errors of two clocks do not add up.  A beat that was
+    not there at the earlier look is not older than that look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
@@ -140,18 +142,21 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 
 
 def may_be_decided(open_s: float, pace: float) -> bool:
-    """Whether a step can be decided that this replica began `open_s` ago.
+    """Whether the step that this replica began `open_s` seconds ago may be decided by now.
 
-    pace: of the commit before; the others need about that long.
+    pace: that of the commit before, in seconds; the other replicas need about that long.
     """
     return open_s >= 0.8 * pace
 
 
 def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
-    """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
+    """Return the offers of commit t with their weights, which are fp32 numbers and depend on the offers alone.
 
-    steps: h/H.   uniform: 1.   samples: relative to the most in this commit, so that equal offers weigh 1; by steps if
-    an offer does not say how many it has.   A late one is discounted by γ for each sync of the same fragment since.
+    By `rules.weighting` the weight is:
+    steps      h/H
+    uniform    1
+    samples    samples / the most samples of an offer in this commit; h/H if an offer does not give its samples
+    A late offer's weight is multiplied by γ for each sync of its fragment since then.
     """
     factors = norm_factors(offers, rules.norm_gate)
     return tuple(
@@ -161,7 +166,7 @@ def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed
 
 
 def _age_factor(steps: int, rules: Rules) -> float:
-    """Return γ^age by multiplication, because `**` is not rounded alike everywhere."""
+    """Return γ^age by multiplication, because machines round `**` differently."""
     return math.prod([rules.age_discount] * (steps // rules.fragments))
 
 
@@ -175,17 +180,19 @@ def _offer_shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
 
 
 def says_samples(offers: Iterable[Listed]) -> bool:
-    """Whether all offers give the number of samples inside."""
+    """Whether all offers give their number of samples."""
     return all(o.samples > 0 for o in offers)
 
 
 def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
-    """Factor per offer: 1, or typical/norm where the norm exceeds `limit` × the typical norm.
+    """Return a factor per offer: 1, or typical/norm if the norm exceeds `limit` × the typical norm.
 
-    Typical is the median, or the median per inner step times the offer's own h, if that is more: a short round is no
-    outlier, nor is a long one.  The median leaves zero pseudogradients out; with fewer than three of the others all
-    factors are 1, because an outlier cannot be told.  Nor is a norm below `limit` × 1 % of ‖θ‖ an outlier: where
-    rewards are rare, most pseudogradients are next to nothing, and the long one is of the replica that learned.
+    typical    the larger of two: the median norm, and the median norm per inner step times the offer's h.  So neither
+               a short nor a long round is an outlier
+    zeros      zero pseudogradients are left out of the medians.  With fewer than three others all factors are 1: there
+               are too few to find an outlier
+    small      a norm below `limit` × 1 % of ‖θ‖ is never an outlier.  If rewards are rare, most pseudogradients are
+               almost zero, and the long one comes from the replica that learned
     """
     moving = [o for o in offers if o.norm > 0]
     if limit <= 0 or len(moving) < 3:
@@ -205,14 +212,15 @@ def patience_s(tooks: Iterable[float], poll: float) -> float:
 
 
 def full_round_s(offer: Offer, sync_every: int) -> float:
-    """Seconds that a full round takes its replica: took·H/h."""
+    """Return the seconds that a full round takes the offer's replica: took·H/h."""
     return offer.took * sync_every / offer.h
 
 
 def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
-    """Seconds of a full round of the fastest quarter: the slowest of them, so one odd replica of five hurries none.
+    """Return the seconds of a full round, by the slowest replica of the fastest quarter.
 
-    A zero pseudogradient says nothing about the time that learning takes, unless all are zero.
+    So one unusually fast replica of five does not shorten the rounds of the others.  Zero pseudogradients are left
+    out, unless all are zero: they do not show how long training takes.
     """
     offers = [*fresh]
     rounds = sorted(full_round_s(o, sync_every) for o in [o for o in offers if not o.zero] or offers)
@@ -220,9 +228,9 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 
 
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
-    """Inner steps of a replica that joins in the middle of step t: the median of those that the others have left.
+    """Return the inner steps for a replica that joins during step t: the median of the others' remaining steps.
 
-    With a full round all others would wait for it, for most of a step.  At t = 0 they do so anyway.
+    If it did a full round, all others would wait for it for most of a step.  At t = 0 they wait for it anyway.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
@@ -233,23 +241,23 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
 
 
 def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
-    """Ratio of a full round to the pace; 1 where the difference is no more than four looks."""
+    """Return the ratio of a full round to the pace; 1 if the difference is at most four polls."""
     return round_s / pace_s if round_s - pace_s > 4 * poll and pace_s > 0 else 1.0
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
-    """The most inner steps of the next pseudogradient, so that it is offered with those of the fastest.
+    """Return the most inner steps of the next pseudogradient, so that it is ready when the fastest replicas offer.
 
-    slow: `slowness` of this replica's last three offers.   fresh: whether the last one counted in its own step.
-    One slow round in three is a hiccup, unless the commit left its offer out.  Equal machines differ by less than a
-    third, and keep H, so that their bits are those of any other run.
+    slow: `slowness` of this replica's last three offers.   fresh: whether the last offer counted in its own step.
+    One slow round of three is ignored, unless the commit came without its offer.  Equal machines differ by less than a
+    third, so they keep H, and such a run can be repeated bit for bit.
     """
     factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0
     return sync_every if factor <= 4 / 3 else max(1, int(sync_every / factor))
 
 
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
-    """The flaw of a record among `slot`'s offers for step s, "" if it is an offer; the same for all readers."""
+    """Return why the record is not an offer of `slot` for step s, "" if it is one.  All readers get the same answer."""
     if (offer.step, offer.slot) != (s, slot):
         return f"it speaks of step {offer.step} and {offer.slot}"
     if offer.codec != rules.codec:
@@ -258,15 +266,16 @@ def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
 
 
 def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
-    """Whether the offer started from the chain's state, by a generation that the commit before had not fenced."""
+    """Whether the offer started from the chain's θ and the commit before had not fenced its generation."""
     return offer.base == base and fence.get(offer.slot, 0) <= offer.generation
 
 
 def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
-    """Whether it is fewer bytes to reduce in shards.
+    """Whether a reduction in shards moves fewer bytes.
 
-    Per replica N·S down when direct; S/N up and 2(N−1)/N·S down in shards.  At N = 2 that is the same, and two more
-    round trips.  Top-k's sum is dense, so its shards would not be smaller.
+    Bytes per replica, for N bodies of S bytes:  direct: N·S down;  in shards: S/N up and 2(N−1)/N·S down.
+    At N = 2 both are equal, and shards need two more round trips.  The sum of top-k bodies is dense, so their shards
+    would not be smaller.
     """
     return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
@@ -274,11 +283,13 @@ def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
 def slots_to_expect(
     t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, wanted: Sequence[str]
 ) -> set[str]:
-    """Slots that step t should wait for: listed in commits t−1 and t−2; at t = 1 also those that beat.
+    """Return the slots that step t should wait for.
 
-    A slot that said that it leaves is not expected, nor one whose next generation is still starting.  (A beat of the
-    listed generation with phase "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen,
-    unless it is silent.
+    t = 0      every wanted slot, even one that is starting or was never seen, unless it is silent
+    t = 1      the slots that commit 0 lists, and those that beat
+    t ≥ 2      the slots that commits t−1 and t−2 list
+    A slot is not expected if it announced that it leaves, or if its next generation is still starting.  (A beat of the
+    listed generation with phase "boot" is only old.)
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:
@@ -292,14 +303,14 @@ def slots_to_expect(
 
 
 def is_restarting(peer: Peer | None, generation: int) -> bool:
-    """Whether a later generation of this slot has begun and does not train yet."""
+    """Whether a generation of this slot after `generation` has started and does not train yet."""
     return peer is not None and peer.beat.generation > generation and peer.beat.phase in STARTING
 
 
 def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
-    """Seconds until this slot should offer step t, or None where it shows no progress.
+    """Return the seconds until this slot should offer step t, or None if it makes no progress.
 
-    limit: seconds without a finished inner step that are not a sign of trouble.
+    limit: the longest normal time without a finished inner step, in seconds.
     """
     beat = peer.beat
     round_steps = max(1, rules.sync_every // rules.fragments)
@@ -320,7 +331,10 @@ def waiting_for(
     rules: Rules,
     timing: Timing,
 ) -> dict[str, str]:
-    """Return slot -> reason to wait for it in step t.  Empty: close.   waited: seconds since there were m offers."""
+    """Return slot -> reason to wait for it in step t; empty if the step can be closed.
+
+    waited: seconds since there were m offers.
+    """
     took = median(o.took for o in fresh.values())
     limit = max(2 * timing.poll, 0.5 * took)
     reasons: dict[str, str] = {}
@@ -342,10 +356,10 @@ def waiting_for(
 
 @dataclass(frozen=True)
 class WaitState:
-    """A replica's wait for the others' offers, in seconds.
+    """A replica's wait for the other offers, in seconds.
 
-    waited: since there were m.   took: the median of the offers that are there.   upload: from the last inner step to
-    the offer.   least_pause: between two looks where one was in vain.
+    waited: time since there were m offers.   took: median of the present offers' `took`.
+    upload: time from the last inner step to the offer.   least_pause: the shortest pause after a look without result.
     """
 
     waited: float
@@ -355,10 +369,10 @@ class WaitState:
 
 
 def resolved_in(t: int, peers: Iterable[Peer | None], wait: WaitState, rules: Rules, timing: Timing) -> list[float]:
-    """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
+    """Return, per slot, the seconds until step t need not wait for it any more, smallest first.
 
-    By then the slot has offered, is dead, or has used up all patience: nothing else changes the decision, so a look
-    before is in vain.  (The replica that offers last looks at once, and closes.)
+    By then the slot has offered, counts as dead, or has exceeded the limit of patience.  Nothing else changes the
+    decision, so an earlier look finds nothing new.  (The replica that offers last looks at once, and closes.)
     """
     return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
 
@@ -376,9 +390,9 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
 
 
 def commit_rank(t: int, slot: int, slots: int) -> int:
-    """The rank in which this slot tries to close step t: first (0), second (1), third (2); spread by a hash.
+    """Return this slot's rank in closing step t: 0, 1 or 2 for three slots that a hash chooses, 3 for all others.
 
-    These three lead; the rank of all others is 3: if every replica looked for all offers, a step would ask N² times.
+    If every replica looked for all offers, a step would need N² requests.
     """
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
     return min(LED, mixed % max(1, slots))

@@ -1,14 +1,14 @@
-"""Reading and ending of a run whose control records were lost.
+"""Functions to read and to end a run whose control records were lost.
 
     control/000000 gone, or no record ─┬─▶ no replica joins, no other wish is written   (membership.py: RecordsLost)
-                                       ├─▶ `read_standing_wishes`  the wishes that stand, and every claimed slot
+                                       ├─▶ `read_standing_wishes`  the wishes that are left, and every claimed slot
                                        └─▶ `write_stop`            a stop, under a number that living replicas will read
 
-A stop needs neither the quorum nor the budget that were lost, and the person who pays for a fleet must always be able
-to end it.  Living replicas read the first record when they began; they look only for the next number.
+A stop needs neither the lost quorum nor the lost budget, and the person who pays for a fleet must always be able to end
+it.  Living replicas read the first record at their start; they only look for the next number.
 
-Not promised: that `read_standing_wishes` knows where machines were rented, if a record that named the places is gone;
-nor that replicas hear a stop if the newest record has vanished, because they look for the number after it.
+Not promised: that `read_standing_wishes` knows all rented machines; a record that named their places may be lost.
+Nor that replicas read the stop if the newest record has vanished: they look for the number after it.
 """
 
 from contextlib import suppress
@@ -23,7 +23,10 @@ from rendezvous.store import Readable, Store, put_once
 
 
 def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
-    """Return the operator's wishes, and the loss: "" for none, else the wishes are only those that still stand."""
+    """Return the operator's wishes, and a text that describes a loss of control records, "" if there is none.
+
+    After a loss, the wishes come only from the records that are left.
+    """
     try:
         wanted = read_control(store)
         refuse_lost(store, wanted)
@@ -35,7 +38,7 @@ def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
 def _what_stands(store: Readable) -> Wanted:
     wanted = Wanted()
     with suppress(RecordsLost, Forged):
-        wanted = read_control(store)  # up to the first that is missing
+        wanted = read_control(store)  # up to the first missing record
     for control in controls_above(store, wanted.records):
         wanted = wanted.with_control(control)
     claimed = [slot for key in store.list(layout.CLAIMS) if (slot := layout.claimed_slot(key)) is not None]
@@ -44,7 +47,7 @@ def _what_stands(store: Readable) -> Wanted:
 
 
 def write_stop(store: Store, clock: Clock) -> str:
-    """Ask every replica to leave, even where records were lost; -> the loss, "" for none."""
+    """Ask every replica to leave, even if records were lost.   Return a text that describes the loss, "" for none."""
     try:
         write_control(store, clock, stop=True)
     except (RecordsLost, Forged) as lost:
@@ -54,7 +57,7 @@ def write_stop(store: Store, clock: Clock) -> str:
 
 
 def _append_stop(store: Store, clock: Clock, n: int) -> None:
-    """Write a stop under the first free number from n on.  Never under 0: it would be the run's first record."""
+    """Write a stop under the first free number from n on.  n is never 0, which is the run's first record."""
     won = False
     while not won:
         record = Control(n, new_nonce(), clock.wall(), stop=True)

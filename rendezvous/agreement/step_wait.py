@@ -1,13 +1,14 @@
-"""Durations of a replica's outer steps, and of its waits for them.
+"""Durations of a replica's outer steps, and of its waits for their decisions.
 
-    began ──── inner steps, upload ────▶ offered ──── StepWait ────▶ decided          StepTimes: the whole of it
+    began ──── inner steps, upload ────▶ offered ──── StepWait ────▶ decided          StepTimes: from began to decided
                                             idle ────────────────▶
                                                  m offers ─ waited ─▶
 
-A replica polls ever more seldom, but often around the moment at which the step is due: as if it lasted as long as the
-shorter of the last two.
+The pause between two polls grows with the wait, and is short again around the time when the decision is expected: after
+the shorter duration of the last two steps.
 
-Not promised: wall-clock time.  Sleep does not count as waiting, so a replica that slept does not think the others late.
+Not promised: wall-clock time.  Time in which the process was suspended does not count as waiting, so the replica does
+not take the others for late.
 """
 
 from rendezvous.agreement.rules import ROUNDS, Timing
@@ -17,14 +18,14 @@ from rendezvous.clock import Clock
 class StepTimes:
     """Durations of this replica's last outer steps, from the first inner step to the decision.
 
-    round_s: seconds that a full round takes, by the inner steps of the last one; a pseudogradient may have those of
-    earlier rounds inside, too.   slow: `rules.slowness` of the last ones.
+    round_s: seconds of a full round, computed from the inner steps of the last round alone (a pseudogradient may
+    include inner steps of earlier rounds).   slow: `rules.slowness` of the last rounds.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.began = clock.now()  # seconds, of the work for the open step
-        self._lasted: list[float] = []  # seconds, of the last two steps whose decision it waited for
+        self.began = clock.now()  # when the work for the open step began
+        self._lasted: list[float] = []  # durations in seconds of the last two steps whose decision it waited for
         self.round_s = 0.0
         self.slow: list[float] = []
 
@@ -37,7 +38,7 @@ class StepTimes:
         self.began = self._clock.now()
 
     def note_round(self, inner: int, full: int) -> None:
-        """Note that `inner` inner steps of `full` are done; 0: not known."""
+        """Note that this round had `inner` inner steps (0: not known) of the `full` number."""
         self.round_s = self.took * full / inner if inner else 0.0
 
     def note_slowness(self, factor: float) -> None:
@@ -47,16 +48,16 @@ class StepTimes:
         self._lasted = [*self._lasted[-1:], self.took]
 
     def due_in(self) -> float:
-        """Seconds until the open step is decided, if it lasts as long as the shorter of the last two; 0: not known."""
+        """Return the seconds until the decision if this step is as long as the shorter of the last two; 0: unknown."""
         return max(0.0, self.began + min(self._lasted, default=0.0) - self._clock.now())
 
 
 class StepWait:
-    """A replica's wait for one step.  A standstill of its process counts for four polls at most.
+    """A replica's wait for the decision of one step.  A suspension of its process counts as four polls at most.
 
-    due: seconds until the decision, as `StepTimes.due_in` expects it; 0 if that is not known.
-    idle: seconds since it began to look.   waited: since it saw m fresh offers.
-    next_attempt: `idle` before which it does not try to close.   why: reason against closing at the last attempt.
+    due: seconds until the decision, by `StepTimes.due_in`; 0 if unknown.
+    idle: seconds of this wait.   waited: seconds since the replica saw m fresh offers.
+    next_attempt: the value of `idle` at which it tries to close again.   why: why it did not close at the last attempt.
     """
 
     def __init__(self, clock: Clock, timing: Timing, due: float = 0.0) -> None:
@@ -66,7 +67,7 @@ class StepWait:
         self._looked_at = clock.now()
         self._elapsed = 0.0
         self._since: float | None = None  # `idle` when m fresh offers were last seen
-        self._ripe_since: float | None = None  # `idle` since when nothing speaks against closing
+        self._ripe_since: float | None = None  # `idle` since which there is no reason against closing
         self._overdue_at = 0.0  # `idle` when `is_overdue` was last true
         self.idle = 0.0
         self.waited = 0.0
@@ -75,9 +76,9 @@ class StepWait:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to the next poll: an eighth of the wait so far, so it adds little to any wait, with few requests.
+        """Seconds to the next poll: an eighth of the wait so far, so that few requests add little delay.
 
-        Where the time of the decision is known: half of the time left until then, and then twice as often.
+        If the time of the decision is known: half of the remaining time, and after it a sixteenth of the wait.
         """
         poll = self._timing.poll
         often = self.idle / 16 if self._due > 0 else self.idle / 8
@@ -86,15 +87,15 @@ class StepWait:
 
     @property
     def least_pause_s(self) -> float:
-        """The shortest pause in seconds after a look for offers that found nothing: an eighth of the wait so far."""
+        """The shortest pause after a look for offers that found nothing, in seconds: an eighth of the wait so far."""
         return max(self._timing.poll, self.idle / 8)
 
     def attempt_in(self, seconds: float, at_most: float) -> None:
-        """Set `next_attempt`; 0 seconds: the time of the next change is not known."""
+        """Set `next_attempt` to `seconds` from now.   seconds: 0 if the time of the next change is unknown."""
         self.next_attempt = self.idle + min(max(seconds or self.least_pause_s, self._timing.poll / 8), at_most)
 
     def ripe_for(self, seconds: float) -> bool:
-        """Whether there was no reason against closing for so many seconds; if not, set `next_attempt` to that time."""
+        """Whether there has been no reason against closing for `seconds`.  If not, set `next_attempt` to their end."""
         if self._ripe_since is None:
             self._ripe_since = self.idle
         if self.idle < self._ripe_since + seconds:
@@ -116,7 +117,7 @@ class StepWait:
         self._since = self.idle if reached else None
 
     def is_overdue(self, normal: float = 0.0) -> bool:
-        """Whether the wait is long: True once in every `dead_after`, or `normal` if that is more."""
+        """Return True once in every `dead_after` seconds of the wait, or in every `normal` seconds if that is more."""
         if self.idle - self._overdue_at <= max(self._timing.dead_after, normal):
             return False
         self._overdue_at = self.idle

@@ -1,4 +1,4 @@
-"""Pseudogradients as fewer bytes.
+"""Codecs: they encode pseudogradients in fewer bytes.
 
                      s = x + decay·e
     x, e (fp32) ─────────────────────▶ encode(s) ─▶ body ─▶ total += fl(w·decode(body))     same bits for every reader
@@ -11,14 +11,14 @@
     int8        1   + 4 per 1024      at most half a step of absmax/127 per block     blocks.py
     int4        1/2 + 4 per 512       at most half a step of absmax/7 per block       blocks.py
     topk        3 per 64 + 4 per 8192  all but the 3 largest of 64; those keep 2 bits  topk.py   SparseLoCo, 2508.15706
-    bf16-gate   4 + ~1 per change     what the bf16 model would not show              gate.py   PULSE, 2602.03839
+    bf16-gate   4 + ~1 per change     changes that do not alter the bf16 model        gate.py   PULSE, 2602.03839
 
-The loss stays in the residual e and is sent later (error feedback), so over time the decoded values add up to the
-inputs.  A reader of a body has read the record that names it: codec, length and digest are there and not in here.
-This file, `codec` and `choose` are free of torch; the kernels come with the first `get_codec(name)`.
+The lost part stays in the residual e and is sent later (error feedback), so over time the sum of the decoded values
+approaches the sum of the inputs.  Codec, length and digest of a body are in the record that names it, not in the body.
+This file, `codec` and `choose` do not import torch; the first `get_codec(name)` imports it and loads the kernels.
 
-Not promised: equal bodies from different machines (only equal decoding); anything under
-`torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
+Not promised: equal bodies from different machines (only equal decoding); correct results under
+`torch.set_flush_denormal(True)`; a useful residual after `encode` has raised an error.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ __all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "choose_codec", "get_code
 
 @cache
 def get_codec(name: str) -> Codec:
-    """The codec of that name."""
+    """Return the codec of this name.   Raise ValueError if there is none."""
     codecs = _all_codecs()
     if name not in codecs:
         raise ValueError(f"there is no codec {name!r}; there are {', '.join(codecs)}, and auto")

@@ -1,15 +1,17 @@
-"""A few bits per element and one fp32 scale per block: blockwise absmax quantisation, symmetric.
+"""Symmetric blockwise absmax quantisation: a few bits per element, and one fp32 scale per block.
 
     scale = max|v| / L        code = round(v / scale) ∈ [−L, L]        decode = fl(scale·code),  |error| ≤ scale/2
 
     int8, L = 127   ┌ scale ┬ code₀ … code₁₀₂₃ ┐            1028 bytes per 1024 elements
     int4, L = 7     ┌ scale ┬ pair₀ … pair₂₅₅ ┐              260 bytes per  512 elements
-                             pairᵢ = codeᵢ + 16·codeᵢ₊₂₅₆, a signed byte; halves, so nothing has a stride
+                             pairᵢ = codeᵢ + 16·codeᵢ₊₂₅₆, a signed byte; a pair joins the two halves of a block, so
+                             that memory is read without a stride
 
-8-bit optimizers (arXiv 2110.02861), section 2; 4-bit outer gradients cost nothing in Streaming DiLoCo (2501.18512).
+Source: 8-bit optimizers (arXiv 2110.02861), section 2.  In Streaming DiLoCo (2501.18512), 4-bit outer gradients cost no
+quality.
 
-Not promised: anything about values below half of the smallest normal fp32 (they become 0), nor scale/2 to the last
-bit: the code is rounded from fl(v·fl(1/scale)).
+Not promised: values below half of the smallest normal fp32, which become 0; an error of at most scale/2 to the last
+bit, because the code is rounded from fl(v·fl(1/scale)).
 """
 
 from abc import abstractmethod
@@ -26,7 +28,7 @@ _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
 
 
 class Blocks(RowFormat):
-    """Rows of a scale and codes.   levels: the largest code."""
+    """Format whose rows have a scale and codes.   levels: the largest code."""
 
     levels: int
 
@@ -50,14 +52,14 @@ class Blocks(RowFormat):
 
     @abstractmethod
     def write_codes(self, codes: Tensor, rows: Tensor) -> None:
-        """Write the codes, whole numbers as fp32, into their places; `codes` stays as it is."""
+        """Write the codes, whole numbers in fp32, into the rows.  `codes` must not change."""
 
     @abstractmethod
     def read_codes(self, rows: Tensor, out: Tensor) -> None:
-        """Read the codes: the inverse of `write_codes`."""
+        """Read the codes from the rows into `out`, the inverse of `write_codes`."""
 
     def _quantise(self, v: Tensor, rows: Tensor, t: Tensor) -> Tensor:
-        """Write the scales; -> whole numbers in [−levels, levels], in t."""
+        """Write the scales into the rows.   Return the codes, whole numbers in [−levels, levels], in t's memory."""
         scale = torch.amax(torch.abs(v, out=t), 1, keepdim=True).div_(self.levels)
         if not float(scale.max()) < float("inf"):  # NaN is found too
             raise not_finite_error(v)
@@ -101,5 +103,5 @@ class Int4(Blocks):
 
 @cache
 def largest_scale(levels: int) -> float:
-    """The largest scale with fl(levels·scale) < ∞."""
+    """Return the largest scale with fl(levels·scale) < ∞."""
     return float(np.nextafter(np.float32(FLT_MAX / levels), np.float32(0)))

@@ -1,27 +1,28 @@
 """Choice of a run's codec, from its size and its links.
 
-    S = 4·P / ratio        direct    up S            down (N−1)·S           each replica reads all others
+    S = 4·P / ratio        direct    up S            down (N−1)·S           each replica reads all other bodies
                            sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sums of sparse are dense
-    sync_s = up/bandwidth_up + down/bandwidth_down + coding of P elements, N−1 of them back
+    sync_s = up/bandwidth_up + down/bandwidth_down + encoding of P elements + decoding of N−1 bodies
 
-The first of fp32, bf16, int8, int4, topk whose sync takes at most a tenth of the time between syncs.  bf16-gate is
-never chosen: how many bf16 weights change is not known before the run.
+It chooses the first of fp32, bf16, int8, int4 and topk whose sync takes at most a tenth of the time between syncs.  It
+never chooses bf16-gate, because the number of bf16 weights that change is unknown before the run.
 
-Not promised: that the measured bandwidth lasts; that two replicas would choose the same.  Choose once, write it down.
+Not promised: that the measured bandwidth stays the same; that two replicas would choose the same codec.  So one choice
+is made and stored for the run.
 """
 
 from dataclasses import dataclass
 from math import isfinite
 
-_SHARE = 0.1  # of the time between syncs
+_SHARE = 0.1  # part of the time between syncs that a sync may take
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Costs of a codec.   ratio: fp32 bytes per byte sent, as papers count.
+    """Costs of a codec.   ratio: fp32 bytes per sent byte, as papers count.
 
-    *_ns: per element, one CPU thread, with a residual.
-    dense: a sum of bodies is as small as one of them, so the mean may be reduced in shards.
+    encode_ns, decode_ns: nanoseconds per element on one CPU thread, with a residual.
+    dense: whether a sum of bodies is as small as one body, so that the mean can be reduced in shards.
     """
 
     ratio: float
@@ -34,8 +35,8 @@ class Traits:
 _TRAITS = {
     "fp32": Traits(1, 0.5, 0.6, "nothing is lost"),
     "bf16": Traits(2, 0.8, 0.5, "rounding, with error feedback"),
-    "int8": Traits(4, 1.2, 0.5, "1 % of the signal waits in the residual"),
-    "int4": Traits(8, 1.4, 0.7, "fp4 cost nothing in Streaming DiLoCo, and there is error feedback"),
+    "int8": Traits(4, 1.2, 0.5, "1 % of the signal stays in the residual and is sent later"),
+    "int4": Traits(8, 1.4, 0.7, "fp4 cost no quality in Streaming DiLoCo, and there is error feedback"),
     "topk": Traits(
         32 / (8 * 3 / 64),
         5,
@@ -51,12 +52,15 @@ _FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 
 
 def nominal_ratio(name: str) -> float:
-    """fp32 bytes for each byte sent.  For bf16-gate as published for PULSELoCo at lr 3e-6; it depends on the run."""
+    """Return the fp32 bytes per sent byte.
+
+    For bf16-gate this depends on the run; the value is the published one of PULSELoCo at lr 3e-6.
+    """
     return _TRAITS[name].ratio
 
 
 def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: float) -> float:
-    """Seconds that one sync takes, on the better path; transfers and coding one after the other."""
+    """Return the seconds of one sync, direct or sharded, whichever is faster; transfers and coding do not overlap."""
     codec = _TRAITS[name]
     n = replicas
     size = 4 * parameters / codec.ratio
@@ -69,7 +73,10 @@ def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: flo
 def choose_codec(
     parameters: int, replicas: int, bandwidth_up: float, bandwidth_down: float, compute_s: float
 ) -> tuple[str, str]:
-    """Return (name, reason).   bandwidth: bytes per second of one replica.   compute_s: seconds between two syncs."""
+    """Return (the codec's name, the reason).
+
+    bandwidth_up, bandwidth_down: bytes per second of one replica.   compute_s: seconds between two syncs.
+    """
     given = (parameters, replicas, bandwidth_up, bandwidth_down, compute_s)
     if not all(isfinite(v) and v > 0 for v in given):
         raise ValueError(
@@ -77,7 +84,7 @@ def choose_codec(
             f"{bandwidth_up} B/s up, {bandwidth_down} B/s down, {compute_s} s between syncs"
         )
     if replicas == 1:
-        return "fp32", "one replica exchanges nothing, so nothing needs to be lost"
+        return "fp32", "one replica sends no pseudogradients, so a lossy codec saves nothing"
     took = {name: sync_seconds(name, parameters, replicas, bandwidth_up, bandwidth_down) for name in _FORESEEABLE}
     fits = [name for name, s in took.items() if s <= _SHARE * compute_s]
     name = fits[0] if fits else min(took, key=lambda name: took[name])

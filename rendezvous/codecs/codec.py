@@ -1,4 +1,4 @@
-"""The interface of a codec, and the types of vectors and bodies.   Free of torch."""
+"""The interface of a codec, and the types of vectors and bodies.   It does not import torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
@@ -13,11 +13,11 @@ Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
 
 
 class Codec(Protocol):
-    """Stateless.  A body holds some elements [start, stop) of a vector; `start` is a multiple of `align`.
+    """A codec without state.  A body holds elements [start, stop) of a vector; `start` is a multiple of `align`.
 
-    align: elements that are encoded together; shards are cut at multiples of it.
-    exact: every body of n elements has max_body_size(n) bytes, and byte_range works.
-    ages: beside a residual it needs to know how long each element has waited.
+    align: number of elements that are encoded together; shards are cut at its multiples.
+    exact: whether every body of n elements has max_body_size(n) bytes; only then byte_range works.
+    ages: whether it needs, beside the residual, the number of rounds that each element has waited.
     """
 
     name: str
@@ -26,18 +26,21 @@ class Codec(Protocol):
     ages: bool
 
     def max_body_size(self, n: int) -> int:
-        """Bytes that suffice for n elements."""
+        """Return the largest number of bytes of a body with n elements."""
         ...
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Byte range of the elements [start, stop) in the body; `stop` is aligned or the end of the vector."""
+        """Return the byte range of the elements [start, stop) in the body.
+
+        stop: a multiple of `align`, or the end of the vector.
+        """
         ...
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
-        """Write x (fp32, any device) into `out` (uint8, CPU); -> bytes used.
+        """Write x (fp32, any device) into `out` (uint8, CPU).   Return the number of bytes used.
 
-        residual: e, updated in place, on x's device.   theta: the vector that x will be subtracted from, for bf16-gate.
-        Raises BadDelta for values that are not finite.
+        residual: e, on x's device; updated in place.   theta: the vector from which x will be subtracted, for
+        bf16-gate.   Raise BadDelta if a value is not finite.
         """
         ...
 
@@ -49,20 +52,23 @@ class Codec(Protocol):
         residual: Array | None = None,
         age: Array | None = None,
     ) -> Iterator[float]:
-        """Encode range after range, for exact codecs; -> ‖x‖² of each range as soon as its bytes are written.
+        """Encode range after range, for exact codecs.   Yield ‖x‖² of each range as soon as its bytes are written.
 
-        ‖x‖² is summed in fp32 (to 1e-5; infinite where x is too long for that).
+        ‖x‖² is summed in fp32, with an error of 1e-5; it is infinite if it exceeds fp32's range.
 
-        age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
+        age: uint8, rounds since each element was last sent, for codecs with `ages`; updated in place.
         """
         ...
 
     def decode(self, body: Body, out: Array) -> None:
-        """Fill `out` (fp32).  Raises Corrupt for bytes that no encoder wrote."""
+        """Decode the body into `out` (fp32).   Raise Corrupt for bytes that no encoder wrote."""
         ...
 
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        """Add fl(weight·decode(body)) to total[start:stop]; `first` stores instead.  After Corrupt `total` is waste."""
+        """Add fl(weight·decode(body)) to total[start:stop], or store it there if `first`.
+
+        Raise Corrupt for bytes that no encoder wrote; `total` then has undefined values.
+        """
         ...

@@ -1,9 +1,9 @@
-"""Codecs that encode every element on its own.
+"""Codecs that encode every element separately.
 
     fp32   body = x                  the raw little-endian vector
-    bf16   body = bf16(x)            rounded to nearest even; |x| above bf16's largest, 3.39e38, becomes that
+    bf16   body = bf16(x)            rounded to nearest even; |x| above bf16's largest, 3.39e38, becomes that number
 
-Not promised: bf16 within 2⁻⁹·|x| for denormals, where a step is 2⁻¹³³.
+Not promised: a bf16 error below 2⁻⁹·|x| for denormals, where neighbouring values differ by 2⁻¹³³.
 """
 
 import torch
@@ -36,7 +36,7 @@ class Bf16(RowFormat):
 
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         half = rows.view(torch.bfloat16).copy_(v)
-        if not all_finite(half):  # half the bytes of v to look through
+        if not all_finite(half):  # cheaper than a check of v, which has twice the bytes
             if not all_finite(v):
                 raise not_finite_error(v)
             half.copy_(v.clamp(-_BF16_MAX, _BF16_MAX))

@@ -1,16 +1,17 @@
-"""Codec of fp32 values, only where the bf16 model would change.                             PULSE (arXiv 2602.03839)
+"""Codec that sends an fp32 value only if it changes the bf16 model.  Source: PULSE (arXiv 2602.03839).
 
     s = x + e        gate = bf16(θ) ≠ bf16(θ − s)        body ∋ s where gate        e ← s where not gate
 
     per 262,144 elements:   ┌ count u32 ┬ index bytes u32 ┬ count × fp32 ┬ where, padded to 4 bytes ┐
 
-    where   gaps       elements skipped before each one that is sent, one byte; 255 says "255, and more follows"
-            bitmap     one bit each, when the gaps would take as many bytes or more (about one in eight changes)
+    where   gaps       number of elements skipped before each sent one, in one byte; 255: skip 255, and a byte follows
+            bitmap     one bit per element, if the gaps would take as many bytes or more (about 1 change in 8 elements)
 
-In RL about 1 % of a bf16 model changes per step, so a body is about 5 bytes per change; after a large step it is as
-large as fp32 plus 1/32, and never larger.
+In RL about 1 % of a bf16 model changes per step, and a body has about 5 bytes per change.  After a large step a body is
+at most 1/32 larger than fp32.
 
-Not promised: ranges, because sizes differ; that the mean moves the bf16 model exactly there, because it is a mean.
+Not promised: byte ranges, because sizes differ; that the mean changes the bf16 model at exactly these elements, because
+it is a mean of several bodies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,7 +98,7 @@ def _bf16_changes(theta: Tensor, s: Tensor) -> Tensor:
 
 
 def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
-    """Write one block of n elements; -> bytes used."""
+    """Write one block of n elements.   Return the number of bytes used."""
     where = _encode_gaps(index)
     if where.size >= _bitmap_bytes(n):
         where = _to_bitmap(index, n)
@@ -111,7 +112,7 @@ def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int)
 
 
 def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Read one block of n elements; -> indices, values, bytes used."""
+    """Read one block of n elements.   Return its indices, its values and the number of bytes used."""
     if body.size < 8:
         raise Corrupt("this bf16-gate body ends inside a header")
     count, where_bytes = (int(k) for k in body[:8].view("<u4"))

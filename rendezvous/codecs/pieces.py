@@ -1,14 +1,14 @@
-"""Common parts of the codecs: vectors cut into pieces that stay in the cache, and the loops over them.
+"""Common parts of the codecs: loops over pieces of a vector that fit into the cache.
 
     encode       for each piece:   s = x + decay·e    rows = pack(s)     e ← s − unpack(rows)
     accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: nothing)
 
-    CUDA   x ─▶ rows on the device ─▶ pinned memory ─▶ out        the next piece is packed while one travels
+    CUDA   x ─▶ rows on the device ─▶ pinned memory ─▶ out        the next piece is packed while one is copied
 
-Multiplying and adding are separate torch calls, so no CPU fuses them and all replicas get the same bits.  A piece is
-large enough that a torch call costs little beside its work, small enough for the cache; on CUDA it is larger.
+Products and sums are separate torch calls, so no CPU fuses them, and all replicas get the same bits.  A piece is small
+enough for the cache, and so large that the overhead of a torch call is small; on CUDA pieces are larger.
 
-Not promised: speed beside a busy Python thread, because each torch call hands over the GIL.  Encode on the training
+Not promised: speed beside a busy Python thread, because each torch call releases the GIL.  Encode on the training
 thread or in a helper process.
 """
 
@@ -30,11 +30,11 @@ _CPU_PIECE, _CUDA_PIECE = SCRATCH, 1 << 24  # elements; multiples of every codec
 
 
 class Pieces(ABC):
-    """A codec that can give a decoded body piece by piece."""
+    """A codec that decodes a body piece by piece."""
 
     @abstractmethod
     def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-        """Start, stop and elements of each piece; the caller may overwrite the tensor."""
+        """Yield start, stop and decoded elements of each piece.  The caller may overwrite the tensor."""
 
     def decode(self, body: Body, out: Array) -> None:
         target = flat_tensor(out, "the decoded vector")
@@ -44,7 +44,7 @@ class Pieces(ABC):
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        """Add fl(weight·decode(body)) to total; the first term is stored, not added to 0 (0 + −0 would lose a sign)."""
+        """Add fl(weight·decode(body)) to total, or store it if `first`: 0 + (−0) would lose the sign."""
         target = flat_tensor(total, "the sum")[start:stop]
         w = float(np.float32(weight))
         for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
@@ -57,11 +57,11 @@ class Pieces(ABC):
 
 
 class RowCodec:
-    """A codec made of a format in rows.   ages: beside a residual it needs to know how long each element has waited."""
+    """A codec for a format in rows.   ages: whether it needs the rounds that each element has waited."""
 
     exact = True
     ages = False
-    decay = 1.0  # of the residual, once per encoding
+    decay = 1.0  # factor of the residual at each encoding
 
     def __init__(self, rows: RowFormat) -> None:
         self._rows = rows
@@ -148,7 +148,7 @@ class RowCodec:
             self._add_piece(rows, w, target[a:b], first)
 
     def _piece_size(self, v: Tensor) -> int:
-        """Elements per call: the whole vector for a CPU's kernels, where each call costs as much as 20,000 elements."""
+        """Return the elements per call: all for the CPU's kernels, where a call costs as much as 20,000 elements."""
         return (
             v.numel()
             if v.device.type == "cpu" and load_kernels(self.name, "cpu")
@@ -156,7 +156,7 @@ class RowCodec:
         )
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
-        """Set s = x + decay·e, rows ← pack(s), e ← s − unpack(rows); -> ‖x‖².   age: for codecs with `ages`."""
+        """Set s = x + decay·e, rows ← pack(s), e ← s − unpack(rows).   Return ‖x‖².   age: for codecs with `ages`."""
         kernels = load_kernels(self.name, x.device.type)
         if kernels is not None:
             square = kernels.encode(self.name, x, e, rows)
@@ -175,14 +175,14 @@ class RowCodec:
         return square
 
     def _add_piece(self, rows: Tensor, w: float, target: Tensor, first: bool) -> None:
-        """Add fl(w·unpack(rows)) to target; the first term is stored, not added to 0 (0 + −0 would lose a sign)."""
+        """Add fl(w·unpack(rows)) to target, or store it if `first`: 0 + (−0) would lose the sign."""
         kernels = load_kernels(self.name, target.device.type)
         if kernels is not None and kernels.add(self.name, rows, w, target, first):
             return
         straight = first and target.numel() == len(rows) * self.align
         t = self._unpack_elements(rows, target if straight else None, target.numel())
         if kernels is not None:
-            raise Corrupt(f"this {self.name} body holds what no encoder writes")
+            raise Corrupt(f"this {self.name} body has bytes that no encoder writes")
         if w != 1:
             t.mul_(w)
         if straight:
@@ -193,7 +193,7 @@ class RowCodec:
             target.add_(t)
 
     def _unpack_elements(self, rows: Tensor, into: Tensor | None, n: int) -> Tensor:
-        """The n elements in these rows; in scratch if `into` is None."""
+        """Return the n elements in these rows, in the memory `into`; None: in scratch memory."""
         t = scratch_tensor(len(rows) * self.align, rows.device) if into is None else into
         self._rows.unpack_rows(rows, t.view(-1, self.align))
         if t.numel() > n and t[n:].any():
@@ -202,10 +202,10 @@ class RowCodec:
 
 
 class Outbox:
-    """Encoded rows on their way into `out`.   Where `out` is on x's device they are written in place."""
+    """Copies of encoded rows from x's device into `out`.   If `out` is on x's device, rows are written in place."""
 
     def __init__(self, out: Tensor, most: int, device: torch.device) -> None:
-        """Begin with no rows on their way.   most: rows of the largest piece."""
+        """Begin without copies.   most: number of rows in the largest piece."""
         self._out = out
         self._span = (0, 0)
         self._near = torch.empty(most, out.shape[1], dtype=torch.uint8, device=device) if out.device != device else None
@@ -213,12 +213,12 @@ class Outbox:
         self._on_way: deque[tuple[torch.Event | None, Tensor, Tensor]] = deque()
 
     def rows_to_write(self, a: int, b: int) -> Tensor:
-        """Memory to write rows [a, b) into."""
+        """Return the memory into which the caller writes rows [a, b)."""
         self._span = a, b
         return self._out[a:b] if self._near is None else self._near[: b - a]
 
     def send(self) -> None:
-        """Send the rows, which are written now.  At most two pieces are on their way."""
+        """Start to copy the rows that were just written.  At most two pieces are copied at a time."""
         if self._near is None:
             return
         a, b = self._span
@@ -248,21 +248,24 @@ def piece_size(device: torch.device) -> int:
 
 
 def add_residual(x: Tensor, e: Tensor, decay: float) -> Tensor:
-    """Set e ← x + decay·e; -> e."""
+    """Set e ← x + decay·e, and return e."""
     return (e if decay == 1 else e.mul_(decay)).add_(x)
 
 
 def tensor_of(array: np.ndarray) -> Tensor:
-    """The same memory as a tensor."""
+    """Return a tensor over the same memory."""
     if array.flags.writeable:
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
-    with warnings.catch_warnings():  # it warns of read-only memory; this room only reads it
+    with warnings.catch_warnings():  # torch warns of read-only memory, which is only read here
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
 def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
-    """A flat, contiguous fp32 tensor over the same memory; as long as `like`, and on its device."""
+    """Return a flat, contiguous fp32 tensor over the same memory.
+
+    Raise BadDelta if it is not such a vector, or if its length or device differs from `like`.
+    """
     contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
     if array.dtype not in (np.float32, torch.float32) or array.ndim != 1 or not contiguous:
         raise BadDelta(f"{what} is a flat, contiguous fp32 vector; got {array.dtype} of shape {tuple(array.shape)}")
@@ -273,7 +276,7 @@ def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
 
 
 def ages_of(array: Array, like: Tensor) -> Tensor:
-    """A flat uint8 tensor over the same memory, as long as `like`."""
+    """Return a flat uint8 tensor over the same memory.   Raise ValueError unless it has `like`'s shape and device."""
     age = tensor_of(array) if isinstance(array, np.ndarray) else array
     if age.dtype != torch.uint8 or age.shape != like.shape or age.device != like.device:
         raise ValueError(f"ages are {like.numel()} uint8 on {like.device}; got {age.dtype}, {tuple(age.shape)}")
@@ -281,14 +284,14 @@ def ages_of(array: Array, like: Tensor) -> Tensor:
 
 
 def bytes_of(body: Body) -> Tensor:
-    """The same memory as flat uint8."""
+    """Return a flat uint8 tensor over the same memory."""
     if isinstance(body, Tensor) and body.device.type != "cpu":
         return body.view(-1).view(torch.uint8)
     return tensor_of(np.frombuffer(body.numpy() if isinstance(body, Tensor) else body, np.uint8))
 
 
 def first_bytes(out: Array, need: int) -> Tensor:
-    """The first `need` bytes of a buffer."""
+    """Return the first `need` bytes of a buffer.   Raise ValueError if it is shorter."""
     buffer = bytes_of(out)
     if buffer.numel() < need:
         raise ValueError(f"encoding needs {need} bytes of buffer, got {buffer.numel()}; ask max_body_size()")

@@ -1,10 +1,10 @@
-"""A codec's format in rows: elements into bytes and back, by torch's operations alone.
+"""Formats in rows: they turn elements into bytes and back with torch's operations alone.
 
     align elements ──pack_rows──▶ one row of row_bytes ──unpack_rows──▶ align elements
 
-pieces.py drives a format over a long vector; kernels/ does the same arithmetic in one pass, and is checked against it.
+pieces.py applies a format to a long vector.  kernels/ does the same arithmetic in one pass, and is compared with it.
 
-Not promised: anything about residuals beyond `pack_and_subtract`; speed.
+Not promised: more work on residuals than `pack_and_subtract`; speed.
 """
 
 import threading
@@ -18,11 +18,11 @@ from torch import Tensor
 from rendezvous.errors import BadDelta
 
 FLT_MAX = float(np.finfo(np.float32).max)
-SCRATCH = 1 << 19  # elements of a thread's scratch memory on the CPU
+SCRATCH = 1 << 19  # the most elements of a thread's reused scratch memory on the CPU
 
 
 class RowFormat(ABC):
-    """Every `align` elements become one row of `row_bytes`; the last row is padded with zeros."""
+    """A format that packs every `align` elements into one row of `row_bytes`; zeros fill the last row."""
 
     name: str
     align: int
@@ -30,14 +30,17 @@ class RowFormat(ABC):
 
     @abstractmethod
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
-        """Pack (r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for values that are not finite."""
+        """Pack v, (r, align) fp32, into rows, (r, row_bytes) uint8.   Raise BadDelta if a value is not finite."""
 
     @abstractmethod
     def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
-        """Unpack (r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for rows that `pack_rows` never writes."""
+        """Unpack rows, (r, row_bytes) uint8, into out, (r, align) fp32.
+
+        Raise Corrupt for rows that `pack_rows` never writes.
+        """
 
     def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
-        """Set rows ← pack(s), s ← s − unpack(rows).   t: scratch of s's shape."""
+        """Set rows ← pack(s), s ← s − unpack(rows).   t: scratch memory of s's shape."""
         self.pack_rows(s, rows)
         self.unpack_rows(rows, t)
         s.sub_(t)
@@ -50,10 +53,10 @@ _own = threading.local()
 
 
 def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
-    """Memory for n elements, valid until this thread asks for that name again.
+    """Return memory for n elements, valid until this thread calls this again with the same name.
 
-    On the CPU it is the same memory every time, up to `SCRATCH` elements, because fresh pages cost more than the work;
-    CUDA keeps memory by itself.
+    On the CPU it is the same memory every time, up to `SCRATCH` elements, because new memory pages cost more than the
+    work.  On CUDA, torch's allocator reuses memory.
     """
     if device.type != "cpu" or n > SCRATCH:
         return torch.empty(n, device=device)
@@ -65,20 +68,20 @@ def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
 
 
 def pad_to_rows(s: Tensor, align: int) -> Tensor:
-    """Return s as (r, align), with zeros after its end."""
+    """Return s in the shape (r, align), with zeros after its last element."""
     missing = -s.numel() % align
     return (torch.nn.functional.pad(s, (0, missing)) if missing else s).view(-1, align)
 
 
 def all_finite(t: Tensor) -> bool:
-    """Whether all elements are finite; one cheap pass where they are, as a finite sum has finite terms only."""
+    """Whether all elements are finite.  Usually one cheap pass is enough: a finite sum has only finite terms."""
     return isfinite(float(t.sum())) or bool(t.isfinite().all())
 
 
 def not_finite_error(v: Tensor) -> BadDelta:
-    """The error for a v that is not finite."""
+    """Return the error for a vector v with elements that are not finite."""
     return BadDelta(
-        f"{int((~v.isfinite()).sum())} of {v.numel()} elements around here are not finite, in the pseudogradient or "
+        f"{int((~v.isfinite()).sum())} of {v.numel()} elements in this piece are not finite, in the pseudogradient or "
         "after its residual was added, so it was not encoded. Lower the inner learning rate or clip gradients; "
         "start again with a residual of zeros"
     )

@@ -1,28 +1,30 @@
-"""The 3 largest of every 64, a byte each.                                SparseLoCo (arXiv 2508.15706), section 3; and
+"""Top-k: the 3 largest magnitudes of every 64, one byte each.   Source: SparseLoCo (arXiv 2508.15706), section 3.
 
-    e ← x + e/2        s = gain(age)·e        e ← e − sent/gain        age ← 0 where something was sent
+    e ← x + e/2        s = gain(age)·e        e ← e − sent/gain        age ← 0 for the elements that were sent
 
-    8192 elements as a table of 64 × 128: a chunk is a column, so its elements lie 128 apart
+    8192 elements as a table of 64 × 128: a chunk is a column, so its elements are 128 apart
 
             ┌ low ┬ high ┬── 128 ──┬── 128 ──┬── 128 ──┐   388 bytes
             │ bf16│ bf16 │ of each column, ascending    │   per 8192 elements
             └─────┴──────┴─────────┴─────────┴─────────┘
     entry = place in the column (6 bits) | negative (1) | high (1)
 
-The mean magnitude of the kept elements divides them: `low` and `high` are the mean magnitudes below it and above it.
-Where fewer than 384 are not zero, `low` is 0 and all others share `high`.
+The kept elements are split at their mean magnitude: `low` and `high` are the mean magnitudes below and above it.  If
+fewer than 384 of them are not zero, `low` is 0 and all others have the magnitude `high`.
 
-SparseLoCo keeps 64 of 4096 and forgets a residual by 0.95 a round.  In a chunk of 64 a place takes 6 bits instead of
-12, so the same bytes carry nearly twice the entries.  An element that has waited was computed from an old θ: on the
-supervised loop that cost more than forgetting it.  So a residual with ages forgets half of itself a round.  The
-forgotten part of a steady x is given back when it is sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) for an element that waited a
-rounds.  The gain is 1 for an element that is sent every round, and at most gain(8) = 4, because old news and noise grow
-with it.  Measured in docs/benchmarks.md.  A residual without ages forgets by 0.95.
+SparseLoCo keeps 64 of 4096 elements, and multiplies the residual by 0.95 each round.  Here chunks have 64 elements, so
+a place takes 6 bits instead of 12, and the same bytes hold almost twice as many entries.
 
-Among equal magnitudes torch chooses the one that is kept, and may choose otherwise on another machine; decoding does
-not differ.
+An element that has waited was computed from an old θ.  In the supervised loop, sending it cost more than dropping it.
+So a residual with ages is halved each round.  For a constant x, the gain restores the dropped part when the element is
+sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) after a rounds.  The gain is 1 for an element that is sent every round, and at most
+gain(8) = 4, because it also amplifies old values and noise.  Measured in docs/benchmarks.md.  A residual without ages
+is multiplied by 0.95.
 
-Not promised: anything without a residual, and ages; the published runs, and ours, get visibly worse.
+Among equal magnitudes torch chooses the one to keep, and may choose differently on another machine.  Decoding gives the
+same values everywhere.
+
+Not promised: good training without a residual and ages; the published runs, and ours, become visibly worse.
 """
 
 import torch
@@ -35,7 +37,7 @@ from rendezvous.errors import Corrupt
 _CHUNK = 64
 _CHUNKS = 128
 _KEPT = 3
-_FORGETS, _LONGEST = 0.5, 8  # of a residual with ages: in a round; rounds after which the gain grows no more
+_FORGETS, _LONGEST = 0.5, 8  # factor of a residual with ages per round; rounds after which the gain is constant
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
@@ -48,7 +50,7 @@ class TopKRows(RowFormat):
         table = v.view(-1, _CHUNK, _CHUNKS)
         place = _largest_places(table)
         kept = table.gather(1, place).flatten(1)
-        if not all_finite(kept):  # nothing is larger than NaN and infinity
+        if not all_finite(kept):  # NaN and infinity count as the largest, so they are always among the kept
             raise not_finite_error(v)
         levels, high = _two_levels(kept.abs())
         rows[:, :4].view(torch.bfloat16).copy_(levels)
@@ -91,7 +93,7 @@ class TopK(RowCodec):
 
 
 def _gain_table(device: torch.device) -> Tensor:
-    """Return the gains: [a] -> sum of a steady x over a rounds / the part of it that a residual holds after them."""
+    """Return the gains by age a: the sum of a constant x over a rounds / the residual's value after these rounds."""
     a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
     return (a * (1 - _FORGETS) / (1 - _FORGETS**a)).float().to(device)
 
@@ -99,7 +101,8 @@ def _gain_table(device: torch.device) -> Tensor:
 def _largest_places(v: Tensor) -> Tensor:
     """Return the places of each column's largest magnitudes, ascending: (r, 64, 128) -> (r, 3, 128).
 
-    A magnitude's bits order like the number, NaN above infinity; the place takes its 6 lowest, so no two are equal.
+    The bits of a magnitude, as an integer, have the same order as the magnitude, with NaN above infinity.  The place
+    replaces the 6 lowest bits, so all keys of a column differ.
     """
     key = scratch_tensor(v.numel(), v.device).view(torch.int32).view(v.shape)
     found = list[Tensor]()
@@ -112,9 +115,9 @@ def _largest_places(v: Tensor) -> Tensor:
 
 
 def _two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `low` and `high`, (r, 384) -> (r, 2), and a mask of the high ones.
+    """Return `low` and `high`, (r, 384) -> (r, 2), and a mask of the high magnitudes.
 
-    The means are taken of shares of the largest, so sums cannot overflow.
+    Magnitudes are divided by the largest before they are averaged, so sums cannot overflow.
     """
     most = magnitude.amax(1, keepdim=True)
     share = magnitude / (most + (most == 0))

@@ -1,1 +1,1 @@
-"""One replica's side of a run, live: offer, agree, average, snapshot, leave."""
+"""One replica's part in a run: offer, agree, average, snapshot, leave."""

@@ -1,13 +1,13 @@
-"""The mean of a tensor over a fixed number of ranks that meet only in a bucket.
+"""The mean of a tensor over a fixed number of ranks that communicate only through a bucket.
 
     k-th call of rank i ──▶ offer for step k ──▶ all `world_size` offers there? ──▶ commit ──▶ (x₀ + x₁ + …) / n
 
-The agreement of a run's outer steps (rendezvous.py), made strict: every rank counts, all weigh the same, no rank is
-given up or carried.  A rank that dies can be started again: the values that it had written count, and it goes on with
-the first step that it had not written (`step` says which).
+It uses the agreement of a run's outer steps (rendezvous.py) with strict rules: every step needs all ranks, all weights
+are equal, and no late value counts.  A rank that dies can be started again.  The values that it has written count, and
+it continues with the first step that it has not written (`step`).
 
-Sums are fp32 for every dtype of tensor, rounded in rank order, so that all ranks get the same bits.
-Not promised: speed (an object store answers in milliseconds), or a way to go on with fewer ranks.
+Sums are fp32 for every dtype, and are rounded in rank order, so all ranks get the same bits.
+Not promised: speed (an object store answers in milliseconds); progress with fewer ranks.
 """
 
 from typing import Any, cast
@@ -52,7 +52,7 @@ class NoState:
 
 
 class ObjectStoreAllReduce:
-    """One rank's side of an all-reduce through `url`.   timeout_s: how long a call waits for the other ranks."""
+    """One rank of an all-reduce through the bucket at `url`.   timeout_s: seconds that a call waits for other ranks."""
 
     def __init__(
         self,
@@ -75,7 +75,10 @@ class ObjectStoreAllReduce:
 
     @property
     def step(self) -> int:
-        """Number of the next call's step.  TimeoutError if a predecessor's step waits for others in vain."""
+        """Step number of the next call.
+
+        If an earlier process of this rank has left a step open, wait for it; raise TimeoutError after `timeout_s`.
+        """
         if self.world_size == 1:
             return 0
         try:
@@ -84,10 +87,11 @@ class ObjectStoreAllReduce:
             raise TimeoutError(self._who_is_missing(error)) from error
 
     def allreduce(self, tensor: Any) -> Any:
-        """Replace a float tensor (numpy or torch) by its mean over all ranks; -> the tensor.
+        """Replace a float tensor (numpy or torch) by its mean over all ranks, and return it.
 
-        TimeoutError leaves it untouched; the same call again goes on waiting, with the value given first.  An error
-        while the mean is read may leave anything in it; the same call again reads the mean.
+        Raise TimeoutError if a rank is missing.  The tensor is then unchanged; repeat the call to wait again, with the
+        value of the first call.  An error while the mean is read may leave any values in the tensor; repeat the call to
+        read the mean.
         """
         if self.world_size == 1:
             return tensor
@@ -106,7 +110,7 @@ class ObjectStoreAllReduce:
         return tensor
 
     def _caught_up_rendezvous(self) -> Rendezvous:
-        """This rank's seat, at the first step that neither it nor a predecessor has offered."""
+        """Return this rank's Rendezvous, at the first step that no process of this rank has offered."""
         if self._rv is None:
             store = under_key(self._store or open_store(self._url), self._clock, run_key())
             poll = NEAR_POLL_S if getattr(store, "near", False) else FAR_POLL_S
@@ -126,11 +130,11 @@ class ObjectStoreAllReduce:
     def _who_is_missing(self, error: GaveUp) -> str:
         rv = self._rv
         ranks = [i for i in range(self.world_size) if rv and not rv.offers.has_offered(layout.slot_name(i))]
-        if rv is None or not ranks:  # it was not for them: the store did not answer, or there was no time to decide
+        if rv is None or not ranks:  # no rank is missing: the store did not answer, or the step was not decided in time
             return f"within {self.timeout_s:.0f} s: {error}"
         return (
             f"step {rv.step}: no value from rank {', '.join(map(str, ranks))} of {self.world_size} within "
-            f"{self.timeout_s:.0f} s. What is offered stays: start those ranks again, or repeat the call to wait on"
+            f"{self.timeout_s:.0f} s. Offered values stay valid: start those ranks again, or repeat the call to wait"
         )
 
     def _check_sizes(self, commit: Commit, mine: np.ndarray) -> None:
@@ -140,7 +144,7 @@ class ObjectStoreAllReduce:
 
 
 def as_flat_fp32(tensor: Any) -> np.ndarray:
-    """A float array or torch tensor as flat fp32: its own memory if it is that already, else a copy."""
+    """Return a float array or torch tensor as flat fp32, without a copy if it is flat fp32 memory already."""
     if isinstance(tensor, np.ndarray):
         array = cast(Floats, tensor)
         if array.dtype.kind == "f":

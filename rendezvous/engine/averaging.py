@@ -1,15 +1,15 @@
-"""The mean of a commit for a replica that is alive: with patience where a body is bad, and with help for others.
+"""The mean of a commit, for a running replica: it waits for a bad body, and repairs its own bodies for the others.
 
     listed bodies ──▶ Reducer ──▶ mean                                 direct
                       ShardedMean: our part ─▶ others' parts ─▶ mean   sharded
                          │ Corrupt
-                         ├─ a writer still has the bytes in memory ──▶ see that ours are right, pause, read again
-                         ├─ a newer snapshot stands                ──▶ Collected: heal from there
+                         ├─ a writer still has the bytes in memory ──▶ repair our own bodies, pause, read again
+                         ├─ there is a newer snapshot              ──▶ Collected: heal from it
                          └─ else                                   ──▶ Corrupt
 
-    the committer of a direct step writes the mean down (announcements.py), once all others have what they need
+    the closer of a direct step announces the mean (announcements.py) after the step
 
-Not promised: an end before `give_up`, as long as a writer of the bad body lives.
+Not promised: an end before `give_up` while a writer of the bad body lives.
 """
 
 from collections.abc import Callable, Generator
@@ -35,9 +35,10 @@ from rendezvous.store import Store
 
 
 class Averager:
-    """One replica's means.   check_before_pause(): raises where the replica must leave instead of waiting.
+    """One replica's means.
 
-    refuse_lost(): raises RecordsLost if the store is not the run's any more, where a body would be waited for in vain.
+    check_before_pause(): raises if the replica must leave instead of waiting.
+    refuse_lost(): raises RecordsLost if the store is not the run's any more, so that a missing body never comes.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Averager:
             self._mean_when_mended(commit, out, None)
 
     def take_announcement(self) -> Job | None:
-        """Return the job that writes the newest mean down, once; None if this replica need not write it."""
+        """Return the job that announces the newest mean, once; None if this replica need not announce it."""
         job = self._announcement
         self._announcement = None
         return job
@@ -100,7 +101,7 @@ class Averager:
     # ------------------------------------------------------------------ bad bodies
 
     def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
-        """Write the mean, once its blobs are sound.   Raises Corrupt where no writer can mend them any more."""
+        """Write the mean as soon as its blobs are intact.   Raise Corrupt if no writer can repair them any more."""
         began = self._clock.now()
         while True:
             try:
@@ -111,9 +112,9 @@ class Averager:
                 self._check_before_pause()
 
     def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
-        """A listed body is bad: mend our own, or two replicas would wait for each other.
+        """Repair our own bodies after a listed body was found bad; else two replicas could wait for each other.
 
-        -> whether the bad body may yet be put back.
+        Return whether a writer may still put the bad body back.
         """
         self._members.status.note = str(error)
         self._refuse_lost()
@@ -121,14 +122,14 @@ class Averager:
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
-        """Whether a writer still has its body in memory: until the step after the next, if it lives."""
+        """Whether a writer may still have its body in memory: while it lives, until the step after the next."""
         self._members.read_beats(o.slot for o in commit.offers)
         peers = [self._members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.is_beating(self._timing.dead_after) for p in peers)
         return alive and self._store.get(layout.commit_key(commit.t + 2)) is None
 
     def _pause(self, wait: StepWait, normal: float) -> None:
-        """Pause between two looks for a decided step's missing parts.   normal: seconds without a cause for worry."""
+        """Pause between two looks for a decided step's missing parts.   normal: seconds of a normal wait."""
         self._check_before_pause()
         if wait.is_overdue(normal):
             self._refuse_lost()

@@ -1,17 +1,17 @@
-"""The end of a replica: in time, with its work offered, and with the blobs that others need from it.
+"""The end of a replica: within its grace period it offers its work and writes the blobs that others need.
 
-    asked ─ inner step ends ─▶ offer what there is ─▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
+    asked ─ inner step ends ─▶ offer the work ──▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
                             └────────────────────────── grace ────────────────────────┘
 
     asked while it waits or heals                  Leaving, at the next pause
     asked while work is not durable yet            it may use the whole grace, then Leaving
     a later generation holds the slot              Fenced, at the next pause
 
-The leave record is the last write of a generation.  It names a file with the codec's residual and the owner's baggage,
-which only the next generation of the slot takes (residuals.py), and the digest of the state: two that left with the
-same one confirm the last snapshot.  Baggage is arrays that the engine carries and does not understand.
+The leave record names a file with the codec's residual and the owner's baggage, which only the next generation of the
+slot reads (residuals.py).  Baggage is arrays that the engine stores and does not interpret.  The record also has the
+digest of the state: two leave records with the same digest confirm the last snapshot.
 
-Not promised: that a goodbye is said.  A replica that was killed has said none, and everything goes on without.
+Not promised: a leave record.  A replica that is killed writes none, and the run continues without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
 class Departure:
-    """Requests to this replica to leave.   grace_s: seconds that it may take, from when it hears of one.
+    """Requests to this replica to leave.
 
-    It hears of a request between two inner steps.
+    grace_s: seconds that it may take, from the end of the inner step during which the request came.
     """
 
     def __init__(self, clock: Clock, members: Membership, grace_s: float) -> None:
@@ -42,7 +42,7 @@ class Departure:
         self._members = members
         self._grace_s = grace_s
         self.asked_at: float | None = None  # when the platform or a person asked this process to leave
-        self._heard_at: float | None = None  # when the inner step of that moment had ended
+        self._heard_at: float | None = None  # when the inner step of that time had ended
 
     def ask(self) -> None:
         """Ask this replica to leave.  Safe in a signal handler."""
@@ -50,13 +50,13 @@ class Departure:
             self.asked_at = self._clock.now()
 
     def hear(self) -> None:
-        """Note that no inner step goes on: from now on the grace is for saving the work."""
+        """Note that the inner step has ended, so that the grace begins now."""
         if self.asked_at is not None and self._heard_at is None:
             self._heard_at = self._clock.now()
 
     @property
     def is_asked(self) -> bool:
-        """Whether its process or a control record has asked it to leave."""
+        """Whether this replica was asked to leave, by `ask` or by a control record."""
         return self.asked_at is not None or self._members.wanted.is_to_leave(self._members.slot)
 
     @property
@@ -66,17 +66,17 @@ class Departure:
         return self._began(now) + self._grace_s - now
 
     def _began(self, now: float) -> float:
-        """Time at which the grace began, or `now` without a request to this process."""
+        """Return the time at which the grace began, or `now` if `ask` was not called."""
         begins = (self._heard_at, self.asked_at, now)
         return next(at for at in begins if at is not None)
 
     def check_before_pause(self) -> None:
-        """Raise Fenced, HeartbeatLost or Leaving where this replica must end.  Called before every pause."""
+        """Raise Fenced, HeartbeatLost or Leaving if this replica must end.  Called before every pause."""
         self._members.refuse_if_fenced()
         if not self.is_asked:
             return
         if self.left_s < 0 or self._members.status.phase in ("wait", "heal"):
-            raise Leaving(f"{self._members.name} was asked to go; what it offered is durable")
+            raise Leaving(f"{self._members.name} was asked to go; its offers are durable")
 
 
 def hand_over(
@@ -89,11 +89,11 @@ def hand_over(
     left_s: float,
     emit: Emit,
 ) -> tuple[str, str]:
-    """Write the file that the next generation of this slot may take over; -> key and digest, ("", "") for none.
+    """Write the file for the next generation of this slot.   Return its key and digest, ("", "") without a file.
 
-    unsent: values that the codec has not sent.   baggage: the owner's own arrays, which go along if there is time.
-    The file may take half of the time that is left, by the rate of the last upload; `unsent` or `baggage` that would
-    exceed it is lost, and reported.
+    unsent: the codec's residuals.   baggage: the owner's arrays.   bytes_per_s: rate of the last upload.
+    The upload may take half of `left_s`.  `unsent` is added first; each of the two is dropped and reported if the file
+    would be too large with it.
     """
     arrays = dict[str, np.ndarray]()
     named = {BAGGAGE + name: array for name, array in baggage.items()}
@@ -113,9 +113,9 @@ def hand_over(
 def take_over(
     store: Store, members: Membership, sizes: Sequence[int], emit: Emit
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Take the file of the generation directly before: -> values that its codec had not sent, and its baggage.
+    """Read and delete the file of the generation before.   Return its codec's residuals and its baggage.
 
-    No other replica ever reads it: if this one dies without a goodbye, it is gone.   sizes: elements per fragment.
+    No later generation can read it: if this replica is killed, the residuals are lost.   sizes: elements per fragment.
     """
     left = read_leave(store, members.slot, members.generation - 1)
     if left is None or not left.residual:
@@ -150,7 +150,7 @@ def write_goodbye(
 
 
 def has_left_alike(store: Store, chain: Chain, members: Membership, *, step: int, base: str) -> bool:
-    """Whether another slot's replica has left at this step with the same state."""
+    """Whether a replica of another slot has left at this step with the same state."""
     others = [slot for slot in members.wanted.slot_names if slot != members.slot]
     fence = chain.fence_before(step)
     left = [record for slot in others for record in _leave_records(store, slot, fence.get(slot, 1))]
@@ -158,7 +158,7 @@ def has_left_alike(store: Store, chain: Chain, members: Membership, *, step: int
 
 
 def _leave_records(store: Store, slot: str, generation: int) -> Iterator[Leave]:
-    """Leave records of a slot's generations from this one on."""
+    """Yield the leave records of a slot's generations from `generation` on."""
     while store.get(layout.claim_key(slot, generation)) is not None:
         if (left := read_leave(store, slot, generation)) is not None:
             yield left

@@ -1,15 +1,15 @@
-"""The pseudogradients that this replica has uploaded: its codec's memory, and blobs that others may still miss.
+"""The pseudogradients that this replica has uploaded, and the memory that holds them.
 
-    Δ ── codec, with its unsent remainder ──▶ body ──▶ steps/{t}/delta/…       upload
-                                               │
-      in memory until the body after the next  └─▶ read here instead of there, and put back where the store lost it
+    Δ ── codec, with its residual ──▶ body ──▶ steps/{t}/delta/…       upload
+                                        │
+      kept in memory for up to two steps └─▶ this replica reads it here, and uploads it again if the store lost it
 
-    a commit that lists it, and a reader of that commit that is neither dead nor past the step    it may be missed
-    its mean is announced and a newer snapshot stands                                             it may be collected
+    it may be needed       if a commit lists it, and a reader of that commit is neither dead nor past the step
+    it may be collected    if its mean is announced and there is a newer snapshot
 
-A replica that waits long asks whether the others miss a blob of its own: the writer alone is sure to have the bytes.
+A replica that waits long checks whether a blob of its own is missing, because only the writer surely has the bytes.
 
-Not promised: that a body outlives its process.  The announced mean and the snapshots serve then.
+Not promised: that a body outlives its process.  Readers then use the announced mean and the snapshots.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Upload:
-    """A body that is durable, and not offered yet."""
+    """A body that is durable and not offered yet."""
 
     key: str
     nonce: str
@@ -52,9 +52,9 @@ class Upload:
 
 
 class OwnBlobs:
-    """The bodies that this replica uploads.   collects: whether blobs are deleted in this run.
+    """The bodies that this replica uploads.
 
-    newest_snapshot(): a step that may have one.
+    collects: whether old blobs are deleted in this run.   newest_snapshot(): the newest step that may have a snapshot.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class OwnBlobs:
         self._collects = collects
         self._newest_snapshot = newest_snapshot
         self.encoder = Encoder(rules_.codec, digests=required_digest_kind(store))
-        self.bodies: list[OwnBody] = []  # the last one, and the one before if a replica may still miss it
-        self.bytes_per_s = 0.0  # of the last upload
+        self.bodies: list[OwnBody] = []  # the last body, and the one before if a replica may still need it
+        self.bytes_per_s = 0.0  # rate of the last upload
 
     def upload(self, step: int, fragment: int, delta: np.ndarray, theta: np.ndarray | None) -> Upload:
-        """Make Δ durable; its memory is the caller's again afterwards."""
+        """Upload Δ.  Afterwards the caller may overwrite `delta`."""
         self._keep_last()
         codec = self._rules.codec
         ranges = shard_grid(delta.size, codec_alignment(codec), self._rules.shard_elements)
@@ -98,7 +98,10 @@ class OwnBlobs:
         return Upload(key, nonce, written)
 
     def take_back(self, fragment: int) -> None:
-        """Take back the last body, which will never count: the codec sends its values with the next one."""
+        """Return the values of the last body to the codec, which sends them with the next body.
+
+        Called when the last body will never count.
+        """
         if self.bodies:
             self.encoder.take_back(fragment, self.bodies[-1].body)
 
@@ -106,7 +109,7 @@ class OwnBlobs:
         return next((mine for mine in self.bodies if mine.step == step), None)
 
     def lend_memory(self, mine: OwnBody | None, mean: np.ndarray) -> np.ndarray:
-        """Copy the mean, over our own body where it fits; -> the copy.  See `return_memory`."""
+        """Copy the mean, over our own body if the size fits, and return the copy.  See `return_memory`."""
         if mine is None or mine.body.size != mean.nbytes:
             return mean.copy()
         self.bodies.remove(mine)
@@ -119,10 +122,10 @@ class OwnBlobs:
         self.encoder.give_back(copy.view(np.uint8))
 
     def readers_of(self, commit: Commit) -> set[str]:
-        """Other slots that may still need a body from here; their beats tell when they do not any more.
+        """Return the other slots that may still need a body of this replica, so that it reads their beats.
 
-        None in a large fleet, where no replica reads all beats.  In a step in shards all parts are announced by now:
-        there only the three that lead the next step watch the others, to learn sooner of a dead one.
+        Return none in a large fleet, where no replica reads all beats.  In a sharded step all parts are announced by
+        now, so only the three replicas that lead the next step watch the others, to notice a dead one sooner.
         """
         wanted = self._members.wanted
         if not self.bodies or wanted.universe > rules.LARGE_FLEET:
@@ -136,7 +139,7 @@ class OwnBlobs:
     # ------------------------------------------------------------------ the bodies that are still needed
 
     def _keep_last(self) -> None:
-        """Keep the last body in memory as long as a replica may miss it.  Called before the next body is written."""
+        """Keep the last body in memory if a replica may still need it.  Called before the next body is written."""
         kept = [mine for mine in self.bodies[-1:] if self.may_be_missed(mine)]
         for mine in self.bodies:
             if kept and mine is kept[0]:
@@ -146,11 +149,11 @@ class OwnBlobs:
         self.bodies = kept
 
     def may_be_missed(self, mine: OwnBody) -> bool:
-        """Whether another replica may still need our blob of that step.
+        """Whether another replica may still need this body.
 
-        It may, if it was listed and is not known to be dead or past the step; we may never have seen its beat.  In a
-        step in shards all means are announced when ours is made, so they serve instead.  In a large fleet no replica
-        reads all beats: direct bodies are small and are kept.
+        sharded step            no: all parts of the mean are announced by now, and readers use them
+        direct step             yes if a slot that the commit lists is not known to be dead or past the step
+        direct, large fleet     yes: no replica reads all beats, and direct bodies are small
         """
         commit = self._chain.known_commit(mine.step)
         if commit is None or not commit.lists_offer(mine.step, self._members.slot):
@@ -161,13 +164,13 @@ class OwnBlobs:
         return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
     def _is_replayed(self, step: int) -> bool:
-        """Whether a replica that heals has not made this step yet: it reads every body that the step lists."""
+        """Whether a replica that heals still has to apply this step; it then reads every body that the step lists."""
         peers = [*self._members.peers.values()]
         limit = self._timing.dead_after
         return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
     def _may_be_collected(self, mine: OwnBody) -> bool:
-        """Whether a collector may have deleted its blob: if it were put back, no collector would delete it again."""
+        """Whether a collector may have deleted the blob.  If it were put back, no collector would delete it again."""
         commit = self._chain.known_commit(mine.step)
         if not self._collects or commit is None:
             return False
@@ -176,7 +179,7 @@ class OwnBlobs:
     # ------------------------------------------------------------------ putting back
 
     def mend_missed(self) -> None:
-        """Put back the bodies that other replicas may miss, if the store has lost them.  Called after a long wait."""
+        """Upload again the bodies that other replicas may need and the store has lost.  Called during a long wait."""
         for mine in self.bodies:
             if (self.may_be_missed(mine) or self._is_replayed(mine.step)) and not self._may_be_collected(mine):
                 self.mend(mine)
@@ -186,7 +189,7 @@ class OwnBlobs:
             self.mend(mine)
 
     def mend(self, mine: OwnBody) -> None:
-        """Look at our blob, and put it back if the store has lost or bent it and our own copy is as it was."""
+        """Check our blob in the store.  If it is missing or damaged and our copy is intact, upload it again."""
         found = page_aligned(mine.body.size)
         trouble = fetch_checked(self._store, self._clock, mine.key, mine.pieces, found)
         intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self._store)) is None

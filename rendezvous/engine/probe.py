@@ -1,22 +1,23 @@
-"""Measurements of a store: whether it can carry a run.
+"""Tests and measurements of a store, which show whether it can carry a run.
 
-    exclusive create    16 writers, one key, several rounds: at most one may hear "done", and its body stands
-    create twice        the second is told no, and the first body stays
-    read after write    what was written is what is read, at once
-    ranges              the right bytes; past the end: noticed
-    list                seconds until a new key is listed (a hint: slow is allowed)
-    delete              what was deleted is gone, and a missing key is not an error
+    exclusive create    16 writers, one key, several rounds: at most one create succeeds, and its body stays
+    create twice        the second create fails, and the first body stays
+    read after write    a read right after a write returns the written bytes
+    ranges              ranged reads return the right bytes, and fail past the end
+    list                seconds until a new key is listed (a hint: it may be slow)
+    delete              deleted objects are gone, and a missing key is not an error
     latency, speed      small GETs and creates; one blob up and down
 
-A measurement that the store answers with an error is a row of the table that says so: the others are still made.
+If the store answers a measurement with an error, its row of the table shows the error; the others still run.
 
     measure_throughput(store, clock, size)             the last one only; the first two only: stores/race.py
     probe_store(store, clock) ─▶ Probe ─▶ .why_unfit()  None, or why not
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
-The keys lie under probe/{nonce}/ and are removed, the only registers that ever are: no other process knows them.
-Not promised: that a store which passes keeps its word under every fault, nor today's prices.
+The keys are below probe/{nonce}/ and are deleted afterwards.  They are the only registers that are ever deleted, since
+no other process knows them.
+Not promised: that a store which passes works under every fault; today's prices.
 """
 
 import os
@@ -57,7 +58,7 @@ _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
 class Probe:
     """The measurements at `url`.
 
-    troubles: measurement -> the store's error, for those that could not be made; their fields say "not shown to work".
+    troubles: measurement -> the store's error, for those that failed; their fields have the value of a failed test.
     """
 
     url: str
@@ -76,27 +77,25 @@ class Probe:
     troubles: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def why_unfit(self) -> str | None:
-        """The reason why this store cannot carry a run; None if it can."""
+        """Return the reason why this store cannot carry a run; None if it can."""
         if reason := self.race.why_unfit():
             return reason
         if name := next((name for name in ESSENTIAL if name in self.troubles), None):
-            return f"{ESSENTIAL[name]} could not be shown to work: {self.troubles[name]}"
+            return f"the test of {ESSENTIAL[name]} failed: {self.troubles[name]}"
         if not self.keeps_first:
             return OVERWRITES
         if not self.reads_its_writes:
-            return "what was just written is not what is read: a run needs read-after-write"
+            return "a read after a write returns other bytes: a run needs read-after-write consistency"
         if 0 < self.put_bytes_s < LEAST / REQUEST_S:
-            return (
-                f"an upload of {LEAST >> 20} MiB takes more than {REQUEST_S:.0f} s on this link, and is given up then"
-            )
+            return f"an upload of {LEAST >> 20} MiB takes more than {REQUEST_S:.0f} s on this link, which is the limit"
         if not self.ranges:
             return "ranged reads return wrong bytes"
         if not self.notices_end:
-            return "a read past the end of an object goes unnoticed"
+            return "a read past the end of an object does not fail"
         return None
 
 
-# Without these no run: measurement -> its row in the table.
+# The measurements that a store must pass: measurement -> its row in the table.
 ESSENTIAL = {
     "keeps_first": "a second create",
     "reads_its_writes": "reading what was written",
@@ -107,7 +106,10 @@ ESSENTIAL = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """One outer sync, all replicas together; dollars by list prices of 2026 in us-east-1, None where unknown."""
+    """Costs of one outer sync, for all replicas together.
+
+    dollars: by the list prices of 2026 in us-east-1; None if they are unknown.
+    """
 
     seconds: float
     puts: int
@@ -124,7 +126,7 @@ class Estimate:
 
 
 def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
-    """Measure the store.  Raises StoreRefused if it refuses every writer of the race."""
+    """Measure the store.   Raise StoreRefused if it refuses every writer of the race."""
     at = f"probe/{os.urandom(6).hex()}/"
     try:
         return _measure_all(store, clock, at, size, rounds, racers)
@@ -133,7 +135,7 @@ def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = 
 
 
 def measure_throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
-    """Bytes per second (up, down) of one blob of `size` bytes."""
+    """Return bytes per second (up, down), measured with one blob of `size` bytes."""
     key = f"probe/{os.urandom(6).hex()}/blob"
     try:
         return _measure_rates(store, clock, key, size)
@@ -190,7 +192,7 @@ def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
 
 
 def _check_ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
-    """Return (whether the bytes are right, whether the end is noticed)."""
+    """Return (whether the bytes are right, whether reads past the end fail)."""
     body = os.urandom(10_000)
     out = bytearray(1000)
     retry_unclear(clock, lambda: store.put(key, body))
@@ -214,7 +216,7 @@ def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
 
 
 def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
-    """Delete two keys and one that never was, in one call, as the collector does; -> whether they are gone."""
+    """Delete two keys and a missing one in one call, as the collector does.   Return whether they are gone."""
     for name in ("a", "b"):
         retry_unclear(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
     retry_unclear(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
@@ -222,7 +224,7 @@ def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
 
 
 def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
-    """Seconds of small (gets, creates)."""
+    """Return the seconds of small (gets, creates)."""
     gets = list[float]()
     creates = list[float]()
     for n in range(times):
@@ -232,7 +234,7 @@ def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> t
 
 
 def _measure_rates(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
-    """Bytes per second: putting a blob, and getting it into a buffer that was used before."""
+    """Return bytes per second of (a put, a get) of one blob; the get writes to memory that was used before."""
     body = bytearray(os.urandom(1 << 10) * (size // 1024 + 1))[:size]
     put_s = _seconds_of(clock, lambda: retry_unclear(clock, lambda: store.put(key, memoryview(body))))
     get_s = _seconds_of(clock, lambda: retry_unclear(clock, lambda: store.get_into(key, memoryview(body))))
@@ -248,7 +250,7 @@ def _seconds_of(clock: Clock, action: Callable[[], object]) -> float:
 def _delete_probe_keys(store: Store, at: str, rounds: int) -> None:
     names = ["twice", "own", "range", "blob", "listed/key", "gone/a", "gone/b"]
     names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
-    delete_quietly(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
+    delete_quietly(store, [f"{at}{name}" for name in names])  # by name, because LIST may be out of date
 
 
 # ---------------------------------------------------------------------- the cost of a sync
@@ -260,7 +262,7 @@ POLLS = 10  # GETs of one replica while it waits for the others
 
 
 def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp32") -> Estimate:
-    """One outer sync on the path that the replicas would take; upload, coding and download one after the other."""
+    """Estimate one outer sync, direct or sharded as the replicas would choose; its phases do not overlap."""
     blob = ceil(4 * parameters / nominal_ratio(codec))
     n = replicas
     sharded = reduces_sharded([blob] * n, codec, Rules().shard_from)
@@ -308,7 +310,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 def doctor_table(
     probe: Probe, parameters: int | None = None, replicas: int = 4, codec: str = "fp32", why: str = ""
 ) -> str:
-    """Return the table of a probe, for people.   why: name of the codec that `auto` would choose, and the reason."""
+    """Return a text table of a probe.   why: name of the codec that `auto` would choose, and the reason."""
     raced = probe.race
     lag = probe.list_lag_s
     rates = (
@@ -357,7 +359,11 @@ def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -
     ]
     if estimate.seconds > Timing.give_up:
         rows.append(
-            ("  is too slow", "NO", f"replicas give up after {Timing.give_up:.0f} s: a smaller codec, or a link")
+            (
+                "  is too slow",
+                "NO",
+                f"replicas give up after {Timing.give_up:.0f} s: use a smaller codec or a faster link",
+            )
         )
     if estimate.dollars is not None:
         outside = f"; ${estimate.egress_dollars:.2f} more from outside that cloud" if estimate.egress_dollars else ""
@@ -370,13 +376,11 @@ def _ok_or_no(good: bool) -> str:
 
 
 def _delete_remark(works: bool) -> str:
-    return "and does not mind missing ones" if works else 'set fleet.keep = "all": nothing can be collected here'
+    return "and accepts missing ones" if works else 'set fleet.keep = "all": nothing can be collected here'
 
 
 def _lag_remark(lag: float | None) -> str:
-    return (
-        f"after {lag:.1f} s" if lag is not None else f"not within {LIST_PATIENCE_S:.0f} s (only hints come from lists)"
-    )
+    return f"after {lag:.1f} s" if lag is not None else f"not within {LIST_PATIENCE_S:.0f} s (a list is only a hint)"
 
 
 def _format_rate(rate: float) -> str:

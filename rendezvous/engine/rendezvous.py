@@ -3,21 +3,22 @@
         claim ─▶ join ─▶ ┌─▶ offer ─▶ settle ─▶ mean ─▶ (caller applies it) ─▶ advance ─┐ ─▶ finish
                          └──────────────────────── catch_up when behind ◀───────────────┘
 
-    claim      take the slot                          membership.py: holders of slots, beats, the operator's wishes
-    join       become θ_t, from the bucket alone      replay.py
-    offer      Δ becomes durable, then counts         own_blobs.py, offers.py
-    settle     one commit per step, for ever          closing.py, chain.py; step_wait.py
-    mean       the same bits for every replica        averaging.py, reduce.py, sharded.py
-    advance    the next step is open                  snapshot_duty.py
-    finish     in time, with all that others need     leaving.py
+    claim      take the slot                            membership.py: holders of slots, beats, the operator's wishes
+    join       load θ_t from the bucket alone           replay.py
+    offer      upload Δ, then write the offer           own_blobs.py, offers.py
+    settle     wait for the step's only commit          closing.py, chain.py; step_wait.py
+    mean       compute it, the same bits everywhere     averaging.py, reduce.py, sharded.py
+    advance    open the next step                       snapshot_duty.py
+    finish     write what other replicas need           leaving.py
 
-Everything durable is write-once, so repair means reading again, never failing a step.  The engine starts no thread and
-has no timer: the store and the clock are its only ways to wait.  Work beside it (`background`) and requests made at the
-same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
-of schedules of exactly this code.
+All durable objects are write-once, so after an error the engine reads again and never fails a step.  It starts no
+thread and has no timer: it waits only through the store and the clock.  `background` runs jobs in parallel, and
+`together` makes several requests at a time.  Both are arguments: threads in a replica, greenlets in the simulator,
+which can therefore run thousands of schedules of exactly this code.
 
-It knows flat fp32 vectors and a `ReplicatedState` that holds and steps them (state.py); it knows nothing of models.
-Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
+The engine handles flat fp32 vectors and a `ReplicatedState`, which holds and steps them (state.py); it knows nothing of
+models.
+Not promised: progress with fewer than `min_replicas` replicas: the step stays open, and then `GaveUp` is raised.
 """
 
 from collections.abc import Callable
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
 class Rendezvous:
     """One generation of one slot.
 
-    store, clock: its only ways to the outside.   emit(event, **fields): where remarks for people go.
-    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
-    together: runs requests that go together (`background.together_on`).
-    keep: bytes of blobs that stay in the bucket beside those that a reader may need (keeping/budget.py); None: all.
-    weights: writes bf16 weights of the steps that this replica closes, for engines that train nothing.
+    store, clock: its only connections to the outside.   emit(event, **fields): called for events that people read.
+    background: runs jobs during the training.   uploads: runs jobs that may take longer than a round.
+    together: makes several requests at a time (`background.together_on`).
+    keep: bytes of old blobs to keep in the bucket beside those that a reader may need (keeping/budget.py); None: all.
+    weights: writes bf16 weights of the steps that this replica closes, for inference engines.
     """
 
     def __init__(
@@ -106,14 +107,14 @@ class Rendezvous:
         self._weights = weights or NoWeights()
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
-        self._joined_at = -1  # the step in the middle of which we joined
+        self._joined_at = -1  # the step during which we joined
         self._replayed_at = -1  # the step for which we last replayed our own θ
         self.generation = 0
         self.step = 0
         self.base = ""
         self.last_offer: Offer | None = None
         self.baggage: Callable[[], snapshots.Arrays] = dict  # arrays for the next generation of this slot
-        self.inherited: dict[str, np.ndarray] = {}  # arrays from the generation before; there once we have joined
+        self.inherited: dict[str, np.ndarray] = {}  # arrays from the generation before; set by `join`
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.set_rules(rules_)
 
@@ -123,7 +124,7 @@ class Rendezvous:
         return self.members.name
 
     def set_rules(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
-        """Go by the run's rules, for an owner that learns them after it had to claim, and before it joins."""
+        """Set the run's rules, after `claim` and before `join`, for an owner that did not know them earlier."""
         self.rules = rules_
         self.h_cap = rules_.sync_every
         self.timing = timing or self.timing
@@ -160,20 +161,20 @@ class Rendezvous:
     # ------------------------------------------------------------------ joining
 
     def claim(self) -> int:
-        """Take the slot; -> the generation.  Cheap: called, with a first beat, before any heavy import."""
+        """Claim the slot, and return the generation.  It is cheap, so that it can be called before heavy imports."""
         self.generation = self.members.claim(self.store)
         return self.generation
 
     def join(self, state: ReplicatedState, theta_0: Callable[[], snapshots.Arrays] | None = None) -> None:
-        """Heal before the first inner step: newest snapshot, then every later mean.
+        """Heal before the first inner step: load the newest snapshot, then apply every later mean.
 
-        theta_0: the state's arrays as the run began, where they lie elsewhere; then snapshot 0 has no blob.
-        If a predecessor of this slot has already offered the open step, wait for that step without training.
+        theta_0(): the state's arrays at the start of the run, if they come from elsewhere; snapshot 0 then has no blob.
+        If an earlier generation of this slot has already offered the open step, wait for that step without training.
         """
         self.state = state
         self._theta_0 = theta_0
         self.members.status.enter_phase("heal", self.step)
-        refuse_lost_claim(self.store, self.members)  # an emptied store would be given a θ_0 of its own
+        refuse_lost_claim(self.store, self.members)  # else this replica would write a new θ_0 to an emptied store
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
         self._committer.refuse_lower_quorum()
@@ -193,7 +194,7 @@ class Rendezvous:
         self.members.status.enter_phase("train", self.step)
 
     def resume_at(self, state: ReplicatedState, step: int) -> None:
-        """Begin at `step` with `state` as it is, for states that need no history."""
+        """Begin at `step` with the present `state`, without a snapshot or a replay."""
         self.state = state
         self._digests = Digests(state, self.rules.fragments, self.name)
         self.chain.read_before(step)
@@ -201,7 +202,7 @@ class Rendezvous:
         self._times.begin()
 
     def _heal(self, upto: int | None = None) -> None:
-        """Become θ_upto (default: the head) from the bucket; again if that is collected meanwhile."""
+        """Load θ_upto (default: the newest θ) from the bucket.  Try again if its blobs are collected meanwhile."""
         garbage.look_again(lambda: self._heal_once(upto), self.emit)
 
     def _heal_once(self, upto: int | None) -> None:
@@ -221,7 +222,7 @@ class Rendezvous:
         start = replay.step
         self._digests = replay.digests
         self._snapshots.note_snapshot(start)
-        self.chain.read_before(start)  # a committer must know the offers that these listed
+        self.chain.read_before(start)  # a closer must know the offers that these commits list
         self._open_step(start)
         for commit in replay.commits(upto):
             self._move_on(commit)
@@ -245,7 +246,7 @@ class Rendezvous:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the open step was decided without us.  A flag that the background tick sets; costs nothing."""
+        """Whether the open step was decided without this replica.  The background tick sets it; no request is made."""
         return self.members.decided >= self.step
 
     @property
@@ -261,14 +262,14 @@ class Rendezvous:
         stats: dict[str, float] | None = None,
         theta: np.ndarray | None = None,
     ) -> None:
-        """Make Δ for the open step durable: blob first, then the offer that names it.
+        """Write Δ for the open step: first the blob, then the offer that names it.
 
-        delta: flat fp32, the fragment's length; its memory is the caller's again afterwards.   h: inner steps inside.
-        theta: the fragment's θ, for a codec that compares with it, and to tell absurd lengths.
+        delta: flat fp32 vector of the fragment; the caller may overwrite it afterwards.   h: its inner steps.
+        theta: the fragment's θ, for codecs that compare with it, and to refuse a Δ with an absurd norm.
         """
         self.members.refuse_if_fenced()
         if h < 1:
-            raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
+            raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; do not offer it")
         check_shape(delta, self.state.size(self.fragment))
         self._departure.hear()
         self._digests.check_unchanged(self.fragment)
@@ -299,7 +300,10 @@ class Rendezvous:
         self.members.status.enter_phase("wait", self.step)
 
     def settle(self) -> Commit:
-        """Wait for the decision of the open step, and help to make it; -> the commit.  Our offer must be durable."""
+        """Wait for the decision of the open step, help to make it, and return the commit.
+
+        This replica's offer must be durable.
+        """
         self.members.status.enter_phase("wait", self.step)
         self.offers.open_step(self.step, self.base)
         wait = StepWait(self.clock, self.timing, self._times.due_in())
@@ -322,23 +326,23 @@ class Rendezvous:
         return self._check_commit(commit)
 
     def _check_commit(self, commit: Commit) -> Commit:
-        """Return the commit; where it names another base than ours, replay our own state first."""
+        """Return the commit.  If its base differs from ours, replay our own state first."""
         self._digests.check_unchanged(self.fragment)
         if commit.base != self.base:
             self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)
         return commit
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
-        """Write the commit's mean into `out`; it may be the vector that was offered."""
+        """Write the commit's mean into `out`, which may be the vector that was offered."""
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean(commit, out)
         self._snapshots.writer.release_fragment(
             commit.t % self.rules.fragments
-        )  # as late as can be: the caller steps it now
+        )  # as late as possible: the caller steps the fragment now
         self._weights.wait_until_read()
 
     def advance(self, commit: Commit) -> None:
-        """Open the next step.  The caller has applied the mean."""
+        """Open the next step.  The caller must have applied the mean."""
         offer = self.last_offer
         if commit.t == self._joined_at:
             self.h_cap = self.rules.sync_every
@@ -349,7 +353,7 @@ class Rendezvous:
         self._digests.renew_fragment(commit.t % self.rules.fragments)
         self._move_on(commit)
         if (announcement := self._averager.take_announcement()) is not None:
-            submit_reported(self._background, announcement, self.emit)  # not before: the others still average
+            submit_reported(self._background, announcement, self.emit)  # not while the others still average
         self._snapshots.start_if_due(
             self.state, self.step, base=self.base, prev=self.chain.commit_digest(commit.t),
             closed=commit.by == self.name, idle=not (self.is_behind or self.is_done),
@@ -363,7 +367,7 @@ class Rendezvous:
         self.members.refuse_if_fenced()
 
     def take_step(self, commit: Commit) -> None:
-        """Take a whole step for which this replica did not train: mean, apply, advance."""
+        """Take a step for which this replica did not train: compute the mean, apply it, advance."""
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
         self._snapshots.confirm(commit, closed=commit.by == self.name)
@@ -374,20 +378,20 @@ class Rendezvous:
         self.advance(commit)
 
     def catch_up(self, late: Callable[[int], None] | None = None) -> int:
-        """Apply every step that was decided without us; -> their number.
+        """Apply every step that was decided without this replica, and return their number.
 
-        late(step): called before each, to offer our work on that step's fragment.
+        late(step): called before each step, to offer this replica's work on its fragment.
         """
         start = self.step
         while not self.is_done and (commit := self.chain.read(self.step)) is not None:
             if late is not None:
                 late(self.step)
             self.take_step(self._check_commit(commit))
-        self.members.decided = min(self.members.decided, self.step - 1)  # a commit that a tick saw may be gone again
+        self.members.decided = min(self.members.decided, self.step - 1)  # the store may lose a commit that a tick saw
         return self.step - start
 
     def _move_on(self, commit: Commit) -> None:
-        """Open the step after this commit, which the state has taken."""
+        """Open the step after this commit.  The state must have applied it."""
         self._open_step(commit.t + 1)
         self._snapshots.note_commit(commit, self.state)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh_offers) else 0
@@ -399,9 +403,9 @@ class Rendezvous:
         self.offers.open_step(step, self.base)
 
     def _replay_own_state(self, whose: str, base: str) -> None:
-        """Replay our θ from the bucket, once per step: another replica started this step from another θ.
+        """Replay θ from the bucket, because another replica started this step from another θ than ours.
 
-        Raises Diverged where the replay is not our θ.
+        Done once per step.   Raise Diverged if the result is not our θ.
         """
         if self._replayed_at == self.step:
             return
@@ -409,7 +413,7 @@ class Rendezvous:
         mine = self.base
         began = self._times.began
         self._heal(upto=step)
-        self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
+        self.chain.read(step)  # if it is decided already: the replay ended before it
         self._times.began = began
         self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
@@ -421,14 +425,14 @@ class Rendezvous:
     # ------------------------------------------------------------------ leaving
 
     def ask_to_leave(self) -> None:
-        """Ask this replica to leave, for the operator, the platform or the scheduler.  Safe in a signal handler."""
+        """Ask this replica to leave.  Safe in a signal handler."""
         self._departure.ask()
 
     def finish(self, reason: str) -> None:
-        """Say goodbye: the last writes of this generation, as far as the store takes them."""
+        """Make the last writes of this generation.  If the store gives no answer, leave without them."""
         if not self.generation:  # asked to leave before it held the slot
             return
-        self.store.before_pause = lambda: None  # going already
+        self.store.before_pause = lambda: None  # it is leaving already
         if not self.is_done:
             self._snapshots.writer.abandon()
         self._uploads.drain()
@@ -437,7 +441,7 @@ class Rendezvous:
             self._weights.drain()
         if self.is_done:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot
-            self._committer.refuse_lost_anchors()  # a run is done when its records stand
+            self._committer.refuse_lost_anchors()  # a run is done only if its records still exist
         try:
             self.own_blobs.mend_missed()
             unsent = {} if self.is_done else self.own_blobs.encoder.unsent_residuals
@@ -470,13 +474,13 @@ def _report_trouble(text: str, emit: Emit, status: BeatStatus) -> None:
 def _refuse_long_wait(step: int, name: str, why_open: str, *, idle: float, limit: float) -> None:
     if idle > limit:
         raise GaveUp(
-            f"step {step} stood open for {idle:.0f} s: {name} {why_open}. What is offered stays offered; run the same "
-            "command again to go on, or lower min_replicas with a control record if fewer replicas are meant to do"
+            f"step {step} stood open for {idle:.0f} s: {name} {why_open}. Its offers stay valid: run the same "
+            "command again to continue, or lower min_replicas with a control record if fewer replicas are enough"
         )
 
 
 def _offer_of(upload: Upload, **rest: Any) -> Offer:
-    """The record that names an uploaded body."""
+    """Return the offer that names an uploaded body."""
     written = upload.written
     return Offer(
         nonce=upload.nonce,

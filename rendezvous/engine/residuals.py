@@ -1,14 +1,15 @@
-"""The residual that a codec has not sent yet, from one generation of a slot to the next.
+"""The file with a codec's residual, from one generation of a slot to the next.
 
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
 
-Beside the residual the file may hold baggage of the engine's owner, `own.…` (an optimizer's moments).
+A residual is the part of the pseudogradients that the codec has not sent yet.  The file may also contain baggage:
+arrays of the engine's owner named `own.…`, such as an optimizer's moments.
 
-Only generation g reads the file of g − 1.  So it is used at most once: if r01-2 is killed, r01-3 looks for
+Only generation g reads the file of g − 1.  So the file is used at most once: if r01-2 is killed, r01-3 looks for
 leave/r01-2.json, finds nothing, and starts from zero.
 
-Not promised: that it arrives.  A residual makes a run a little better; nothing that is agreed on depends on it.
+Not promised: that the file arrives.  A residual makes a run a little better; no agreed value depends on it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from rendezvous.store import Store
 
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
-    """Write the residual's file; -> key and digest."""
+    """Write the residual's file.   Return its key and digest."""
     key = layout.residual_blob(slot, generation, new_nonce())
     body = TensorFile(unsent)
     store.put(key, body)
@@ -43,7 +44,7 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int], *, baggage: 
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
         return None
-    with suppress(StoreError):  # it costs only a few bytes if it stays
+    with suppress(StoreError):  # a file that stays costs only a few bytes
         store.delete([left.residual])
     try:
         unsent = load_tensors(body)

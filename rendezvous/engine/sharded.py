@@ -1,14 +1,14 @@
-"""A live step reduced in shards: do your part, fetch the others', take over for the dead.
+"""The mean of the present step, reduced in shards: each replica computes one part and fetches the others.
 
-    up    S (the offer) + S/N (your part's mean)     down   (N−1)/N·S (your range of the others) + (N−1)/N·S (parts)
+    up    S (the offer) + S/N (its part's mean)     down   (N−1)/N·S (its range of the other bodies) + (N−1)/N·S (parts)
 
-    my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
-    the others':  poll mean/{j}.json ─▶ GET
-                  its owner is gone, or silent for longer than `patience` ─▶ compute it here: same bits, and the first
-                  register counts
-    bad blob:     its writer puts it back or takes over; no replica left that could ─▶ Corrupt, after `dead_after`
+    own part:     GET its range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
+    other parts:  poll mean/{j}.json ─▶ GET
+                  its owner is gone, or takes longer than its patience ─▶ compute the part here: the bits are the same,
+                  and the first register counts
+    bad blob:     its writer uploads it again, or computes the part; if no writer can ─▶ Corrupt, after `dead_after`
 
-Not promised: that a part is computed once.  Its register says which copy is fetched.
+Not promised: that a part is computed once.  Its register names the copy that readers fetch.
 """
 
 import math
@@ -25,15 +25,15 @@ from rendezvous.means.bodies import OwnBody, Shard
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit
 
-_PATIENCE = 0.4  # of the time between two syncs
-_LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's download
+_PATIENCE = 0.4  # part of the time between two syncs that an owner may take
+_LEAST = 0.3  # seconds that an owner may always take: a part that is made twice costs a third of a sync's download
 
 
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
-    pause(wait, normal): pauses between two looks, where `normal` seconds of waiting are not trouble; may raise.
-    on_bad_body(commit, error): called where a listed body is bad; -> whether it may yet be put back.
+    pause(wait, normal): pauses between two looks; a wait of `normal` seconds is normal; may raise.
+    on_bad_body(commit, error): called for a bad listed body; returns whether its writer may still put it back.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ShardedMean:
         self._pause = pause
         self._on_bad_body = on_bad_body
         self._took = math.inf  # seconds for the last part that this replica made
-        self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is not a measure
+        self._needed = 0.0  # the smaller of the last two, so that one slow request does not count
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
-        """Write the commit's mean into `out`, and on the way the parts that this replica owes to the others.
+        """Write the commit's mean into `out`, and announce the parts that this replica owns.
 
-        A replica that meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them
-        back or takes over.  Where no writer has them any more, and no part was announced, this replica ends after
-        `dead_after`.
+        A replica that finds a bad blob leaves the part to others: the blob's writer has the bytes in memory, and puts
+        them back or computes the part.  If no writer has the bytes any more and the part is not announced, raise
+        Corrupt after `dead_after`.
         """
         parts = self._reducer.split_into_parts(commit, out.size)
         missing = set(range(len(parts)))
@@ -100,27 +100,27 @@ class ShardedMean:
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats of owners that need longer than we did: every two beats, or when one may have died."""
+        """Read the beats of owners that take longer than this replica did: every two beats, or if one may be dead."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
         if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
             self._members.read_beats(owners, apart=2 * self._timing.beat)
 
     def _is_overdue(self, commit: Commit, j: int, waited: float) -> bool:
-        """Whether a part of another owner is to be computed here.
+        """Whether this replica should compute a part of another owner.
 
-        Every replica that waits for it computes it: turns saved a fiftieth of the bytes, and made all wait for the
-        first.
+        Every replica that waits for the part computes it.  Taking turns saved 2 % of the bytes, and all others waited
+        for the first.
         """
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 
     def _owner_patience(self, commit: Commit) -> float:
-        """Seconds that an owner may take for a part before others do it."""
+        """Return the seconds that an owner may take for a part before the others compute it."""
         return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:
-        """Whether that slot will announce no part of step t any more.
+        """Whether that slot will not announce a part of step t any more.
 
-        A dead one will not; nor one at a later step: it announced its parts before, or replayed t from its bodies.
+        It will not if it is dead, nor if it is at a later step: it has announced its parts, or has replayed step t.
         """
         peer = self._members.peers.get(slot)
         return peer is not None and (peer.is_dead(self._timing.dead_after) or peer.beat.step > t)

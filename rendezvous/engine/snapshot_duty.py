@@ -1,11 +1,11 @@
-"""One replica's duties around snapshots: writing them, making them visible, deleting the blobs that they replace.
+"""One replica's work on snapshots: it writes them, makes them visible, and deletes the blobs that they replace.
 
-    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t beside round t (snapshot_writer.py)
-    commit t read      ──▶ its base is ours: the manifest follows     else: abandoned
-                       └─▶ this replica wrote commit t: sweep blobs that no replica needs any more (garbage.py)
+    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
+    commit t read      ──▶ its base is ours: the manifest is written    else: the snapshot is abandoned
+                       └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
-Not promised: that this replica knows of the newest snapshot.  Commits name it, its writer knows at once.
+Not promised: that this replica knows the newest snapshot.  Its writer knows it at once, the others from a commit.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,12 @@ from rendezvous.store import Store
 
 
 class SnapshotDuty:
-    """The duties of one replica.   keep: bytes of blobs that stay in the bucket (keeping.py), None for all.
+    """One replica's snapshots.
 
-    bucket: the store without patience, for deletions: nothing depends on an answer.
-    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
-    elements(fragment): of its vector.
+    keep: bytes of blobs that stay in the bucket (keeping/budget.py), None for all.
+    bucket: the store without retries, for deletions, which may fail.
+    background: runs jobs during the training.   uploads: runs jobs that may take longer than a round.
+    elements(fragment): number of elements in the fragment's vector.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class SnapshotDuty:
         self.newest = 0  # the newest snapshot known
 
     def note_commit(self, commit: Commit, state: ReplicatedState) -> None:
-        """Note that a commit was applied: plan the next snapshot, and tell the collector.
+        """Note that a commit was applied: plan the next snapshot, and inform the collector.
 
-        A state without arrays is planned without the budget.
+        For a state without arrays, plan without the budget.
         """
         if self._keep is not None:
             self._collector.note_commit(commit)
@@ -74,9 +75,9 @@ class SnapshotDuty:
         self._pace.take_step(commit.t, left, snapshot=size, newest=self.newest)
 
     def confirm(self, commit: Commit, *, closed: bool) -> None:
-        """Compare the written θ_t with the state that commit t started from: it becomes visible, or is abandoned.
+        """Make the snapshot of θ_t visible if commit t started from the same state; else abandon it.
 
-        closed: this replica wrote the commit; then it sweeps, in a run whose blobs are collected.
+        closed: this replica wrote the commit.  Then it also deletes old blobs, if the run collects them.
         """
         self.writer.confirm_base(commit.t, commit.base)
         if closed and self._keep is not None:
@@ -85,9 +86,9 @@ class SnapshotDuty:
     def start_if_due(
         self, state: ReplicatedState, step: int, *, base: str, prev: str | None, closed: bool, idle: bool
     ) -> None:
-        """Begin to write θ_step, beside the next inner steps.
+        """Begin to write θ_step during the next inner steps, if a snapshot is due.
 
-        closed: this replica wrote the commit before.   idle: it has no steps to catch up with, nor is it done.
+        closed: this replica wrote the commit before.   idle: it is not behind, and the run is not done.
         """
         due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
         if due and idle and not self.writer.is_busy:
@@ -96,10 +97,10 @@ class SnapshotDuty:
     def write_last(
         self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
     ) -> None:
-        """Write θ_T if two leave records with one digest confirm it, or m = 1 (then marked as not confirmed).
+        """Write θ_T if two leave records with the same digest confirm it.  If m = 1, also write it as not confirmed.
 
-        No replica closes a step after it, so every replica that ends collects once more: its writer may have been
-        killed before it did.
+        No replica closes a later step, and the writer of this snapshot may be killed before it deletes old blobs.  So
+        every replica that ends deletes them once more.
         """
         if self._store.get(layout.snapshot_key(step)) is None:
             confirmed = agree()
@@ -112,7 +113,7 @@ class SnapshotDuty:
             self._background.drain()
 
     def sweep(self) -> None:
-        """Delete blobs that no reader of the newest snapshots needs, as far as the budget asks for it."""
+        """Delete the blobs that exceed the budget and that no reader of the newest snapshots needs."""
         if self._pace.planned > self.newest:
             self._hear_of_snapshot(self._pace.planned)
         self._collector.sweep(self.newest)
@@ -121,12 +122,12 @@ class SnapshotDuty:
         submit_reported(self._background, job, self._emit)
 
     def _hear_of_snapshot(self, step: int) -> bool:
-        """Whether this snapshot is there.  Its writer alone knows until it closes a step."""
+        """Whether the snapshot of this step exists.  (Only its writer knows without a request.)"""
         found = snapshots.read(self._store, step) is not None
         if found:
             self.note_snapshot(step)
         return found
 
     def note_snapshot(self, step: int) -> None:
-        """Note that the snapshot of this step stands."""
+        """Note that the snapshot of this step is visible."""
         self.newest = max(self.newest, step)

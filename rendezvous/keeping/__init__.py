@@ -1,1 +1,1 @@
-"""What may go: a budget of bytes, and how far back a run can still be read."""
+"""Deletion of old blobs: the budget of bytes, the collector, and the steps that can still be computed."""

@@ -1,25 +1,25 @@
-"""The kept part of a run: a budget of bytes, spent on the needed blobs first and on the past after that.
+"""The blobs that a run keeps: a budget of bytes, used first for the needed blobs and then for older ones.
 
     snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
-    means                                   ├───────────────────▶       as far back as fits: means_from
-    deltas                                          ├───────────▶       with the bytes left: deltas_from
+    means                                   ├───────────────────▶       as far back as the budget allows: means_from
+    deltas                                          ├───────────▶       with the remaining bytes: deltas_from
                                                         ├───┼───▶       the window: kept under any budget
                                                         f   s   head    the two newest complete snapshots
-    of a step from f to s the window has the mean alone, where it is announced: deltas would be needed only if both that
-    mean and snapshot s were damaged; from s on, where the mean is
-    spent in this order: window, older snapshots, means, deltas
-    so the deltas go first (oldest first), then the means, then the snapshots thin out
 
-The answer is a pure function of records that are never deleted (commits, manifests), so all collectors come to the same
-one, on any replica, at any moment.  A later answer never asks for blobs that an earlier one gave up: ages only grow.
+The budget is used in this order: window, older snapshots, means, deltas.  So the deltas are deleted first (the oldest
+first), then the means, and then some of the older snapshots.
+In the window, a step from f to s whose mean is announced keeps only its mean: its deltas would be needed only if both
+that mean and snapshot s were damaged.  From s on, deltas are kept to repair a damaged mean.
 
-The window itself follows the budget: `snapshot_period` gives the number of steps to the next snapshot, so that the
-window, at its largest, fits.  `largest_window` with one step between snapshots is the floor: no smaller budget is kept
-to (decision 033).
+The result is a pure function of records that are never deleted (commits, manifests), so all collectors get the same
+result at any time.  A later result never needs blobs that an earlier one has given up, because ages only grow.
 
-Not promised: the exact byte.  The budget counts bodies that a commit lists.  A body of a replica that was killed before
-its offer, or whose offer expired, goes with its step.  Where steps are faster than the store deletes, deleting comes
-later.
+The size of the window follows the budget: `snapshot_period` chooses the steps to the next snapshot so that the largest
+window fits.  `largest_window` with one step between snapshots is the floor; a run exceeds a smaller budget (decision
+033).
+
+Not promised: exact bytes.  The budget counts only bodies that a commit lists.  A body without an offer (its replica was
+killed), or with an expired offer, is deleted with its step.  If steps are faster than deletions, deletions come later.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,23 +31,26 @@ from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
 _SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, and others die with their replica
-LATE = 3  # steps: the one that is decided just now, and two that may follow while blobs are deleted
-COMPLETE = 3  # snapshots: the two newest, and one that is on its way
-FULL_ENOUGH = 4  # a run that would fit so many times is not read back for its exact size
-ALWAYS = 64  # the level of the oldest snapshot: no run lasts for 2^64 periods
+LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
+COMPLETE = 3  # snapshots: the two newest, and one that is being written
+FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
+ALWAYS = 64  # level of the oldest snapshot, which stays: no run lasts for 2^64 periods
 _RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that one outer step leaves in the bucket: the listed deltas, and the mean if it is written down."""
+    """Bytes that one outer step leaves in the bucket: the listed deltas, and the mean if it is announced."""
 
     deltas: int
     mean: int
 
 
 def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
-    """Bytes that a committed step leaves.   elements: of its fragment; 0 if unknown (then bodies are fp32)."""
+    """Return the bytes that a committed step leaves in the bucket.
+
+    elements: number in its fragment; 0 if unknown, and then the mean is as large as the largest body.
+    """
     bodies = [o.size for o in commit.offers]
     if commit.mode == "sharded":
         return Sizes(sum(bodies), max(bodies, default=0))
@@ -56,7 +59,10 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 
 
 def parts_of(commit: Commit) -> list[int]:
-    """The parts in which its mean is written down, if it is; a part without shards never is (reduce.py: parts)."""
+    """Return the numbers of the parts in which its mean may be announced; a part without shards never is.
+
+    The parts are those of `Reducer.split_into_parts`.
+    """
     if commit.mode != "sharded":
         return [0]
     shards = max(len(o.shards) for o in commit.offers)
@@ -66,16 +72,16 @@ def parts_of(commit: Commit) -> list[int]:
 
 
 def is_mean_announced(bodies: int, mean: int, rules: Rules) -> bool:
-    """Whether the closer of a step that is reduced directly writes the mean down.   bodies, mean: bytes."""
+    """Whether the closer of a direct step announces the mean.   bodies, mean: bytes."""
     return rules.announce and 2 * mean <= bodies
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that a reader may need, at any budget: those of the two newest complete snapshots.
+    """The steps that are kept under any budget, because a reader may need them.
 
-    floor, newest: their steps.   carry: steps for which a delta may still be listed.
-    snapshot: bytes of one.   every: steps from one to the next.
+    floor, newest: steps of the two newest complete snapshots.   carry: steps for which a late delta may be listed.
+    snapshot: bytes of a snapshot.   every: steps from one snapshot to the next.
     """
 
     floor: int
@@ -86,20 +92,21 @@ class Window:
 
     @property
     def first_listable(self) -> int:
-        """The first step of which a commit in the window may list a delta."""
+        """The first step whose deltas a commit in the window may list."""
         return max(0, self.floor - self.carry)
 
     def bytes_needed(self, t: int, step: Sizes) -> int:
-        """Bytes of a committed step that stay at any budget."""
+        """Return the bytes of committed step t that are kept under any budget."""
         if t < self.floor:
             return 0
         return step.mean + (step.deltas if t >= self.newest or not step.mean else 0)
 
 
 def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
-    """Outer steps from one snapshot to the next, `every` at most, by which the window fits into the budget.
+    """Return the outer steps from one snapshot to the next with which the window fits into the budget.
 
-    snapshot: bytes of one.   step: bytes that each step leaves.   1 where nothing fits; `every` without a budget.
+    snapshot: bytes of a snapshot.   step: bytes that each step leaves.
+    At most `every`, and at least 1, even if nothing fits; `every` without a budget.
     """
     each = _each_in_window(step)
     if not budget or not each:
@@ -108,26 +115,30 @@ def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
 
 
 def largest_window(period: int, snapshot: int, step: Sizes) -> int:
-    """The least budget in which the window has room, with a snapshot every `period` steps."""
+    """Return the smallest budget in bytes into which the window fits, with a snapshot every `period` steps."""
     return ceil((_beside(snapshot, step) + period * _each_in_window(step)) / _SHARE)
 
 
 def _beside(snapshot: int, step: Sizes) -> int:
-    """Bytes beside the steps from one snapshot to the next."""
+    """Return the bytes of the window that do not depend on the steps between snapshots."""
     return COMPLETE * snapshot + LATE * (step.deltas + step.mean)
 
 
 def _each_in_window(step: Sizes) -> int:
-    """Bytes that a step between two snapshots costs: means stay for two periods, deltas that have one stay for one."""
+    """Return the bytes that each step between two snapshots adds to the largest window.
+
+    A mean stays for two periods.  Deltas stay for one period if their mean is announced, else for two.
+    """
     return 2 * step.mean + step.deltas if step.mean else 2 * step.deltas
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The blobs to keep.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps with any.
+    """The blobs to keep.
 
-    A step in the window whose mean is not announced keeps its deltas.
+    snapshots: steps of the kept snapshots below the floor.   means_from, deltas_from: the first steps with such blobs.
     over: bytes by which the window alone exceeds the budget; 0 if it does not.
+    A step in the window whose mean is not announced keeps its deltas.
     """
 
     snapshots: frozenset[int]
@@ -145,11 +156,11 @@ def choose_kept(
     *,
     most: int | None = None,
 ) -> Kept | None:
-    """The part of the steps below `head` that stays; None if more commits must be read first.
+    """Return the blobs to keep of the steps below `head`; None if more commits must be read first.
 
-    known: sizes of the newest steps, without a gap; maybe not of all, or of none.   older: snapshots below the floor.
-    most: bytes of the largest known step, from a caller that asks in every step; None: computed here.
-    It leaves room for a snapshot that is on its way, for LATE steps, and a twentieth for bodies that no commit lists.
+    known: sizes of the newest steps without a gap, not necessarily of all.   older: steps of snapshots below the floor.
+    most: bytes of the largest known step; None: computed here.
+    Room is left for a snapshot that is being written, for LATE steps, and 5 % for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
     room = _SHARE * budget - _beside(window.snapshot, newest)
@@ -179,7 +190,7 @@ def choose_kept(
 
 
 def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
-    """Return the first step from which on all below `end` have room, and the room that is left."""
+    """Return the first step from which on all steps below `end` fit into `room`, and the remaining room."""
     while end and (size := sizes.get(end - 1, room + 1)) <= room:
         end = end - 1
         room = room - size
@@ -187,12 +198,13 @@ def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, f
 
 
 def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
-    """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, the first one among them.
+    """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, including the first one.
 
-    every: steps from one to the next.   A snapshot that is the first in its cell of 2^l periods, and in none that is
-    larger, has level l, for ever.  It stays until it is 2^(l + share) periods old, if l is not below a lowest level.
-    The share is the largest, and then the lowest level the smallest, by which all have room in a run without gaps.
-    Both only change for the worse as the run grows, so a snapshot that has gone is not asked for again.
+    every: steps from one snapshot to the next, a period.
+    A snapshot has level l if 2^l is the largest cell of periods in which it is the first one; this never changes.  It
+    stays until it is 2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and
+    then the smallest lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share
+    only falls and the lowest level only rises, so a deleted snapshot is never chosen again.
     """
     ordered = sorted(set(steps))
     levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}
@@ -207,11 +219,14 @@ def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> s
 
 
 def _at_most(share: int, lowest: int, periods: int) -> int:
-    """The largest number that stays of a run without gaps: one of level l in 2^(l+1) periods, and the first one."""
+    """Return the largest number of snapshots that stay in a run without gaps.
+
+    Each 2^(l+1) periods have one snapshot of level l; the first snapshot also stays.
+    """
     levels = range(max(0, lowest), periods.bit_length())
     return 1 + sum(min(1 << (share - 1), (((periods - 1) >> level) + 1) >> 1) for level in levels)
 
 
 def _snapshot_level(before: int, t: int, every: int) -> int:
-    """The highest bit in which the numbers of their periods differ; -1 within one period."""
+    """Return the highest bit in which the period numbers of steps `before` and `t` differ; -1 if they are equal."""
     return ((before // every) ^ (t // every)).bit_length() - 1

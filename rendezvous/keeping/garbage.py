@@ -1,30 +1,31 @@
-"""Deletion of blobs that are not kept and that no reader needs; never of anything else.
+"""Collector: it deletes blobs that no reader needs and that exceed the budget, and no other objects.
 
-    complete snapshots   …      ●          ●          ●              manifest and blob are there, digest confirmed
-                                           f          s: the newest  if it is damaged, f still heals
+    complete snapshots   …      ●          ●          ●              manifest and blob exist, digest confirmed
+                                           f          s: the newest  if it is damaged, replicas heal from f
     step                 …    d−1 │ d … f−1 │ f … s−1 │ s … head     d = f − F·max_carry
-      delta/*.bin          may go │ listed  │ replaced│  kept        listed: by a commit before f, so that it may go
-      mean/*.bin           may go │  may go │   kept  │  kept        replaced: by its commit's announced mean
+      delta/*.bin          may go │ listed  │ replaced│  kept        listed: may go if a commit before f lists it
+      mean/*.bin           may go │  may go │   kept  │  kept        replaced: may go if its commit's mean is announced
       *.safetensors        may go │  may go │   kept  │  kept        all manifests stay
 
-A delta that no commit has listed may yet be, for F·max_carry steps; it goes with its step, below d.  A delta that
-commit t lists has readers: the replicas that have not taken step t.  A replica that takes part reads its own body in
-memory and the others' bodies.  Any other replica reads the announced mean, as does one that finds a body gone.  Before
-s no replica needs the delta, unless the mean and s are both damaged; from s on it mends a mean that is damaged.
+For F·max_carry steps a commit may still list a late delta; an unlisted delta is deleted with its step, below d.  The
+readers of a delta that commit t lists are the replicas that have not taken step t.  A replica that takes part reads the
+other bodies, and its own from memory.  Every other replica reads the announced mean, and so does one that finds a body
+deleted.  Before s, a delta is needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair
+the mean.
 
-The budget decides which of the blobs that may go do go (keeping/budget.py); a budget of 0 keeps none of them.
+The budget (keeping/budget.py) decides which of the blobs that may go are deleted; a budget of 0 keeps none of them.
 
-Registers are never deleted: a deleted one could be won again by a replica that slept.  So only names that a
-register may point to are ever considered.  A blob without a register (its writer was killed before that) goes with the
-rest of its step.
+Registers are never deleted, because a replica that was suspended could write a deleted one again.  So the collector
+considers only names to which a register may point.  A blob without a register (its writer was killed) is deleted with
+the rest of its step.
 
-A reader that was slower than two snapshots finds nothing where a register points.  `refuse_collected` turns that
-into `Collected`: a joiner looks again from the newer snapshot (`look_again`), a replica that stalled in the
-middle of its work ends, and the slot's next generation heals.
+A reader that is slower than two snapshots does not find the blob that a register names.  `refuse_collected` then raises
+`Collected`.  A joining replica tries again from the newer snapshot (`look_again`).  A replica that was stalled during a
+step ends, and the slot's next generation heals.
 
-Any number of collectors may run, and die, at any moment: all of them delete the same keys, in ascending order.
+Any number of collectors may run, and be killed, at any time: all delete the same keys, in ascending order.
 
-Not promised: that nothing old is left.  LIST is a hint, and a writer that slept may upload once more.
+Not promised: that all old blobs are deleted.  LIST is a hint, and a writer that was suspended may still upload.
 """
 
 from bisect import bisect_left
@@ -42,13 +43,13 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
 T = TypeVar("T")
-_TOLD = 64  # older snapshots that are named in a log
-_LAST_SWEEP = 1024  # steps that the last sweep of a run looks back at, or collects: each is a request or two
-_BACK = 16  # earlier commits that are read at a time, each a request
+_TOLD = 64  # the most older snapshots that a log event names
+_LAST_SWEEP = 1024  # the most steps that the last sweep of a run reads or collects; each needs one or two requests
+_BACK = 16  # earlier commits that are read at a time, each by a request
 
 
 class Collected(Terminal):
-    """An object that this replica needs is below the floor: it has to start again from snapshot `newer`."""
+    """An object that this replica needs was deleted: it must start again from snapshot `newer`."""
 
     def __init__(self, message: str, newer: int) -> None:
         super().__init__(message)
@@ -59,7 +60,7 @@ class Collected(Terminal):
 
 
 def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
-    """Select the blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
+    """Select the blobs of steps before `below`.   kind: "delta", "mean" or "snapshot"."""
     return [key for key in keys if (blob := parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
 
 
@@ -81,19 +82,20 @@ def parse_blob_key(key: str) -> tuple[str, int] | None:
 
 
 def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
-    """Whether a replica can heal from the snapshot, as far as one byte tells."""
+    """Whether the snapshot is confirmed and its blob exists, judged by the blob's last byte."""
     return snapshot.confirmed and (not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size))
 
 
 def blob_stands(store: Store, key: str, size: int) -> bool:
-    """Whether the blob is there, as far as its last byte tells.  (A shorter one is not.)"""
+    """Whether the blob exists with at least `size` bytes: its last byte is read."""
     return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
 
 
 def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Snapshot | None]:
-    """Return the step of the second-newest complete snapshot, and the newest, if after `at_least`, an earlier floor.
+    """Return the step of the second-newest complete snapshot (at least `at_least`), and the newest snapshot.
 
-    hint: a step that may have one.
+    at_least: an earlier floor; older snapshots are ignored.   hint: a step that may have a snapshot.
+    The newest is None if no complete snapshot is newer than `at_least`.
     """
     newest = None
     for snapshot in snapshots.newest_first(store, hint):
@@ -107,15 +109,15 @@ def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Sna
 
 
 def announced_stands(store: Store, commit: Commit) -> bool:
-    """Whether the mean is written down, in all its parts."""
+    """Whether all parts of the mean are announced and their blobs exist."""
     parts = parts_of(commit)
     return bool(parts) and all(_part_stands(store, commit.t, j) for j in parts)
 
 
 def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
-    """Whether a collector may have taken the bodies that it lists: its mean stands, and so does a newer snapshot.
+    """Whether a collector may have deleted the bodies that `commit` lists.
 
-    hint: a step that may have one.
+    It may if the commit's mean is announced and there is a newer snapshot.   hint: a step that may have a snapshot.
     """
     if not announced_stands(store, commit):
         return False
@@ -138,11 +140,11 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 
 
 class Collector:
-    """One replica's collector.  It finds by bisection where it, or another collector, stopped.
+    """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
 
-    budget: bytes of blobs that are kept.   elements(fragment): of a fragment's flat vector.
-    store: asked without patience, since nothing depends on an answer; a failure is tried again at the next call.
-    emit(event, **fields): where remarks for people go.
+    budget: bytes of old blobs that are kept.   elements(fragment): number of elements in the fragment's flat vector.
+    store: a store without retries; a failed deletion is tried again at the next call.
+    emit(event, **fields): called for events that people read.
     """
 
     def __init__(
@@ -161,27 +163,27 @@ class Collector:
         self.floor = 0
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
-        self._steps: list[int] = []  # of the manifests among them
-        self._blobs: dict[int, str] = {}  # of manifests that were read: they never change
+        self._steps: list[int] = []  # steps of the manifests among them
+        self._blobs: dict[int, str] = {}  # step -> blob that its manifest names, for manifests that were read
         self._heard = 0  # the newest snapshot of any call of `sweep`
-        self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
+        self._news: deque[tuple[int, Sizes]] = deque()  # (step, sizes) of new commits, from another thread
         self._known: dict[int, Sizes] = {}
-        self._most = 0  # bytes of the largest of them
-        self._head = 0  # the newest commit that was heard of, and one
-        self._next: dict[str, int] = {}  # kind -> every step before this one was seen without such blobs
-        self._thinned = (0, frozenset[int]())  # the floor, and the older snapshots that stayed, at the last look
-        self._replaced = set[int]()  # steps in the window whose listed bodies went
-        self._unannounced = set[int]()  # those whose mean did not stand when it was looked at
+        self._most = 0  # bytes of the largest known step
+        self._head = 0  # the step after the newest commit that was noted
+        self._next: dict[str, int] = {}  # kind -> the step before which no blobs of this kind were found
+        self._thinned = (0, frozenset[int]())  # the floor and the kept older snapshots of the last call
+        self._replaced = set[int]()  # steps in the window whose listed bodies were deleted
+        self._unannounced = set[int]()  # steps in the window whose mean was not announced when it was checked
         self._warned = False
 
     def note_commit(self, commit: Commit) -> None:
-        """Note a commit that was read.  Costs nothing, and may be called by any thread."""
+        """Note a commit that was read.  It needs no request, and any thread may call it."""
         self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
-        """Collect, `at_most` steps in this call; -> number of deleted blobs.
+        """Delete blobs of at most `at_most` steps.   Return the number of deleted blobs.
 
-        snapshot: step of the newest known.  Nothing is asked of the store while nothing may go.
+        snapshot: step of the newest known snapshot.   No request is made while no blob may go.
         """
         try:
             self._renew_floor(snapshot)
@@ -211,7 +213,7 @@ class Collector:
     # ------------------------------------------------------------------ how much stays
 
     def _choose_kept(self, at_most: int) -> Kept | None:
-        """The blobs that stay; None as long as everything does, or not enough commits are known."""
+        """Return the blobs to keep; None if all blobs stay, or if too few commits are known."""
         self._learn_sizes()
         if not self._window.newest:
             return None
@@ -231,7 +233,7 @@ class Collector:
         return answer
 
     def _warn_of_excess(self, over: int) -> None:
-        """Warn once where the window does not fit and will not soon: a snapshot that makes it fit may be on its way."""
+        """Warn once that the window exceeds the budget, unless a snapshot that is being written may make it fit."""
         newest = self._known.get(self._head - 1, Sizes(0, 0))
         floor = largest_window(1, self._window.snapshot, newest)
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
@@ -244,12 +246,12 @@ class Collector:
         while self._news:
             t, sizes = self._news.popleft()
             if t > self._head:
-                self._known.clear()  # a replica that healed anew has skipped some
+                self._known.clear()  # a gap: a replica that healed again has skipped steps
             self._note_sizes(t, sizes)
             self._head = max(self._head, t + 1)
 
     def _read_back(self, steps: range) -> None:
-        """Note the sizes of earlier commits, which this replica has not read."""
+        """Read earlier commits that this replica does not know, and note their sizes."""
         for t in reversed(steps):
             try:
                 body = self._store.get(layout.commit_key(t))
@@ -273,14 +275,14 @@ class Collector:
         return gone + self._delete_listed(answer.deltas_from, at_most)
 
     def _delete_listed(self, end: int, at_most: int) -> int:
-        """Delete the bodies that commits list, in the window before `end`, where no reader needs them.
+        """Delete the bodies that commits in the window before `end` list, if no reader needs them.
 
-        A step whose mean is not announced yet is looked at again when there is a newer snapshot."""
+        If a step's mean is not announced yet, check it again when there is a newer snapshot."""
         due = [t for t in range(self._window.first_listable, end) if t not in self._replaced | self._unannounced]
         return sum(self._delete_bodies(t) for t in due[:at_most])
 
     def _delete_bodies(self, t: int) -> int:
-        """Delete step t's bodies without a LIST: the commit names them.  -> number of bodies that went, or had gone."""
+        """Delete the bodies that commit t names, without a LIST.   Return their number, with those already deleted."""
         body = self._store.get(layout.commit_key(t))
         try:
             commit = None if body is None else Commit.decode(body)
@@ -293,7 +295,7 @@ class Collector:
         return 0 if commit is None else self._delete_keys([o.blob for o in commit.offers])
 
     def _thin_snapshots(self, answer: Kept) -> int:
-        """Delete older snapshots that have no room, and blobs beside the others that no manifest names."""
+        """Delete the older snapshots that are not kept, and snapshot blobs that no manifest names."""
         if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
         stay = {self._blob_of(t) for t in answer.snapshots}
@@ -303,7 +305,7 @@ class Collector:
         return gone
 
     def _blob_of(self, t: int) -> str:
-        """The blob that the manifest of step t names; "" if there is none."""
+        """Return the blob that the manifest of step t names; "" if there is none."""
         if t not in self._blobs and (found := snapshots.read(self._store, t)) is not None:
             self._blobs[t] = found.blob
         return self._blobs.get(t, "")
@@ -319,7 +321,7 @@ class Collector:
         return gone
 
     def _first_dirty(self, kind: str, end: int) -> int:
-        """The first step below `end` that has such blobs.  They go in ascending order."""
+        """Return the first step below `end` with blobs of this kind, by bisection: they go in ascending order."""
         low = 0
         high = end
         while low < high:
@@ -346,11 +348,11 @@ def sweep_ended_run(
     elements: Sequence[int],
     at_most: int = _LAST_SWEEP,
 ) -> int:
-    """Collect once more where all `steps` are committed; -> number of blobs that went, or had gone.
+    """Collect once more after all `steps` are committed.   Return the number of blobs, with those already deleted.
 
-    For a caller that outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
-    collected, no replica is left to do it.   elements: of each fragment.   at_most: steps that are looked at.
-    Nothing goes if the last commit cannot be read.
+    Called after the replicas have ended: if the last one was killed before it collected, no replica is left to do it.
+    elements: number in each fragment.   at_most: the most steps that are read.
+    Delete nothing if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
     try:
@@ -366,7 +368,7 @@ def _blob_folder(t: int, kind: str) -> str:
 
 
 def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
-    """The fields of the event `collected` for the kept blobs; diloco/runlog/kept.py makes a sentence of them."""
+    """Return the fields of the event `collected` for the kept blobs; diloco/runlog/kept.py turns them into a text."""
     if answer is None:
         return {}
     stay = sorted({*answer.snapshots, floor})[-_TOLD:]
@@ -375,15 +377,15 @@ def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
 
 def _excess_text(over: int, budget: int, floor: int) -> str:
     advice = (
-        f"Less than {floor / 1e9:.3g} GB is not possible, even with a snapshot at every step, as this run takes them "
-        'now. A smaller codec (outer.codec = "int8") in a new run makes it less'
+        f"Less than {floor / 1e9:.3g} GB is not possible, even with a snapshot at every step, which this run writes "
+        'now. A new run with a smaller codec (outer.codec = "int8") needs less'
         if budget < floor
-        else "A newer snapshot would make it less and does not come: replicas die while they write one, or the store "
-        "takes longer for it than a round lasts (`diloco doctor URL` measures the link)"
+        else "A newer snapshot would reduce it, but none is completed: replicas die while they write one, or its "
+        "upload takes longer than a round (`diloco doctor URL` measures the link)"
     )
     return (
-        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB more: the "
-        f"two newest snapshots and what was uploaded since. That stays; everything older goes. {advice}"
+        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB "
+        f"more: the two newest snapshots and all uploads since. They are kept; older blobs are deleted. {advice}"
     )
 
 
@@ -391,9 +393,10 @@ def _excess_text(over: int, budget: int, floor: int) -> str:
 
 
 def refuse_collected(store: Store, t: int) -> None:
-    """Raise Collected if there is a complete snapshot after step t, of which a blob is missing or damaged.
+    """Raise Collected if there is a complete snapshot after step t.   t: a step with a missing or damaged blob.
 
-    A snapshot that is collected meanwhile has a newer one in its place, so this looks until it finds none.
+    A snapshot may be collected during the search, but only after a newer one was written; so the search is repeated
+    until it finds no newer one.
     """
     seen = t
     while (newest := _newest_unless_refused(store, t)) > seen:
@@ -401,7 +404,7 @@ def refuse_collected(store: Store, t: int) -> None:
 
 
 def _newest_unless_refused(store: Store, t: int) -> int:
-    """Return the step of the newest snapshot, complete or not; t if none is newer.  Raises as `refuse_collected`."""
+    """Return the step of the newest snapshot, complete or not; t if none is newer.  Raise as `refuse_collected`."""
     newest = t
     for snapshot in snapshots.newest_first(store, _newest_that_commits_name(store, t)):
         if snapshot.t <= t:
@@ -417,7 +420,7 @@ def _newest_unless_refused(store: Store, t: int) -> int:
 
 
 def _newest_that_commits_name(store: Store, t: int) -> int:
-    """The newest snapshot that the commits from t on know of, by GETs: a LIST may lag."""
+    """Return the newest snapshot that a commit from t on names.  Commits are read by GET; LIST may be out of date."""
     newest = 0
     while (body := store.get(layout.commit_key(t))) is not None:
         newest = max(newest, Commit.decode(body).snapshot)
@@ -426,13 +429,13 @@ def _newest_that_commits_name(store: Store, t: int) -> int:
 
 
 def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
-    """Call heal(), and again as long as each Collected names a newer snapshot than the one before; -> its result."""
+    """Return heal()'s result; call it again while each Collected names a newer snapshot than the one before."""
     newest = -1
     while True:
         try:
             return heal()
         except Collected as gone:
             if gone.newer <= newest:
-                raise  # that one is damaged: there is nothing to heal from until the next is written
+                raise  # that snapshot is damaged: no replica can heal before the next one is written
             newest = gone.newer
             emit("looks_again", snapshot=newest)

@@ -1,13 +1,14 @@
-"""The steps that can still be computed, after collectors (rendezvous/keeping/garbage.py) have deleted others.
+"""The steps whose θ can still be computed after collectors (rendezvous/keeping/garbage.py) have deleted blobs.
 
     snapshots   8      16              32       40  ●  50
     means and deltas                         ├──────────────▶ head
                                             from
-    θ_t can be made again      if t is 8, 16, 32, or 40 and later: a snapshot, and every mean from there on
+    θ_t can be computed        for t = 8, 16 and 32, from the snapshot alone
+                               for t ≥ 40, from snapshot 40 and the means after it
 
-Found by GETs, a LIST and a bisection: collectors delete in ascending order.
+They are found by GETs, one LIST and a bisection, because collectors delete in ascending order.
 
-Not promised: that a blob which is there is whole.  A reader compares its digest.
+Not promised: that an existing blob is intact.  A reader compares its digest.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Reach:
-    """The computable steps.   since: all from this one on.   before: earlier ones that have a snapshot."""
+    """The computable steps: all from `since` on, and the steps `before` it that have a snapshot."""
 
     since: int
     before: tuple[int, ...] = ()
@@ -46,7 +47,10 @@ def read_reach(store: Store) -> Reach:
 
 
 def _readable_snapshots(store: Store) -> list[int]:
-    """Steps of the snapshots that are there, in order.  LIST names few that are gone, and all that matter."""
+    """Return the steps of the readable snapshots, in order, as a LIST names them.
+
+    A snapshot that LIST names may be gone; it is checked.
+    """
     keys = store.list(layout.SNAPSHOTS)
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
     steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot_key(t).rpartition("/")[0] in with_blob]
@@ -59,7 +63,7 @@ def _is_there(store: Store, snapshot: Snapshot) -> bool:
 
 
 def _first_computable(store: Store, end: int) -> int:
-    """The first step before `end` from which on all means can be computed."""
+    """Return the first step from which on, up to `end`, all means can be computed."""
     low = 0
     high = end
     while low < high:
@@ -72,7 +76,7 @@ def _first_computable(store: Store, end: int) -> int:
 
 
 def mean_stands(store: Store, t: int) -> bool:
-    """Whether the mean of a committed step can be computed, from the announced mean or from the listed bodies."""
+    """Whether the mean of a committed step is available: announced, or computable from the listed bodies."""
     body = store.get(layout.commit_key(t))
     if body is None:
         return False

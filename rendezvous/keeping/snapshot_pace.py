@@ -1,31 +1,31 @@
-"""Plan of the next snapshot: every snapshot_every steps, or sooner where the run's budget of bytes asks for it.
+"""Plan of the next snapshot: every snapshot_every steps, or sooner if the budget of bytes requires it.
 
-    budget has room for snapshot_every steps       ●─────────────●─────────────●     every snapshot_every steps
-    it has room for p < snapshot_every of them     ●──p──●──p──●──p──●──p──●         p: keeping.snapshot_period
-    it has less room than the floor                ●─●─●─●─●─●─●─●─●─●─●─●─●─●       at every step
+    the budget has room for snapshot_every steps   ●─────────────●─────────────●     every snapshot_every steps
+    it has room for p < snapshot_every of them     ●──p──●──p──●──p──●──p──●         p: budget.snapshot_period
+    it has room for less than one step             ●─●─●─●─●─●─●─●─●─●─●─●─●─●       at every step
 
     planned ●  the closer begins ─▶ the next commit confirms it ─▶ visible     planned + RETRY: a closer looks for it,
                                                                                and begins one itself if it is missing
 
-Every replica computes p from the commits that it applies, so all of them plan the same steps without a word, and the
-closer of the step before writes the snapshot.  Only its writer knows that one is on its way; the others take a planned
-snapshot for begun until RETRY steps have passed.  Where two plan different steps (one has just joined), both are
-written: manifests are write-once, each under its own step, so that costs only bytes.
+Every replica computes p from the commits that it applies, so all plan the same steps without communication.  The closer
+of the step before writes the snapshot.  Only the writer knows that it has begun; the others assume it until RETRY steps
+have passed.  If two replicas plan different steps (one has just joined), both snapshots are written.  Each has its own
+step and manifest, so this costs only bytes.
 
-Not promised: the budget, where an upload of a snapshot takes longer than a round of training.
+Not promised: the budget, if the upload of a snapshot takes longer than a round of training.
 """
 
 from collections.abc import Callable
 
 from rendezvous.keeping.budget import Sizes, snapshot_period
 
-RETRY = 2  # steps: one in which it is written, one for its manifest
+RETRY = 2  # steps: one to write the snapshot, one for its manifest
 
 
 class SnapshotPace:
     """One replica's plan.   every: the rules' snapshot_every.   budget: bytes; 0: `every` alone decides.
 
-    planned: the newest step that was due.   period: steps from one to the next.
+    planned: the newest step for which a snapshot was due.   period: steps from one snapshot to the next.
     """
 
     def __init__(self, every: int, budget: int) -> None:
@@ -33,12 +33,12 @@ class SnapshotPace:
         self._budget = budget
         self.planned = 0
         self.period = every
-        self._largest = Sizes(0, 0)  # of a step since the planned one
+        self._largest = Sizes(0, 0)  # the largest sizes of a step since the planned one
 
     def take_step(self, t: int, step: Sizes, *, snapshot: int, newest: int) -> None:
-        """Note that commit t was applied.   step: bytes that it left.   snapshot: bytes of one.
+        """Note that commit t was applied.
 
-        newest: step of the newest known.
+        step: bytes that it left in the bucket.   snapshot: bytes of a snapshot.   newest: step of the newest known one.
         """
         if newest > self.planned:
             self._plan(newest)
@@ -50,7 +50,7 @@ class SnapshotPace:
     def _is_period_over(self, t: int) -> bool:
         """Whether a snapshot is due at step t.
 
-        A period of the rules begins at a multiple, so that one late snapshot does not move all that follow.
+        If the period is `every`, snapshots are due at its multiples, so that one late snapshot does not delay the next.
         """
         if self.period < self._every:
             return t - self.planned >= self.period
@@ -63,10 +63,10 @@ class SnapshotPace:
     def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
         """Whether this replica must write θ_t.
 
-        newest: step of the newest snapshot known.   closed: it wrote commit t − 1.   owes: it gave up the last one that
-        it began.   stands(step): whether that snapshot is there (a request).
+        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: it gave up the
+        last snapshot that it began.   stands(step): whether that snapshot exists (a request).
 
-        After two periods of the rules without one, every replica writes one.
+        If there was no snapshot for 2·every steps, every replica writes one.
         """
         if t - newest >= 2 * self._every:
             return True

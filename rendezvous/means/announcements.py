@@ -1,14 +1,14 @@
-"""Means that were written down, so that a later reader fetches one blob instead of N.
+"""Announced means: stored in the bucket, so that a later reader fetches one blob instead of N.
 
     steps/{t}/mean/{nonce}.bin      first, under a name of its own
-    steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the committer
-    steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or its replacement
+    steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the closer
+    steps/{t}/mean/{j}.json         the same for part j of a sharded step       by the part's owner or another replica
 
-All replicas that compute a mean get the same bytes, so the register may name any copy; a copy that is lost or damaged
-is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced: then
-every reader computes it.
+All replicas that compute a mean get the same bytes, so the register may name any copy.  If a copy is lost or damaged,
+any replica that can compute the mean uploads it again.  If the register is taken by another object, the mean can never
+be announced, and every reader computes it.
 
-Not promised: that a mean is announced.  It saves bytes; nothing that is agreed on depends on it.
+Not promised: that a mean is announced.  It saves bytes; no agreed value depends on it.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from rendezvous.store import Store, put_once
 
 
 class Announcements:
-    """The announced means of a run.   emit(event, **fields): hears of damaged copies and of copies put back."""
+    """The announced means of a run.   emit(event, **fields): called for damaged copies and for repaired ones."""
 
     def __init__(self, store: Store, clock: Clock, emit: Callable[..., None]) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Announcements:
         self._emit = emit
 
     def announce(self, t: int, j: int, body: np.ndarray) -> None:
-        """Write part j of step t's mean down (j = 0: the whole of a direct one), unless its register is taken."""
+        """Announce part j of step t's mean, unless its register is taken.   j: 0 for the mean of a direct step."""
         if self._store.get(layout.mean_key(t, j)) is not None:
             return
         n = new_nonce()
@@ -42,7 +42,7 @@ class Announcements:
         put_once(self._store, self._clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """Return whether the register is taken, and the announcement in it, or None.  Other contents are reported."""
+        """Return whether the register is taken, and its announcement, None if it has none.  Report other contents."""
         register = self._store.get(layout.mean_key(t, j))
         if register is None:
             return False, None
@@ -57,14 +57,14 @@ class Announcements:
         return True, None if why else record
 
     def fetch(self, record: Mean, out: np.ndarray) -> str | None:
-        """Read the announced bytes into `out`; -> None, or the flaw in them, which is reported."""
+        """Read the announced bytes into `out`.   Return None, or the flaw in the bytes, which is also reported."""
         trouble = fetch_checked(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
         if trouble is not None:
             self._emit("bad_blob", step=record.t, trouble=trouble)
         return trouble
 
     def put_back(self, record: Mean, body: np.ndarray) -> bool:
-        """Write a damaged copy anew from a mean that was computed; False if these are not the announced bytes."""
+        """Upload a damaged copy again from a computed mean.   Return False if `body` has not the announced digest."""
         if not has_digest(as_bytes(body), record.digest, required_digest_kind(self._store)):
             return False
         self._store.put(record.blob, as_bytes(body))
@@ -73,5 +73,5 @@ class Announcements:
 
 
 def is_worth_announcing(commit: Commit, mean: np.ndarray) -> bool:
-    """Whether a later reader would fetch half as many bytes, or fewer."""
+    """Whether the announced mean has at most half as many bytes as the listed bodies."""
     return 2 * mean.nbytes <= sum(o.size for o in commit.offers)

@@ -1,14 +1,14 @@
-"""The listed bodies of a step, fetched shard by shard and checked.
+"""Reader of the bodies that a step lists: it fetches them shard by shard and checks their digests.
 
     body     │ shard 0 │ shard 1 │ …                     the fixed grid (wire.shard_grid), each with a digest of its own
     group              └── one request per body ──┘      shards that are read and averaged at a time
 
-    near (a request costs a copy)     one shard at a time: what was read is still in the cache when it is added
+    near (a request costs a copy)     one shard at a time: it is still in the cache when it is added to the sum
     far  (a request takes long)       16 MiB of each body, all bodies at the same time
 
-The memory that is read into is the same every time: fresh pages cost more than the read.
+All reads use the same memory, because new memory pages cost more than the read.
 
-Not promised: that a body can be fetched.  `read_bodies` gives words about one that cannot, in its place.
+Not promised: that a body can be fetched.  In place of one that cannot, `read_bodies` gives a text with the reason.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -36,7 +36,7 @@ from rendezvous.records.wire import (
 )
 from rendezvous.store import Store
 
-_FAR = 16 << 20  # bytes of one body worth asking for at once where a request takes long
+_FAR = 16 << 20  # bytes of one body in a group, where a request takes long
 
 
 class Shard(NamedTuple):
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnBody:
-    """This replica's own body in memory: read from there, and put back where the store lost it."""
+    """This replica's own body in memory.  It is read from there, and uploaded again if the store loses it."""
 
     step: int
     key: str
@@ -58,7 +58,7 @@ class OwnBody:
 
 
 class BodyReader:
-    """Reader of listed bodies.   together: runs the requests for several; `in_turn` reads one after the other."""
+    """Reader of listed bodies.   together: runs the requests for several bodies; `in_turn` runs one after the other."""
 
     def __init__(self, store: Store, clock: Clock, rules: Rules, together: Together = in_turn) -> None:
         self._store = store
@@ -67,15 +67,15 @@ class BodyReader:
         self._shard_elements = rules.shard_elements
         self._together = together
         self._bytes = page_aligned(0)
-        self._kept = 0  # bytes at the front of `_bytes` that must stay as they are
+        self._kept = 0  # bytes at the front of `_bytes` that must not be overwritten
 
     def grid(self, elements: int) -> list[Shard]:
-        """The shards of a vector."""
+        """Return the shards of a vector with `elements` elements."""
         ranges = shard_grid(elements, codec_alignment(self._codec), self._shard_elements)
         return [Shard(number, start, stop) for number, (start, stop) in enumerate(ranges)]
 
     def groups(self, commit: Commit, shards: list[Shard]) -> Iterator[list[Shard]]:
-        """The shards that are read together: all of them where a body has no digest per shard."""
+        """Yield the groups of shards that are read together: one group if a body has no digest per shard."""
         if not has_shard_digests(commit):
             yield shards
             return
@@ -89,7 +89,7 @@ class BodyReader:
             yield group
 
     def record_flaw(self, listed: Listed, elements: int) -> str:
-        """The reason why a listed body cannot have this many elements, by its record; "" if it can."""
+        """Return why, by its record, a listed body cannot have so many elements; "" if it can."""
         size = body_size(self._codec, elements)
         shards = len(self.grid(elements))
         if listed.size != size if has_exact_size(self._codec) else listed.size > size:
@@ -103,9 +103,9 @@ class BodyReader:
     def read_bodies(
         self, offers: list[Listed], group: list[Shard], mine: OwnBody | None, *, one_by_one: bool
     ) -> Iterable[np.ndarray | str]:
-        """Read these shards of each body; -> them, or words about a body that cannot be read.
+        """Read these shards of each body.   Return their bytes, or a text with the reason if a body cannot be read.
 
-        one_by_one: each in the same memory, so that it must be used before the next is asked for.
+        one_by_one: all bodies may be read into the same memory, so use each before you take the next.
         """
         sizes = [self._bytes_of(listed, group) for listed in offers]
         if self._together is in_turn and one_by_one:
@@ -120,7 +120,7 @@ class BodyReader:
         return bodies
 
     def read_body(self, listed: Listed, group: list[Shard], mine: OwnBody | None) -> np.ndarray | str:
-        """Read these shards of one body; -> them, or words about it if it cannot be read."""
+        """Read these shards of one body.   Return their bytes, or a text with the reason if it cannot be read."""
         return self._read_into(listed, group, mine, self.buffer(self._bytes_of(listed, group)))
 
     def _read_into(
@@ -134,14 +134,14 @@ class BodyReader:
         return buffer if trouble is None else trouble
 
     def _bytes_of(self, listed: Listed, group: list[Shard]) -> int:
-        """Bytes of these shards in a listed body."""
+        """Return the number of bytes of these shards in a listed body."""
         if not has_exact_size(self._codec):
             return listed.size
         start, stop = self._bytes_range(group)
         return stop - start
 
     def _bytes_range(self, group: list[Shard]) -> Range:
-        """Byte range of these shards in a body."""
+        """Return the byte range of these shards in a body."""
         return byte_range(self._codec, group[0].start, group[-1].stop)
 
     def _digested_pieces(self, listed: Listed, group: list[Shard]) -> list[Piece]:
@@ -150,13 +150,13 @@ class BodyReader:
         return [(body_size(self._codec, s.stop - s.start), listed.shards[s.number]) for s in group]
 
     def place_in_part(self, part: list[Shard], group: list[Shard]) -> slice:
-        """Byte range of these shards in the body of a part."""
+        """Return the byte range of these shards in the body of a part."""
         return slice(*(at - self._bytes_range(part)[0] for at in self._bytes_range(group)))
 
     # ------------------------------------------------------------------ memory
 
     def buffer(self, size: int) -> np.ndarray:
-        """Bytes to read into: the same memory every time."""
+        """Return memory of `size` bytes to read into; it is the same memory every time."""
         end = self._kept + size
         if self._bytes.size < end:
             self._bytes = page_aligned(end)
@@ -164,7 +164,7 @@ class BodyReader:
 
     @contextmanager
     def kept_buffer(self, size: int) -> Generator[np.ndarray]:
-        """Lend the same memory, for bytes that must stay while others are read."""
+        """Give `size` bytes of this memory, which other reads do not overwrite inside the `with` block."""
         buffer = self.buffer(size)
         self._kept = size
         try:
@@ -179,5 +179,5 @@ def has_shard_digests(commit: Commit) -> bool:
 
 
 def elements_slice(shards: list[Shard]) -> slice:
-    """Range of these shards' elements in the vector."""
+    """Return the range of these shards' elements in the vector."""
     return slice(shards[0].start, shards[-1].stop)

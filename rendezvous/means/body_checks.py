@@ -1,17 +1,19 @@
-"""Checks of the bodies that a commit lists.  A body that no encoder writes counts for nothing, with every reader.
+"""Checks of the bodies that a commit lists.  Every reader leaves out a body that no encoder could have written.
 
-    Σ of all listed ── finite ───────────────────────────────▶ ÷ Σ weights                   the rule of every day
+    Σ of all listed ── finite ───────────────────────────────▶ ÷ Σ weights                   the usual case
          │ not finite, or bytes that cannot be decoded
          ▼
-    in each shard of the fixed grid:   Σ of the sound ones ÷ Σ of their weights;   what still overflows, or has none: 0
+    in each shard of the fixed grid:   Σ of the valid bodies ÷ Σ of their weights
+                                       0 for an element that still overflows, and in a shard without a valid body
 
-A body is sound if its bytes decode and every value is finite.  A body whose record has another length
-than the fragment's bodies, or another number of shards, is left out before this check.
+A body is valid if its bytes decode and every value is finite.  A body is left out before this check if, by its record,
+its length or its number of shards differs from the fragment's.
 
-It depends on the commit and on bytes with their announced digests, so all replicas leave out the same, however many
-shards they fetch at a time.  A sum is finite only if all its terms are: on a good day no body is looked at twice.
+The result depends only on the commit and on bytes with the announced digests.  So all replicas leave out the same
+bodies, however many shards they fetch at a time.  A sum is finite only if all its terms are, so usually no body is
+checked separately.
 
-Not promised: anything about values that are finite but wrong.
+Not promised: a check of values that are finite but wrong.
 """
 
 import numpy as np
@@ -19,11 +21,11 @@ import numpy as np
 from rendezvous.codecs import get_codec
 from rendezvous.errors import Corrupt
 
-_CHUNK = 1 << 16  # elements: a piece of it stays in the cache between its division and its check
+_CHUNK = 1 << 16  # elements: so many stay in the cache between their division and their check
 
 
 def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
-    """Whether an encoder could have written these bytes."""
+    """Whether an encoder could have written these bytes.   name: of the codec."""
     if name == "fp32":
         return bool(np.isfinite(body.view(np.float32)).all())
     out = np.empty(elements, np.float32)
@@ -35,7 +37,10 @@ def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
 
 
 def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
-    """Set total ← total/weight; -> whether the sums of its squares are finite, never True where an element is not."""
+    """Set total ← total/weight.   Return whether the sums of its squares are finite.
+
+    So True means that all elements are finite; False may also mean that they are very large.
+    """
     whole = True
     with np.errstate(all="ignore"):
         for at in range(0, total.size, _CHUNK):
@@ -46,5 +51,5 @@ def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
 
 
 def zero_non_finite(total: np.ndarray) -> None:
-    """Set every element that is not finite to 0, so that it moves nothing."""
+    """Set every element that is not finite to 0."""
     np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

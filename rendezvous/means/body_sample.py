@@ -1,14 +1,14 @@
-"""The same few elements of every listed body, kept while a mean is made of them.
+"""A sample of every listed body: the same few elements, kept while the replica computes a mean.
 
     body of r00   │ …  a b c d  … │ ─┐
     body of r01   │ …  a b c d  … │ ─┼──▶ take(commit) ─▶ weights (N),  values (N × elements), decoded
     body of r02   │ …  a b c d  … │ ─┘
 
-A replica that computes a mean has the bodies in memory, so this costs no request.  In a direct step all replicas have
-such a sample.  In a sharded step the owner of the part with these elements has it.
+A replica that computes a mean has the bodies in memory, so the sample needs no request.  In a direct step all replicas
+have it; in a sharded step only the owner of the part with these elements has it.
 
-Not promised: a sample of a mean that was read and not computed, of a mean with an unsound body, or of a codec whose
-bodies cannot be cut; then there is None.
+Not promised: a sample if the mean was read and not computed, if a body is invalid, or if the codec's bodies cannot be
+cut; `take` then returns None.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,10 @@ from rendezvous.records.records import Commit, Listed
 
 
 class BodySample:
-    """Elements [start, stop) of a fragment, of the newest step that synchronises it.   fragments: of the run."""
+    """Elements [start, stop) of a fragment, in the bodies of the newest step that synchronises it.
+
+    fragments: number of fragments of the run.
+    """
 
     def __init__(self, codec: str, *, fragment: int = 0, fragments: int = 1, start: int = 0, stop: int = 0) -> None:
         self._codec = codec
@@ -32,13 +35,16 @@ class BodySample:
         self._values: dict[str, np.ndarray] = {}
 
     def begin(self, commit: Commit) -> None:
-        """Forget the bodies of another commit: those of this one follow."""
+        """Begin the sample of this commit; forget the bodies of another one."""
         if self._step != commit.t:
             self.clear()
             self._step = commit.t
 
     def note_body(self, listed: Listed, body: np.ndarray, start: int, stop: int) -> None:
-        """Keep the sampled elements.   body: of [start, stop).   Raises Corrupt for bytes that no encoder wrote."""
+        """Keep the sampled elements of `body`, which has the elements [start, stop).
+
+        Raise Corrupt for bytes that no encoder wrote.
+        """
         first = max(start, self._start)
         last = min(stop, self._stop)
         if first >= last or self._step % self._fragments != self._fragment:
@@ -57,7 +63,7 @@ class BodySample:
         self._values.clear()
 
     def take(self, commit: Commit) -> tuple[Sequence[float], np.ndarray] | None:
-        """Return weights and values of all bodies that the commit lists, once; None where one of them is missing."""
+        """Return weights and values of all bodies that the commit lists, and forget them; None if one is missing."""
         values = [self._values.get(o.blob) for o in commit.offers] if self._step == commit.t else []
         self.clear()
         found = [v for v in values if v is not None and not np.isnan(v).any()]

@@ -1,18 +1,18 @@
-"""The mean of a commit, in the same bits for every reader.
+"""The mean of a commit, with the same bits for every reader.
 
     mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
 
-direct     every reader fetches every listed blob but its own
-sharded    the owner of part j fetches its range of every blob, announces the part's mean; all fetch all parts
-announced  the committer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
-           blob that rots after it was listed can be done without
+direct     every reader fetches every listed blob except its own
+sharded    the owner of part j fetches its range of every blob and announces the part's mean; all fetch all parts
+announced  the closer has stored the mean and its digest.  A later reader fetches one blob instead of N, and needs no
+           listed blob, which may be damaged by then
 
-    body_reader.py  listed blobs ──▶ bytes that have their digests ──▶ Reducer ──▶ mean ──▶ announcements.py
+    bodies.py  listed blobs ──▶ bytes that have their digests ──▶ Reducer ──▶ mean ──▶ announcements.py
 
-numpy, a codec's accumulate and the C kernels multiply and add in two roundings on every CPU, so there is nothing here
-to make replicas differ.
+numpy, the codecs' `accumulate` and the C kernels round the product and the sum separately on every CPU, so all replicas
+get the same bits.
 
-Not promised: patience.  A body that cannot be read is Corrupt after a few seconds; averaging.py waits longer.
+Not promised: long waits.  A body that cannot be read is Corrupt after a few seconds; averaging.py waits longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ _CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache
 
 
 class Reducer:
-    """Means of commits, with ways round a bad blob.
+    """Means of commits; if a blob is bad, it uses another source.
 
     together: runs the requests for several bodies; `in_turn` reads them one after the other into the same memory.
     """
@@ -59,12 +59,15 @@ class Reducer:
         self._codec = self.rules.codec
         self.bodies = BodyReader(store, clock, self.rules, together)
         self.announcements = Announcements(store, clock, emit)
-        self.sample = BodySample(self._codec)  # of no elements; an owner that needs one replaces it
+        self.sample = BodySample(self._codec)  # has no elements; an owner that needs a sample replaces it
         self._one_pass = load_mean_kernel(self._codec)
         self._reported_blobs = set[str]()
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None = None) -> None:
-        """Write the mean of `commit` into `out` (fp32, the fragment's length).   After Corrupt, `out` is waste."""
+        """Write the mean of `commit` into `out` (fp32, the fragment's length).
+
+        Raise Corrupt if it cannot be computed; `out` then has undefined values.
+        """
         if commit.mode == "sharded":
             self._read_parts(commit, out)
             return
@@ -84,9 +87,9 @@ class Reducer:
         )
 
     def _read_announced(self, commit: Commit, out: np.ndarray) -> bool:
-        """Read the mean that the committer wrote down.  A damaged copy is computed again and put back.
+        """Read the announced mean; if its copy is damaged, compute it and upload it again.
 
-        -> whether `out` holds the announced mean.
+        Return whether `out` holds the announced mean.
         """
         _, record = self.announcements.find(commit.t, 0)
         if record is None:
@@ -106,9 +109,9 @@ class Reducer:
         mine: OwnBody | None,
         packed: np.ndarray | None = None,
     ) -> str | None:
-        """Write the listed bodies' mean in these shards into the same place of `out`; -> None, or the trouble.
+        """Write the listed bodies' mean in these shards to their place in `out`.   Return None, or why it failed.
 
-        packed: the codec encodes the mean into it; `out` then holds the mean as decoded from there, as for all readers.
+        packed: memory for the encoded mean; `out` then holds the mean as every reader decodes it from there.
         """
         offers = self._fitting_offers(commit, out.size)
         self.sample.begin(commit)
@@ -129,7 +132,7 @@ class Reducer:
     def _mean_of_all(
         self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None, rows: np.ndarray | None
     ) -> str | None:
-        """Write the mean by the rule of every day.   Raises Corrupt where it is not finite, or a body is unsound."""
+        """Write the mean of all offers.   Raise Corrupt if it is not finite, or if a body is invalid."""
         total = out[elements_slice(group)]
         bodies = list[np.ndarray]()
         read = self.bodies.read_bodies(offers, group, mine, one_by_one=self._one_pass is None)
@@ -148,7 +151,7 @@ class Reducer:
     def _divide_and_pack(
         self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray, rows: np.ndarray | None
     ) -> bool:
-        """Turn all bodies, or the sum that `total` holds already, into the mean; -> whether it is finite."""
+        """Write the mean of all bodies, or of the sum in `total`, to `total`.   Return whether it is finite."""
         if self._one_pass is not None:
             return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total, rows)
         finite = divide_by_weight(total, total_weight(offers))
@@ -166,7 +169,7 @@ class Reducer:
     def _mean_of_valid(
         self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
     ) -> str | None:
-        """Write the mean without unsound bodies; shard by shard, because readers may group shards differently."""
+        """Write the mean of the valid bodies, shard by shard, because readers may group shards differently."""
         for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
             total = out[elements_slice(unit)]
             good = list[Listed]()
@@ -186,7 +189,7 @@ class Reducer:
         return None
 
     def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
-        """The listed bodies that can be this fragment's, by their records; others are reported."""
+        """Return the listed bodies whose records fit this fragment; report the others."""
         flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
         for listed, why in flaws:
             if why:
@@ -207,26 +210,26 @@ class Reducer:
     # ---------------------------------------------------------------- parts of a sharded step
 
     def split_into_parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
-        """Return part j -> its shards: as many runs of the grid as the commit names owners."""
+        """Return the shards of each part: one contiguous part of the grid for each owner that the commit names."""
         shards = self.bodies.grid(elements)
         count = len(commit.owners)
         cuts = [round(j * len(shards) / count) for j in range(count + 1)]
         return [shards[a:b] for a, b in pairwise(cuts)]
 
     def _read_parts(self, commit: Commit, out: np.ndarray) -> None:
-        """Write all parts of a step that was decided long ago: as announced, or computed."""
+        """Write all parts of an earlier step into `out`: read the announced ones, compute the others."""
         for j, part in enumerate(self.split_into_parts(commit, out.size)):
             if not self.take_part(commit, j, part, out):
                 try:
                     self.make_part(commit, part, out)
-                except Corrupt:  # announced in between, perhaps, and its bodies collected
+                except Corrupt:  # perhaps it was announced meanwhile, and its bodies were collected
                     if not self.take_part(commit, j, part, out):
                         raise
 
     def parts_of_bodies(self, commit: Commit, out: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Write the mean from the listed bodies alone into `out`, without any announced one; -> each part as encoded.
+        """Write the mean into `out` from the listed bodies alone, and yield (part, its encoded bytes).
 
-        Each is good until the next is asked for.   Raises Corrupt.
+        The bytes are valid until the next part.   Raise Corrupt if a part cannot be computed.
         """
         if commit.mode == "direct":
             trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
@@ -239,7 +242,7 @@ class Reducer:
                 yield j, self.make_part(commit, part, out)
 
     def read_announced_parts(self, commit: Commit, out: np.ndarray) -> str | None:
-        """Read the announced mean into `out`; nothing is put back.   -> None, or the trouble."""
+        """Read the announced mean into `out`, without repairs.   Return None, or why it failed."""
         sharded = commit.mode == "sharded"
         grid = self.bodies.grid(out.size)
         for j, part in enumerate(self.split_into_parts(commit, out.size) if sharded else [grid]):
@@ -259,7 +262,10 @@ class Reducer:
         return trouble
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
-        """Write the mean of these shards into `out`; -> it as encoded, good until the next read.  Raises Corrupt."""
+        """Write the mean of these shards into `out`.   Return its encoded bytes, which are valid until the next read.
+
+        Raise Corrupt if it cannot be computed.
+        """
         piece = out[elements_slice(part)]
         if self._codec == "fp32":
             trouble = self._mean_of_shards(commit, part, out, mine)
@@ -273,14 +279,17 @@ class Reducer:
         return body
 
     def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
-        """Fetch part j; a damaged one is computed again and put back.   -> False where it is not announced yet."""
+        """Fetch part j; if its copy is damaged, compute it and upload it again.
+
+        Return False if the part is not announced yet.
+        """
         if not part:
             return True
         taken, record = self.announcements.find(commit.t, j)
         if not taken:
             return False
         piece = out[elements_slice(part)]
-        if record is None:  # no replica can announce it any more, and all compute the same bits
+        if record is None:  # it can never be announced; all replicas compute the same bits
             self.make_part(commit, part, out)
             return True
         body = piece.view(np.uint8) if self._codec == "fp32" else self.bodies.buffer(body_size(self._codec, piece.size))
@@ -314,12 +323,12 @@ def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) 
 
 
 def total_weight(offers: Sequence[Listed]) -> np.float32:
-    """Return fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
+    """Return fl(Σ wᵢ), the sum of the fp32 weights, rounded once."""
     return np.float32(sum(o.weight for o in offers))
 
 
 def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
-    """Raise BadCommit unless the commit has the rules' weights: every reader weighs again, before it averages."""
+    """Raise BadCommit unless the commit has the rules' weights.  Every reader calls this before it averages."""
     for found, due in zip(commit.offers, rules.with_weights(commit.offers, commit.t, rules_), strict=True):
         if found != due:
             raise BadCommit(

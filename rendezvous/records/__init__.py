@@ -1,1 +1,1 @@
-"""What lies in the bucket, as bytes: records, digests, bodies of vectors; read with suspicion."""
+"""The bytes of the bucket's objects: records, digests and bodies of vectors.  Every read is checked."""

@@ -1,16 +1,16 @@
-"""Digests: a record names bytes by them.
+"""Digests, by which records name bytes.
 
-    "xxh3-128:99aa06d3…"     finds accidents; 26 GiB/s a core
-    "sha256:e3b0c442…"       finds forgers too; 1.7 GiB/s a core that has SHA instructions
+    "xxh3-128:99aa06d3…"     detects accidental changes; 26 GiB/s per core
+    "sha256:e3b0c442…"       also detects forgeries; 1.7 GiB/s per core with SHA instructions
 
     the user's code, θ₀'s files, the chain's `prev`           sha256, in every run
-    deltas, parts, means, snapshots, residuals                sha256 in a run under a key, xxh3-128 in others
+    deltas, parts, means, snapshots, residuals                sha256 in a run with a key, xxh3-128 in others
 
-The reader knows which kind it needs, and takes no weaker one: a digest that names its own kind must not be able to
-choose an easy one.  XXH3 is not a cryptographic hash; bytes with a given xxh3-128 are made, not searched for
+A digest names its kind, so a forger could choose a weak one.  Therefore the reader knows which kind it needs and
+accepts no weaker one.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
 (tests/support/second_preimage.py).
 
-Not promised: that the same bytes have one digest.  They have one of each kind.
+Not promised: one digest for the same bytes.  They have one of each kind.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _AT_LEAST = {XXH3: (XXH3, SHA256), SHA256: (SHA256,)}
 
 
 def digest(body: Buffer, kind: str = XXH3) -> str:
-    """ "kind:hex" of these bytes."""
+    """Return "kind:hex" of these bytes."""
     return f"{kind}:{_HEX[kind](body)}"
 
 
@@ -50,12 +50,12 @@ class Hasher:
         return self._hash.hexdigest()
 
     def digest(self) -> str:
-        """ "kind:hex"."""
+        """Return "kind:hex" of the bytes so far."""
         return f"{self._kind}:{self.hexdigest()}"
 
 
 def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
-    """ "kind:hex" of these bytes, one after another."""
+    """Return "kind:hex" of these pieces, one after another."""
     hasher = Hasher(kind)
     for piece in pieces:
         hasher.update(piece)
@@ -63,26 +63,29 @@ def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
 
 
 def required_digest_kind(store: Store) -> str:
-    """The kind that blobs in this store need: a writer without the run's key must not be able to swap them."""
+    """Return the kind of digest that blobs in this store need.
+
+    It is sha256 in a run with a key, so that a writer without the key cannot replace blobs.
+    """
     return getattr(store, "digests", None) or XXH3
 
 
 def is_digest(text: str, kind: str) -> bool:
-    """Whether this is a digest of that kind, or of a stronger one."""
+    """Whether `text` is a digest of this kind or of a stronger one."""
     found, _, digits = text.partition(":")
     return found in _AT_LEAST[kind] and len(digits) == _DIGITS[found] and not digits.strip("0123456789abcdef")
 
 
 def has_digest(body: Buffer, announced: str, kind: str) -> bool:
-    """Whether these are the bytes that were announced, by a digest of that kind or a stronger one."""
+    """Whether these bytes have the announced digest, and it is of this kind or a stronger one."""
     return is_digest(announced, kind) and digest(body, announced.partition(":")[0]) == announced
 
 
 def has_digest_of(pieces: Iterable[Buffer], announced: str, kind: str) -> bool:
-    """Whether pieces are the bytes that were announced, as `has_digest` tells it."""
+    """Whether these pieces, one after another, have the announced digest, as for `has_digest`."""
     return is_digest(announced, kind) and digest_of(pieces, announced.partition(":")[0]) == announced
 
 
 def hex_of(announced: str) -> str:
-    """The digits alone, for a key."""
+    """Return the hexadecimal digits of a digest, for a key."""
     return announced.partition(":")[2]

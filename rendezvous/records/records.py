@@ -1,14 +1,14 @@
 """The small JSON records of a run, and their bytes.
 
-Every record carries `wire` (the version of these formats) and, where it is written by put_once, a `nonce` of its
-writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of its bytes.
+Every record has `wire`, the version of these formats.  A record that is written by put_once also has a `nonce` of its
+writer, so that equal bytes mean that this writer wrote them.  A record's digest is the SHA-256 of its bytes.
 
-    Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, advisory)
+    Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, only a hint)
 
 Weights are fp32 numbers, written as the shortest decimal that gives the same fp64.  Byte by byte: docs/formats.md.
 
-Any writer may have put the object there that a reader finds.  `decode` gives a record whose fields are of their
-annotated types and in their ranges (records/schema.py), or WireError, and nothing else; it looks at the bytes alone.
+Any writer may have written the object that a reader finds.  `decode` looks only at its bytes: it returns a record whose
+fields have their annotated types and ranges (records/schema.py), or raises WireError.
 
 Not promised: that a record is true.  The engine compares it with the key, the chain and the digests.
 """
@@ -26,7 +26,7 @@ from rendezvous.store import Buffer
 
 WIRE = 2
 
-Step = Annotated[int, Within(0, 10**10 - 1)]  # as many as the keys have digits for
+Step = Annotated[int, Within(0, 10**10 - 1)]  # the keys have ten digits
 Generation = Annotated[int, Within(1, 10**9)]
 Count = Annotated[int, Within(0, 1 << 53)]  # inner steps, bytes, beats: exact in every language
 AtLeastOne = Annotated[int, Within(1, 1 << 53)]
@@ -40,13 +40,13 @@ Samples = Annotated[float, Within(0, 1e15)]
 Length = Annotated[float, Within(0, 1e60)]  # ‖x‖₂ of fp32 numbers is below 1e44
 Weight = Annotated[float, Within(0, 3.4e38)]  # an fp32 number
 Slot = Annotated[str, Longest(16), Where(layout.is_slot, "slot")]
-Holder = Annotated[str, Longest(64), Where(layout.is_word, "name of a slot")]  # "supervisor" is one, too
-Word = Annotated[str, Longest(128)]  # digests, nonces, names of things
+Holder = Annotated[str, Longest(64), Where(layout.is_word, "name of a slot")]  # also "supervisor"
+Word = Annotated[str, Longest(128)]  # digests, nonces, names
 Key = Annotated[str, Longest(1024)]
 
 
 class WireError(RendezvousError):
-    """Bytes that are not a record of the kind and version that is expected."""
+    """Bytes that are not a record of the expected kind and version."""
 
 
 def new_nonce() -> str:
@@ -55,7 +55,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a run.   most: bytes of a body, by layout.MOST_BYTES; a longer one is not parsed."""
+    """One record of a run.   most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed."""
 
     kind: ClassVar[str]
     most: ClassVar[int] = layout.MOST_OF_OTHERS
@@ -64,7 +64,7 @@ class Record:
         cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
 
     def encode(self) -> bytes:
-        """Return the record's bytes.   Raises WireError for a record that no reader would parse."""
+        """Return the record's bytes.   Raise WireError if they would be too long for readers."""
         fields = {"kind": self.kind, "wire": WIRE, **self.written_fields()}
         body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
         if len(body) > self.most:
@@ -76,7 +76,7 @@ class Record:
 
     @classmethod
     def decode(cls, body: Buffer) -> Self:
-        """Return the record in these bytes.   Raises WireError, and no other error, where there is none."""
+        """Return the record in these bytes.   Raise WireError, and no other error, if they are not such a record."""
         try:
             raw = parse_json(body, cls.most)
             kind = raw["kind"]
@@ -96,24 +96,27 @@ class Record:
         )
 
     def written_fields(self) -> dict[str, Any]:
-        """The fields to write.  A field that came later is left out where it says nothing: bytes stay as they were."""
+        """Return the fields to write.  An unused field of a later release is left out, so that old bytes stay equal."""
         return vars(self)
 
     def check_consistency(self) -> None:
-        """Raise ValueError if fields that are right by themselves do not fit together."""
+        """Raise ValueError if fields are valid separately but contradict each other."""
 
 
 def check_blob(key: str, pattern: str) -> None:
-    """Raise ValueError unless a record names its own blob: some readers put the named blob back, or delete it."""
+    """Raise ValueError unless `key` is a blob of the record itself; some readers write or delete the named blob.
+
+    pattern: the blob's key with "" as its nonce.
+    """
     if not layout.is_blob(key, pattern):
         raise ValueError(f"its blob is called {key!r}, which is not one of {pattern}")
 
 
 @dataclass(frozen=True)
 class Claim(Record):
-    """The claim of a process to generation `generation` of a slot.
+    """A process's claim to generation `generation` of a slot.
 
-    host, pid, started: its machine since that booted, and its start (diloco.process.host); together they name it once.
+    host, pid, started: the machine, the process id and its start (diloco.process.host); together they name the process.
     """
 
     kind = "claim"
@@ -126,19 +129,19 @@ class Claim(Record):
     started: Count = 0
 
     def written_fields(self) -> dict[str, Any]:
-        """The fields to write, without `started` where it is not known."""
+        """Return the fields to write, without `started` if it is unknown."""
         return {name: value for name, value in vars(self).items() if name != "started" or value}
 
 
 @dataclass(frozen=True)
 class Offer(Record):
-    """The offer of a replica whose pseudogradient for outer step `step` is durable.
+    """A replica's offer for outer step `step`, whose pseudogradient is durable.
 
-    base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
+    base: digest of θ and outer momentum of all fragments from which it started.   h: number of inner steps.
     took: seconds from the last outer step to this offer.    size: bytes of the blob.
-    shards: digests of the body's ranges on the fixed grid (wire.grid); empty for a small body.
-    norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if not known.
-    zero: every element is 0.    leaving: the writer leaves after this.
+    shards: digests of the body's shards (wire.shard_grid); empty for a small body.
+    norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if unknown.
+    zero: every element is 0.    leaving: the writer leaves after this offer.
     """
 
     kind = "offer"
@@ -168,9 +171,9 @@ class Offer(Record):
 
 @dataclass(frozen=True)
 class Listed:
-    """One offer as a commit names it: all that a reader needs to fetch it, weigh it, and check the weight.
+    """One offer as a commit lists it, with all fields that a reader needs to fetch it and to check its weight.
 
-    factor: the part of the weight that the norm gate left.
+    factor: the factor in the weight by which the norm gate reduced it; 1 if it did not.
     """
 
     step: Step
@@ -199,10 +202,10 @@ class Commit(Record):
     """The decision for outer step `t`: these offers, in this order, with these weights.
 
     prev: SHA-256 of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
-    fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
-    pace: seconds an outer step should take: a full round of the fastest quarter.
-    snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
-    mode: direct, or sharded; then owners[j] is the slot that reduces part j.
+    fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer used.
+    pace: expected seconds of an outer step, which is a full round of the fastest quarter of the replicas.
+    snapshot: step of the newest snapshot that the closer knew.   by: "{slot}-{generation}" of the closer.
+    mode: "direct" or "sharded".   owners: if sharded, owners[j] is the slot that reduces part j.
     """
 
     kind = "commit"
@@ -244,7 +247,7 @@ class Commit(Record):
 
 @dataclass(frozen=True)
 class Mean(Record):
-    """The announced mean of step `t`, whose bytes every replica would compute."""
+    """The announced mean of step `t`; every replica that computes it gets the same bytes."""
 
     kind = "mean"
     t: Step
@@ -261,9 +264,9 @@ class Mean(Record):
 class Snapshot(Record):
     """θ_t and the outer momentum, before commit t.
 
-    base: their digest (equal to commit t's base).   prev: digest of commit t−1, so that a reader can check the
-    chain from here.   confirmed: two replicas had this digest.
-    blob: "" in snapshot 0 of a run whose start model is not in the bucket: θ₀ is that model, and all else is zero.
+    base: their digest, equal to commit t's base.   prev: digest of commit t−1, from which a reader checks the chain.
+    confirmed: whether two replicas had this digest.
+    blob: "" in snapshot 0 of a run whose start model is not in the bucket; θ₀ is that model, and all else is zero.
     """
 
     kind = "snapshot"
@@ -292,11 +295,12 @@ class WeightsPart:
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """θ_t in bf16, for engines that train nothing: all of it (an anchor), or the values that differ from θ_{t−1}.
+    """θ_t in bf16, for inference engines: all values (an anchor), or those that differ from θ_{t−1}.
 
-    values: number of θ's.   changed: number in the parts.   digest: of all values as little-endian uint16, xxh3.
-    parent: the digest of θ_{t−1}'s, to which the parts are applied; "": this is an anchor.
-    base: digest of the state as the writer has it, which is commit t's.
+    values: number of values in θ.   changed: number of values in the parts.
+    digest: xxh3 of all values as little-endian uint16.
+    parent: the digest of the values of θ_{t−1}, to which the parts are applied; "" in an anchor.
+    base: digest of the writer's state; it must equal commit t's base.
     layout: in an anchor, [name, shape, dtype] in flat order.
     """
 
@@ -336,9 +340,9 @@ def _check_layout(parameters: list[Any], values: int) -> None:
 
 @dataclass(frozen=True)
 class Leave(Record):
-    """A graceful goodbye: the last write of a generation.
+    """A generation's leave record: its replica left in order.
 
-    residual: key of the values that its codec had not sent yet, for the next generation alone ("": none, or no time).
+    residual: key of the file with its codec's residuals, for the next generation alone ("": none, or no time).
     """
 
     kind = "leave"
@@ -359,9 +363,9 @@ class Leave(Record):
 
 @dataclass(frozen=True)
 class Spent:
-    """A run's bill as its supervisor had it at `at`, for readers without the log.
+    """A run's costs as its supervisor knew them at time `at`, for readers without the log.
 
-    rate: US dollars per hour that go on, at most until `until`.   logged: events of logs that it is made of.
+    rate: US dollars per hour that are still added, at most until `until`.   logged: number of log events in the sum.
     """
 
     usd: Usd = 0.0
@@ -374,11 +378,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class Control(Record):
-    """The operator's wishes; absent fields leave things as they are.
+    """A change of the operator's wishes; a field that is None changes nothing.
 
-    places: where replicas run, in the launcher's words (executors/platforms/multi.py); opaque here.
-    max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
-    names a later one; 0 for none.   keep: to this `diloco gc` has collected.   spent: so far, beside a lease.
+    places: where replicas run, as the launcher describes it (executors/platforms/multi.py); not interpreted here.
+    max_usd, max_hours: the budget, 0 for none.
+    until: Unix time at which every replica leaves, unless a later record names a later time; 0 for none.
+    keep: the budget of bytes to which `diloco gc` has collected.   spent: the costs so far, with a new `until`.
     """
 
     kind = "control"
@@ -400,15 +405,15 @@ class Control(Record):
     spent: Spent | None = None
 
     def written_fields(self) -> dict[str, Any]:
-        """The fields to write, without `keep` and `spent` where they are None."""
+        """Return the fields to write, without `keep` and `spent` if they are None."""
         return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 
 @dataclass(frozen=True)
 class Beat(Record):
-    """A heartbeat: overwritten, advisory, believed only while `n` changes.
+    """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
 
-    phase: boot, heal, train, wait, left.   rate: seconds per inner step, 0 if unknown.
+    phase: boot, heal, train, wait or left.   rate: seconds per inner step, 0 if unknown.
     """
 
     kind = "beat"

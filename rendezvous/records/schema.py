@@ -1,16 +1,16 @@
-"""The values that a record's fields may hold, read from their annotations.
+"""Checks of a record's fields, made from their type annotations.
 
     slot: Slot   step: Step   took: Seconds   offers: tuple[Listed, ...]   fence: dict[Slot, Generation]   stop: bool
       └─────────── from_json(Offer, json object) ──▶ an Offer, or a ValueError that names the field ───────────┘
 
-    int      never a bool or 1.0, in the range that is annotated      float    finite; an int will do
-    str      no half of a surrogate pair, at most so many characters  Any      JSON, nested at most DEPTH deep
-    unknown  fields of a newer release pass, if they are such JSON
+    int      not a bool, not 1.0, within the annotated range          float    finite; an int is accepted
+    str      no half of a surrogate pair, not longer than annotated   Any      JSON, nested at most DEPTH deep
+    unknown  fields of a newer release are accepted if they are such JSON
 
-The rules look at the value alone, so all readers take or refuse the same objects.  `parse_json` turns bytes into JSON
-by the same principle: one spelling (UTF-8), no key twice, no NaN, and nothing that depends on the depth of our stack.
+The rules look only at the value, so all readers accept or refuse the same objects.  `parse_json` follows the same
+principle: only UTF-8, no key twice, no NaN, and no dependence on the depth of Python's stack.
 
-Not promised: that a value makes sense beside the others; the record's `check_consistency`, or its reader, checks that.
+Not promised: that the values fit together; the record's `check_consistency`, or its reader, checks that.
 """
 
 import json
@@ -22,16 +22,16 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-Check = Callable[[Any], Any]  # -> the value as the field holds it; raises ValueError
+Check = Callable[[Any], Any]  # returns the value of the field; raises ValueError
 
-DEPTH = 16  # of free-form values; configs nest 4 deep.  json gives up at some hundreds, where our stack lets it
-WIDEST = 1 << 63  # of integers whose field names no range: other languages can hold them
-LONGEST = 4096  # characters of a text whose field names no length
+DEPTH = 16  # the deepest nesting of free-form values.  Configs have 4 levels; Python's json fails at some hundreds
+WIDEST = 1 << 63  # the limit of integers in a field without a range: other languages can hold them
+LONGEST = 4096  # the most characters of a text in a field without a length
 
 
 @dataclass(frozen=True)
 class Within:
-    """A number from `low` to `high`, both included."""
+    """Annotation of a number from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -39,21 +39,21 @@ class Within:
 
 @dataclass(frozen=True)
 class Longest:
-    """A text of at most so many characters."""
+    """Annotation of a text with at most so many characters."""
 
     characters: int
 
 
 @dataclass(frozen=True)
 class Where:
-    """A value of the annotated type for which `holds(value)`.   words: "is …, which is not a {words}"."""
+    """Annotation of a value with holds(value).   words: its name in the error "is …, which is not a {words}"."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
 def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
-    """Return the JSON in `body`, of at most `most` bytes.   Raises ValueError."""
+    """Return the JSON value in `body`.   Raise ValueError if it has more than `most` bytes or is not such JSON."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes, at most {most} make sense")
     try:
@@ -74,7 +74,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def from_json(kind: type[T], raw: Any) -> T:
-    """Return the dataclass `kind` from a JSON object.   Raises ValueError with the field and its value."""
+    """Return the dataclass `kind` from a JSON object.   Raise ValueError with the field and its value."""
     return check_of(kind)(raw)
 
 
@@ -131,7 +131,7 @@ def _float_check(within: Within) -> Check:
     def check_float(value: Any) -> float:
         if type(value) is not float and type(value) is not int:
             raise ValueError(f"{brief_repr(value)}, not a number")
-        if not low <= value <= high:  # nor is NaN
+        if not low <= value <= high:  # also refuses NaN
             raise ValueError(f"{brief_repr(value)}, not in {low:g} … {high:g}")
         return float(value)
 
@@ -176,7 +176,7 @@ def _where_check(check: Check, mark: Where) -> Check:
 
 
 def _optional_check(args: tuple[Any, ...]) -> Check:
-    """Return the check of X | None, the only union that a record has."""
+    """Return the check of X | None, the only kind of union in a record."""
     (hint,) = [a for a in args if a is not NoneType]
     check = check_of(hint)
     return lambda value: None if value is None else check(value)
@@ -201,7 +201,7 @@ def _mapping_check(key: Check, item: Check) -> Check:
 
 
 def check_json_value(value: Any, depth: int = DEPTH) -> Any:
-    """Check free-form JSON: the plain types, nested at most `depth` deep."""
+    """Return free-form JSON unchanged.   Raise ValueError for other values, or if it is nested deeper than `depth`."""
     if isinstance(value, str):
         return _PLAIN[str](value)
     if isinstance(value, bool) or value is None:
@@ -246,7 +246,7 @@ def _dataclass_check(kind: Any) -> Check:
 
 
 def brief_repr(value: Any) -> str:
-    """A value as an error shows it."""
+    """Return a short text of the value, for an error."""
     if isinstance(value, int) and abs(value) >= WIDEST:
         return "a number of more than 19 digits"
     if isinstance(value, list | dict):

@@ -1,15 +1,16 @@
-"""The state on which replicas agree, fragment by fragment, and the digests by which they know that they agree.
+"""The state on which replicas agree, fragment by fragment, and the digests that show whether they agree.
 
     array     xxh3-128 of its bytes                              theta.0, momentum.0, …
     fragment  xxh3-128 of its arrays' digests, one after another
     base      xxh3-128 of the fragments' digests, one after another           in every offer, commit and snapshot
 
-An outer step moves one fragment.  So one sync digests that fragment alone, three times: before its pseudogradient is
-offered, before it is stepped (both compare with the digest that it should have), and after.  The digests of the others
-are remembered; their bytes are compared when their turn comes.  All are compared before a use of the whole state: a
-snapshot, a replica's first inner step, the end of a run.  In H inner steps that is 3 times the state, for every F.
+An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
+offered, before it is stepped, and after.  The first two are compared with the stored digest, the third one is stored.
+The bytes of the other fragments are compared at their own turns.  All fragments are compared before a use of the whole
+state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3 times the size of
+the state, for every F.
 
-Digests are hexadecimal text, in ASCII where they are digested again.  Not promised: that they find a forger.
+Digests are hexadecimal text; a digest of digests takes their ASCII bytes.  Not promised: detection of forgeries.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ class ReplicatedState(Protocol):
     """θ and the outer momentum, per fragment.  Its owner applies means to it."""
 
     def size(self, fragment: int) -> int:
-        """Elements of a fragment's flat vector; 0 if that may change from step to step."""
+        """Return the number of elements in a fragment's flat vector; 0 if it may change from step to step."""
         ...
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
@@ -36,19 +37,20 @@ class ReplicatedState(Protocol):
         ...
 
     def arrays(self, fragment: int) -> Arrays:
-        """The fragment's θ and all that its next step depends on, by names that no other fragment uses.
+        """Return the fragment's θ and all arrays on which its next step depends.
 
-        The arrays are live, contiguous, always in the same order.  {}: for a state that does not show them.
+        No other fragment uses the same names.  The arrays are the state's own memory, contiguous, and always in the
+        same order.  A state that does not show its arrays returns {}.
         """
         ...
 
     def load(self, arrays: Arrays) -> None:
-        """Become the state with these arrays of all fragments."""
+        """Set the state to these arrays of all fragments."""
         ...
 
 
 def all_arrays(state: ReplicatedState, fragments: int, t: int = 0) -> Arrays:
-    """Every fragment's arrays, by name, in the order of their turns from step t on."""
+    """Return name -> array for all fragments, in the order of their turns from step t on."""
     turns = [(t + i) % fragments for i in range(fragments)]
     return {name: array for f in turns for name, array in state.arrays(f).items()}
 
@@ -62,14 +64,14 @@ def digest_of_digests(digests: Iterable[str]) -> str:
 
 
 def base_of(state: ReplicatedState, fragments: int) -> str:
-    """The digest of the whole state, from the bytes as they are now."""
+    """Return the digest of the whole state, computed from its present bytes."""
     return Digests(state, fragments).base
 
 
 class Digests:
-    """A state's digests as they should be: taken from its bytes when these were right.
+    """The right digests of a state, computed when its bytes were known to be right.
 
-    name: whose state it is, for the error.
+    name: the replica's name, for the error.
     """
 
     def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
@@ -82,11 +84,11 @@ class Digests:
         return digest_of_digests(self._right) if any(self._right) else UNVERIFIED
 
     def renew_fragment(self, fragment: int) -> None:
-        """Take the digest of a fragment that was stepped: its bytes are right as they are now."""
+        """Store the digest of a fragment's present bytes, which are right because it was just stepped."""
         self._right[fragment] = self._digest_now(fragment)
 
     def check_unchanged(self, *fragments: int) -> None:
-        """Raise Diverged if the bytes of one of these fragments (default: of any) do not have their right digest."""
+        """Raise Diverged if the bytes of one of these fragments (default: all) do not have the stored digest."""
         for fragment in fragments or range(len(self._right)):
             now = self._digest_now(fragment)
             right = self._right[fragment]

@@ -1,11 +1,11 @@
-"""Arrays as the bytes of a safetensors file, written from their own memory and read into their own memory.
+"""Arrays as the bytes of a safetensors file, written and read without a copy of the whole file.
 
     u64: length of the header │ header: JSON, spaces up to a multiple of 8 │ array │ array │ …     little-endian
 
-The wider types come first, so that every array is aligned; else the order is the caller's.  A `TensorFile` is a body
-for `Store.put`: it is read piece by piece while it is written, and no copy of its size is ever made.
+Wider types come first, so that every array is aligned; otherwise the caller's order is kept.  A `TensorFile` is a body
+for `Store.put`, which reads it piece by piece.
 
-Not promised: types beyond those of a run (`_NAMES`).
+Not promised: other types than those of a run (`_NAMES`).
 """
 
 import json
@@ -22,12 +22,12 @@ from rendezvous.store import Buffer, Store
 PIECE = 1 << 20  # bytes: copied, digested and written while it is in the cache
 _NAMES = {"<f8": "F64", "<f4": "F32", "<i8": "I64", "<i4": "I32", "|u1": "U8"}
 _TYPES = {name: np.dtype(kind) for kind, name in _NAMES.items()}
-_HEAD = 1 << 16  # bytes: a header that is longer takes a second request
-_HEADER_LIMIT = 4 << 20  # bytes: 30,000 arrays; it is parsed before the digest is known
+_HEAD = 1 << 16  # bytes of the first read; a longer header needs a second request
+_HEADER_LIMIT = 4 << 20  # the most bytes of a header, enough for 30,000 arrays; it is parsed before the digest is known
 
 
 class TensorFile:
-    """Arrays as a file.   size: bytes.   header: the bytes before the first array."""
+    """Arrays in the form of a file.   size: bytes of the file.   header: the bytes before the first array."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.arrays = dict(sorted(arrays.items(), key=lambda named: -named[1].itemsize))
@@ -35,7 +35,7 @@ class TensorFile:
         self.size = len(self.header) + sum(a.nbytes for a in self.arrays.values())
 
     def __iter__(self) -> Iterator[Buffer]:
-        """The bytes in order.  The arrays must stay as they are until all are used."""
+        """Yield the bytes in order.  The arrays must not change before all pieces are used."""
         yield self.header
         for array in self.arrays.values():
             view = as_bytes(array)
@@ -58,10 +58,10 @@ def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarray] | None = None) -> TensorFile | None:
-    """Read the file of `size` bytes under `key`, into its arrays' own memory; None if it is missing or shorter.
+    """Read the file of `size` bytes under `key` into new arrays; return None if it is missing or shorter.
 
-    into: arrays that are overwritten instead, where name, type and shape are the same.
-    Raises Corrupt if it has no header.  Only a digest tells whether the bytes are right.
+    into: arrays that are overwritten and returned instead of new ones, if name, type and shape are the same.
+    Raise Corrupt if the file has no valid header.  The digest is not checked here.
     """
     head = _read_header(store, key, size)
     if head is None:
@@ -98,7 +98,7 @@ def _read_header(store: Store, key: str, size: int) -> bytes | None:
 
 
 def _allocate_arrays(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
-    """Allocate the arrays that the header names, in its order; raises Corrupt unless they make up the whole file."""
+    """Allocate the arrays that the header names, in file order.   Raise Corrupt unless they fill the whole file."""
     try:
         entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
         ordered = sorted(entries.items(), key=lambda named: named[1]["data_offsets"])

@@ -1,10 +1,10 @@
-"""Pseudogradients and means as bytes, described by the record that names them.
+"""The bytes of pseudogradients and means.  The record that names a blob describes it.
 
     offer.json ── blob, size, digests ──▶ [ f32 f32 f32 … ]        fp32: the raw little-endian vector
-                                          [ what a codec wrote ]   others: rendezvous/codecs, with error feedback
+                                          [ a codec's output ]     others: rendezvous/codecs, with error feedback
                                             └ shard ┘└ shard ┘     each with a digest of its own
 
-The record is the header: a reader of the blob has read the record first, and a blob alone means nothing.
+The blob has no header: a reader reads the record first, and cannot interpret a blob without it.
 """
 
 import mmap
@@ -33,22 +33,22 @@ def as_bytes(vector: np.ndarray) -> memoryview:
     return np.ascontiguousarray(vector).data.cast("B")
 
 
-ABSURD = 1e6  # a pseudogradient so many times as long as θ is not a step that a model could survive
+ABSURD = 1e6  # a pseudogradient with a norm of more than so many times ‖θ‖ would destroy the model
 
 
 def evenly_sampled(x: np.ndarray) -> np.ndarray:
-    """Return at most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so all columns take part."""
+    """Return at most 2^17 elements of a flat vector, evenly spread.  The spacing is odd, so all columns occur."""
     return x[:: (x.size >> 16) | 1]
 
 
 def approximate_norm(x: np.ndarray) -> float:
-    """Estimate ‖x‖₂ from a sample."""
+    """Return an estimate of ‖x‖₂ from a sample."""
     some = evenly_sampled(x).astype(np.float64)
     return float(np.sqrt(np.dot(some, some) * (x.size / max(1, some.size))))
 
 
 def check_shape(delta: np.ndarray, size: int) -> None:
-    """Raise BadDelta unless `delta` is flat fp32 of `size` elements.   size: 0 if it is not known."""
+    """Raise BadDelta unless `delta` is a flat fp32 vector of `size` elements.   size: 0 if unknown."""
     if delta.dtype != np.float32 or delta.shape != (size or delta.size,):
         raise BadDelta(
             f"the pseudogradient of this fragment is a flat fp32 vector of {size or 'any'} elements, got {delta.dtype} "
@@ -58,12 +58,15 @@ def check_shape(delta: np.ndarray, size: int) -> None:
 
 @np.errstate(over="ignore", invalid="ignore")
 def squared_norm(x: np.ndarray) -> float:
-    """Return ‖x‖²; may be infinite for a vector that is finite but very long."""
+    """Return ‖x‖² in fp32; it may be infinite although all elements are finite."""
     return float(np.dot(x, x))
 
 
 def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = None) -> float:
-    """Return ‖Δ‖₂.   scale: ‖θ‖₂.   square: ‖Δ‖², if known.   Raises BadDelta where Δ is not finite, or ABSURD."""
+    """Return ‖Δ‖₂.   Raise BadDelta if Δ is not finite, or if ‖Δ‖₂ > ABSURD · scale.
+
+    scale: ‖θ‖₂, 0 if unknown.   square: ‖Δ‖², if known.
+    """
     square = squared_norm(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))
@@ -84,7 +87,10 @@ def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = N
 
 @dataclass(frozen=True)
 class Written:
-    """A body, its digest, those of its shards (see `body_digests`), the norm of its vector, and that of θ."""
+    """A body and its digest.
+
+    shards: digests of its shards (see `body_digests`).   norm: ‖Δ‖₂.   scale: about ‖θ‖₂, 0 if unknown.
+    """
 
     body: np.ndarray
     digest: str
@@ -94,31 +100,31 @@ class Written:
 
 
 class Encoder:
-    """One replica's pseudogradients as bodies.   The loss of a body stays in the fragment's residual and is sent later.
+    """Encoder of one replica's pseudogradients.
 
-    A residual lives as long as its replica, and goes to the slot's next generation by a graceful goodbye alone: after
-    `kill -9` it starts from zero.
+    The part of a pseudogradient that a body loses is added to the fragment's residual, and is sent later.  A residual
+    passes to the slot's next generation only if the replica leaves in order; after `kill -9` it starts from zero.
     """
 
     def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
         self.name = name
         self._feedback = feedback
         self._digests = digests
-        self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; memory that waits for one
+        self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; free memory for another
         self._residuals: dict[int, np.ndarray] = {}
-        self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
+        self._ages: dict[int, np.ndarray] = {}  # rounds that each element has waited, for codecs with `ages`
 
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
-        """Return the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
+        """Return the body (uint8), in this encoder's memory: valid until the next call.   theta: θ, for bf16-gate."""
         room = self._next_buffer(body_size(self.name, delta.size))
         return room[: self._encode_into(fragment, delta, room, theta)]
 
     def encode_in_shards(
         self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
     ) -> Written:
-        """Return the body in this encoder's memory, with its digests and norms.
+        """Return the body, in this encoder's memory, with its digests and norms.
 
-        Raises BadDelta; then the fragment's residual begins anew.
+        Raise BadDelta if the pseudogradient must not be offered; the fragment's residual is then reset.
         """
         scale = 0.0 if theta is None else approximate_norm(theta)
         try:
@@ -133,7 +139,7 @@ class Encoder:
             raise
 
     def _encode_shards(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
-        """Encode shard by shard: each is still in the cache when it is digested."""
+        """Encode shard by shard, so that each is still in the cache when its digest is computed."""
         body = self._next_buffer(body_size(self.name, delta.size))
         shards = list[str]()
         square = 0.0
@@ -146,20 +152,20 @@ class Encoder:
         )
 
     def _encode_into(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
-        """Write all elements' bytes into `room`; -> their number."""
+        """Write the bytes of all elements into `room`.   Return the number of bytes."""
         if has_exact_size(self.name):
             sum(self._encode_each(fragment, delta, [(0, delta.size)], room))
             return room.size
         return get_codec(self.name).encode(delta, room, theta=theta, **self._feedback_arrays(fragment, delta))
 
     def _encode_each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
-        """Encode range after range into `room`, for codecs whose bodies can be cut; -> ‖Δ‖² of each."""
+        """Encode range after range into `room`, for codecs whose bodies can be cut.   Yield ‖Δ‖² of each range."""
         if self.name != "fp32":
             return get_codec(self.name).encode_each(delta, room, ranges, **self._feedback_arrays(fragment, delta))
         return (_copy_and_square(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
 
     def _feedback_arrays(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
-        """The values that were not sent, and the rounds that each has waited."""
+        """Return the fragment's residual and ages, for the codec to update in place; {} without feedback."""
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
@@ -176,28 +182,28 @@ class Encoder:
         return {f"residual.{fragment}": e for fragment, e in self._residuals.items()} | ages
 
     def restore_residuals(self, unsent: Mapping[str, np.ndarray]) -> None:
-        """Go on where another encoder stopped."""
+        """Set the residuals and ages to those of another encoder (`unsent_residuals`)."""
         for held, kind in ((self._residuals, "residual."), (self._ages, "age.")):
             held.clear()
             held |= {int(name[len(kind) :]): np.array(a) for name, a in sorted(unsent.items()) if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
-        """Leave this body as it is until it is given back: the next one is written elsewhere."""
+        """Stop using this body's memory until `give_back`; the next body is written elsewhere."""
         if np.may_share_memory(body, self._body):
             self._body = page_aligned(0)
 
     def give_back(self, body: np.ndarray) -> None:
-        """Take back memory that was given away."""
+        """Use this memory again, which was given away."""
         if not np.may_share_memory(body, self._body):
             self._free = body
 
     def _next_buffer(self, size: int) -> np.ndarray:
-        if self._body.size < size:  # free memory that is too small is of no use either
+        if self._body.size < size:  # free memory that is too small is dropped as well
             self._body, self._free = self._free if self._free.size >= size else page_aligned(size), page_aligned(0)
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
-        """Put the values of a body that will never count into the next one, as news of one round."""
+        """Add the values of a body that will never count to the residual, so that the next body sends them."""
         if self.name != "fp32":
             lost = np.empty_like(self._residuals[fragment])
             get_codec(self.name).decode(body, lost)
@@ -210,9 +216,9 @@ def _copy_and_square(x: np.ndarray, room: np.ndarray) -> float:
 
 
 def shard_grid(elements: int, align: int, least: int) -> list[Range]:
-    """The fixed cut of a vector: at most 64 shards of at least `least` elements, at multiples of `align`.
+    """Return the shards of a vector: at most 64, of at least `least` elements, cut at multiples of `align`.
 
-    It depends on the vector alone, never on the number of replicas.
+    They do not depend on the number of replicas.
     """
     size = max(least, -(-elements // 64))
     size = -(-size // align) * align
@@ -220,9 +226,9 @@ def shard_grid(elements: int, align: int, least: int) -> list[Range]:
 
 
 def body_digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
-    """Return the body's digest, and those of its shards; () where there is only one, or the body cannot be cut.
+    """Return the body's digest, and those of its shards; () if there is one shard only, or if it cannot be cut.
 
-    A body in shards has the digest of theirs: its bytes are not read twice.
+    The digest of a body in shards is the digest of its shards' digests, so its bytes are read only once.
     """
     if len(ranges) < 2 or not has_exact_size(name):
         return digest(as_bytes(body), kind), ()
@@ -235,43 +241,43 @@ def _digest_of_shards(shards: Sequence[str], kind: str) -> str:
 
 
 def digested_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
-    """Return the sizes and digests of a body's pieces."""
+    """Return (bytes, digest) of each of a body's shards, or of the whole body if it has no shards."""
     if not written.shards:
         return [(written.body.size, written.digest)]
     return [(body_size(name, b - a), shard) for (a, b), shard in zip(ranges, written.shards, strict=True)]
 
 
 def byte_range(name: str, start: int, stop: int) -> Range:
-    """Byte range of these elements in a body."""
+    """Return the byte range of the elements [start, stop) in a body.   name: of the codec."""
     return (4 * start, 4 * stop) if name == "fp32" else get_codec(name).byte_range(start, stop)
 
 
 def codec_alignment(name: str) -> int:
-    """Elements that a codec writes together."""
+    """Return the number of elements that a codec encodes together."""
     return 1 if name == "fp32" else get_codec(name).align
 
 
 def has_exact_size(name: str) -> bool:
-    """Whether all bodies of so many elements have the same size."""
+    """Whether all of this codec's bodies with the same number of elements have the same size."""
     return name == "fp32" or get_codec(name).exact
 
 
 def body_size(name: str, elements: int) -> int:
-    """Bytes of a body of that many elements; at most, where they differ."""
+    """Return the bytes of a body with so many elements; the largest number if sizes differ."""
     return 4 * elements if name == "fp32" else get_codec(name).max_body_size(elements)
 
 
 def page_aligned(size: int) -> np.ndarray:
-    """`size` bytes that begin on a page.  Kernels copy to and from files up to four times as fast there."""
+    """Return `size` bytes that begin on a memory page: the OS copies files to and from them up to 4 times faster."""
     return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
 
 
 def fetch_checked(
     store: Store, clock: Clock, key: str, pieces: Sequence[Piece], out: np.ndarray, start: int = 0, tries: int = 4
 ) -> str | None:
-    """Fill `out` (any dtype) from byte `start` of `key`, and check the digest of each piece; re-reading a few times.
+    """Fill `out` (any dtype) from byte `start` of `key`, and check the digest of each piece.
 
-    -> None where the bytes are right, else their flaw.
+    Return None if the bytes are right, else what is wrong after `tries` reads.
     """
     size = sum(n for n, _ in pieces)
     if out.nbytes != size:
@@ -289,7 +295,7 @@ def fetch_checked(
 
 
 def why_differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
-    """The flaw of these bytes, or None.   kind: of digest that is needed at least."""
+    """Return what is wrong with these bytes, or None.   kind: the weakest accepted kind of digest."""
     at = 0
     for size, want in pieces:
         if not has_digest(view[at : at + size], want, kind):

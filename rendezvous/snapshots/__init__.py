@@ -1,1 +1,1 @@
-"""θ and the outer state, written down now and then, and read back."""
+"""Snapshots of θ and the outer momentum, and the replay from a snapshot to a later step."""

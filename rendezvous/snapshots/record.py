@@ -1,15 +1,18 @@
-"""Snapshots: θ_t and the outer momentum, written down so that no replica has to replay a run from its beginning.
+"""Snapshots: θ_t and the outer momentum in the bucket, so that no replica must replay a run from its beginning.
 
     snapshots/{t}/{nonce}.safetensors   first
-    snapshots/{t}/manifest.json         last, by put_once: a writer that is killed between leaves nothing visible
+    snapshots/{t}/manifest.json         last, by put_once: a writer that is killed before leaves nothing visible
 
-A manifest of step t is written only after commit t confirmed its digest, so that no corrupt writer decides the state.
-Snapshot 0 is θ₀, from the replica that came first.  It leaves out arrays of zeros, as all momentum is then.  Where the
-replicas take the start model from elsewhere, it is a manifest alone, with the digest.  In the file the fragments stand
-in the order of their turns from step t on, so that the fragment that is stepped first is read first
+The manifest of step t is written only after commit t has confirmed its digest, so a faulty writer cannot decide the
+state.
+
+Snapshot 0 is θ₀, written by the first replica.  It leaves out arrays of zeros, such as all momentum at that time.  If
+the replicas get the start model from elsewhere, snapshot 0 is only a manifest with the digest.
+
+The file has the fragments in the order of their turns from step t on: the fragment that is stepped first is read first
 (rendezvous/snapshots/writer.py).
 
-Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
+Not promised: that the newest snapshot is intact.  `load` checks the digest; callers then use an older one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +34,7 @@ Arrays = Mapping[str, np.ndarray]
 def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
-    """Publish these arrays, from their own memory; -> the snapshot that stands for step t (ours, or a faster one)."""
+    """Publish these arrays, without a copy.   Return step t's snapshot: ours, or that of a faster writer."""
     n = new_nonce()
     body = TensorFile(arrays)
     digest = digest_of(body, required_digest_kind(store))
@@ -53,7 +56,7 @@ def write(
 
 
 def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
-    """Write snapshot 0, without arrays of zeros.   elsewhere: replicas have θ₀ from another place; then no blob."""
+    """Write snapshot 0, without arrays of zeros.   elsewhere: replicas get θ₀ from another place; then no blob."""
     if elsewhere:
         return publish_manifest(
             store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
@@ -62,25 +65,25 @@ def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewh
 
 
 def _is_zero(array: np.ndarray) -> bool:
-    """Whether all its bits are 0.  (Those of −0.0 are not.)"""
+    """Whether all bits of the array are 0.  (−0.0 has a bit that is 1.)"""
     return not array.view(np.dtype(f"i{array.itemsize}")).any()
 
 
 def with_zeros(arrays: Arrays, like: Arrays) -> dict[str, np.ndarray]:
-    """Return snapshot 0's arrays, and zeros for those that it does not have."""
+    """Return the arrays of snapshot 0, with zeros for those of `like` that it leaves out."""
     return {name: arrays[name] if name in arrays else np.zeros_like(array) for name, array in like.items()}
 
 
 def publish_manifest(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
-    """Make a snapshot visible whose blob is there; -> the one that stands for its step (ours, or a faster one)."""
+    """Make a snapshot visible after its blob is written.   Return its step's snapshot: ours, or a faster writer's."""
     _, value = put_once(store, clock, layout.snapshot_key(mine.t), mine.encode())
     return _decode_manifest(value, mine.t) or mine
 
 
 def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
-    """Complete snapshots, newest first.  LIST is a hint; `hint` and step 0 are always tried.
+    """Yield the snapshots that have a manifest, newest first, from a LIST, from step `hint` and from step 0.
 
-    An object that is not a manifest is passed over, as if the snapshot had never been written.
+    An object that is not a manifest is skipped.
     """
     steps = {0, hint, *steps_of(store.list(layout.SNAPSHOTS))}
     for t in sorted(steps, reverse=True):
@@ -89,12 +92,12 @@ def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Ite
 
 
 def steps_of(keys: Iterable[str]) -> list[int]:
-    """The steps of the manifests among these keys, in order."""
+    """Return the steps of the manifests among these keys, in order."""
     return sorted({s for k in keys if (s := layout.snapshot_step(k)) is not None})
 
 
 def read(store: Store, t: int) -> Snapshot | None:
-    """The snapshot of step t, if there is one."""
+    """Return the manifest of step t's snapshot; None if there is none."""
     body = store.get(layout.snapshot_key(t))
     return None if body is None else _decode_manifest(body, t)
 
@@ -110,11 +113,11 @@ def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
 def load(
     store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays, *, in_place: bool = False
 ) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a snapshot; None, and a report, where they do not have the announced digest or do not fit.
+    """Return the arrays of a snapshot; report and return None if their digest is wrong or if they do not fit.
 
-    like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
-    Arrays that snapshot 0 does not have are zeros.
-    in_place: overwrite those of `like`, also where the bytes turn out to be bad; else each is read into its own memory.
+    like: arrays of a state, with the names, types and shapes that the snapshot must have (empty: any).
+    Arrays that snapshot 0 leaves out are zeros.
+    in_place: read into the arrays of `like`, which are overwritten even if the bytes are bad; else into new memory.
     """
     found = ""
     for _ in range(3):
@@ -136,7 +139,7 @@ def load(
 
 
 def why_misfit(arrays: Arrays, like: Arrays) -> str:
-    """The reason why a state with the arrays `like` cannot become these; "" if it can."""
+    """Return why these arrays do not fit a state with the arrays `like`; "" if they fit."""
     for name, array in like.items():
         found = arrays.get(name)
         if found is None:
@@ -147,7 +150,7 @@ def why_misfit(arrays: Arrays, like: Arrays) -> str:
 
 
 def mend_blob(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
-    """Put a damaged snapshot's bytes back, if these arrays have its digest; -> whether they do."""
+    """Upload a damaged snapshot again if these arrays have its digest.   Return whether they have."""
     if not snapshot.blob:
         return False
     body = TensorFile(arrays)

@@ -1,12 +1,12 @@
-"""θ_t of any committed step, from the bucket alone: for joining, healing, self-checks, export, audit.
+"""Replay: θ_t of any committed step, from the bucket alone, to join, heal, check, export and audit.
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})            s ≤ t, the newest readable snapshot
 
-    newest  ●──── bytes that have their digest, and the base that was announced ──▶ state
+    newest  ●──── bytes have their digest, state has the announced base ──▶ state
             │ no
-    older   ●──── … ──▶ state ── commits s, s+1, … ──▶ it reaches the damaged one's step: its bytes are put back
+    older   ●──── … ──▶ state ── commits s, s+1, … ──▶ at the step of the damaged snapshot: upload its bytes again
 
-The replay is the definition of the run: where a commit names another base, its committer was wrong.
+The replay defines the run: if a commit names another base, its closer was wrong.
 
 Not promised: speed far from a snapshot.
 """
@@ -28,9 +28,9 @@ Mean = Callable[[Commit, np.ndarray], None]  # writes a commit's mean into the v
 
 
 def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments: int, *, elsewhere: bool) -> None:
-    """Write the first replica's state as snapshot 0, without which no replica could replay.
+    """Write this state as snapshot 0, if the run has neither steps nor snapshots.
 
-    One that was lost when steps had been taken is not replaced: no replica knows any more that its state is the same.
+    A snapshot 0 that was lost later is not written again, because no replica can know that its state is the same.
     elsewhere: every replica gets θ₀ from another place.
     """
     first = (layout.snapshot_key(0), layout.commit_key(0))
@@ -41,10 +41,10 @@ def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments:
 
 
 class StateReplay:
-    """A state on its way from a snapshot to a later step.
+    """Replay of a state from a snapshot to a later step.
 
-    mean(commit, out): writes the mean of a decided step.   theta_0(): the arrays of step 0 where the bucket has none.
-    name: of the replica, for errors.   mends: put damaged snapshots back.
+    mean(commit, out): writes the mean of a decided step.   theta_0(): the arrays of step 0, if the bucket has none.
+    name: the replica's name, for errors.   mends: whether damaged snapshots are uploaded again.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class StateReplay:
         self._theta_0 = theta_0
         self._name = name
         self._mends = mends
-        self.damaged: dict[int, Snapshot] = {}  # newer than the one that was loaded
+        self.damaged: dict[int, Snapshot] = {}  # damaged snapshots, newer than the loaded one
         self.step = 0
-        self.digests: Digests  # of the loaded snapshot, then of each step; unset before `load_snapshot`
+        self.digests: Digests  # of the state at `step`; set by `load_snapshot`
 
     def load_snapshot(self, hint: int = 0, upto: int | None = None) -> bool:
-        """Become the newest snapshot that is not after `upto`; False if none can be read.   hint: a step that has one.
+        """Load the newest readable snapshot up to step `upto`, and set `step` and `digests`.
 
-        `step` is its step then, and `digests` are those of its bytes.
+        Return False if no snapshot can be read.   hint: a step that may have a snapshot.
         """
         for snapshot in snapshots.newest_first(self._store, hint, upto):
             if self._load(snapshot):
@@ -86,7 +86,7 @@ class StateReplay:
         return False
 
     def commits(self, upto: int | None = None) -> Iterator[Commit]:
-        """Apply one commit after the other, up to `upto` or the last; -> each, once it is applied."""
+        """Apply one commit after the other, up to `upto` or the last one.   Yield each after it was applied."""
         while (upto is None or self.step < upto) and (commit := self._chain.read(self.step)) is not None:
             base = self.digests.base
             if commit.base != base:
@@ -107,7 +107,7 @@ class StateReplay:
         self.digests.renew_fragment(fragment)
 
     def _load(self, snapshot: Snapshot) -> bool:
-        """Become this snapshot; -> whether its bytes have the announced digest, and the state its announced base."""
+        """Load this snapshot.   Return whether its bytes have the announced digest and the state the announced base."""
         if snapshot.blob or base_of(self._state, self._fragments) != snapshot.base:
             arrays = self._arrays_of(snapshot)
             if arrays is None:

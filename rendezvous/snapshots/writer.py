@@ -1,20 +1,20 @@
-"""Writer of a snapshot while the next round trains: from the memory of θ and momentum, piece by piece.
+"""Writer of a snapshot while the next round trains, directly from the memory of θ and momentum, piece by piece.
 
     commit t−1 ─▶ advance ───── inner steps of round t ─────▶ offer ─▶ commit t ─▶ mean ─▶ step t
                     │ start                                              │          │
                     ▼                                                    ▼          ▼
-    (background)   blob ◀── pieces of 1 MiB ◀── θ_t, momentum         confirm    release(t mod F): what was not read
-                    └────── and its digests ─────────────▶ manifest ◀────┘       yet of that fragment is copied
+    (background)   blob ◀── pieces of 1 MiB ◀── θ_t, momentum         confirm    release(t mod F): the unread rest of
+                    └────── and its digests ─────────────▶ manifest ◀────┘       that fragment is copied
 
-θ_t does not change between two outer steps, so nothing has to be copied first and training does not wait.  Only where
-the store is slower than a round, the unread rest of the fragment that is about to be stepped is copied.  Each piece is
-a copy of its own, digested and written as that copy; the arrays' digests of these very bytes must give the `base` that
-commit t confirmed, else nothing becomes visible.
+θ_t does not change between two outer steps, so it is not copied first, and training does not wait.  If the store is
+slower than a round, the unread rest of the fragment that is about to be stepped is copied.  Each piece is copied, and
+the copy is digested and written.  The digests of these bytes must give the `base` that commit t confirmed; otherwise
+the snapshot does not become visible.
 
-A request that fails begins again from the front, as long as no byte that was read has been stepped since; then the
+A failed request begins again from the first byte.  If bytes that were already read have been stepped since, the
 snapshot is given up, and its writer begins another one at the next step.
 
-Not promised: that a blob without a manifest is deleted; it goes with the garbage of its step.
+Not promised: immediate deletion of a blob without a manifest; it is deleted with its step.
 """
 
 import threading
@@ -37,13 +37,13 @@ from rendezvous.store import Buffer, Store
 
 
 class Abandoned(RendezvousError):
-    """This snapshot is not written any more."""
+    """The writer has stopped writing this snapshot."""
 
 
 class LiveFile(TensorFile):
-    """File of the present values of arrays that will be stepped.   digest, base: of the bytes that were read.
+    """File of the present values of arrays that will be stepped later.
 
-    fragments: (number, arrays) in the order of their turns.
+    fragments: (number, arrays) in the order of their turns.   digest, base: those of the bytes that were read.
     """
 
     def __init__(self, fragments: list[tuple[int, dict[str, np.ndarray]]], kind: str) -> None:
@@ -60,7 +60,7 @@ class LiveFile(TensorFile):
         self.base = ""
 
     def __iter__(self) -> Iterator[Buffer]:
-        """Read the file piece by piece.   Raises Abandoned if it was stopped, or its beginning cannot be read again."""
+        """Yield the file piece by piece.   Raise Abandoned after `stop`, or if its beginning was already stepped."""
         self._start_again()
         whole = Hasher(self._kind)
         each = dict[str, str]()
@@ -76,7 +76,7 @@ class LiveFile(TensorFile):
         self.digest, self.base = whole.digest(), self._base_of(each)
 
     def release_fragment(self, fragment: int) -> int:
-        """Copy the unread rest of a fragment that is about to be stepped; -> bytes that were copied."""
+        """Copy the unread rest of a fragment that is about to be stepped.   Return the number of copied bytes."""
         with self._lock:
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
@@ -87,7 +87,7 @@ class LiveFile(TensorFile):
             return sum(len(self._rest[name]) for name in names)
 
     def stop(self) -> None:
-        """Stop the reader of this file: its next piece raises Abandoned."""
+        """Make the next piece raise Abandoned."""
         with self._lock:
             self._stopped = True
             self._rest.clear()
@@ -95,13 +95,13 @@ class LiveFile(TensorFile):
     def _start_again(self) -> None:
         with self._lock:
             if any(self._from.values()):
-                raise Abandoned("what was written of this snapshot has been stepped since; the next one is begun anew")
+                raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")
             self._at = dict(self._from)
 
     def _next_piece(self, name: str) -> bytes:
         with self._lock:
             if self._stopped:
-                raise Abandoned("this snapshot is not wanted any more")
+                raise Abandoned("this snapshot is not needed any more")
             start = self._at[name] - self._from[name]
             piece = bytes(self._rest[name][start : start + PIECE])
             self._at[name] += len(piece)
@@ -110,7 +110,7 @@ class LiveFile(TensorFile):
             return piece
 
     def _base_of(self, each: dict[str, str]) -> str:
-        """The state's `base` by the bytes that were read."""
+        """Return the state's `base`, computed from the bytes that were read.   each: array name -> digest."""
         fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
         return digest_of_digests(fragments) if self.arrays else UNVERIFIED
 
@@ -121,7 +121,7 @@ def _copy_of(view: memoryview) -> memoryview:
 
 @dataclass
 class _Writing:
-    """One snapshot on its way.   mine: its manifest, but for the digest."""
+    """A snapshot that is being written.   mine: its manifest, still without the digest."""
 
     mine: Snapshot
     file: LiveFile
@@ -130,10 +130,10 @@ class _Writing:
 
 
 class SnapshotWriter:
-    """One replica's snapshots, one at a time.
+    """Writer of one replica's snapshots, one at a time.
 
-    uploads: writes the blobs.   run_in_background(job): writes the manifests.
-    on_written(step): called with each snapshot that stands.
+    uploads: runs the jobs that write blobs.   run_in_background(job): runs the jobs that write manifests.
+    on_written(step): called after each snapshot has become visible.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class SnapshotWriter:
         self._on_written = on_written
         self._lock = threading.Lock()
         self._now: _Writing | None = None
-        self.owes = False  # the last one was given up
+        self.owes = False  # whether the last snapshot was given up
 
     @property
     def is_busy(self) -> bool:
         return self._now is not None
 
     def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
-        """Write θ_t in the background.  It becomes visible when commit t confirms it."""
+        """Write θ_t in the background.  The snapshot becomes visible when commit t confirms it."""
         self._now = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True)
         self.owes = False
         writing = self._now
@@ -169,13 +169,13 @@ class SnapshotWriter:
     def write(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
     ) -> None:
-        """Write θ_t at once, and make it visible.   Raises Diverged if its bytes do not give `base`."""
+        """Write θ_t and make it visible before returning.   Raise Diverged if its bytes do not give `base`."""
         writing = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
         self._put_blob(writing)
         self._publish_manifest(writing)
 
     def confirm_base(self, t: int, base: str) -> None:
-        """Confirm the snapshot of step t if commit t started from its state; abandon it if not."""
+        """Confirm the snapshot of step t if commit t started from the same state (`base`); else abandon it."""
         writing = self._now
         if writing is None or writing.mine.t != t:
             return
@@ -195,7 +195,7 @@ class SnapshotWriter:
             self._emit("snapshot_copied", step=writing.mine.t, bytes=size)
 
     def abandon(self) -> None:
-        """Abandon the snapshot that is on its way, if there is one."""
+        """Stop writing the present snapshot, if there is one."""
         writing = self._now
         self._now = None
         if writing is not None:
@@ -232,7 +232,7 @@ class SnapshotWriter:
             self._give_up(writing, error)
             return
         except BaseException:
-            self._now = None  # the background reports the error; the next snapshot is not held up
+            self._now = None  # the background reports the error; the next snapshot can begin
             raise
         with self._lock:
             writing.written = True

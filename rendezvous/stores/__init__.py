@@ -1,1 +1,1 @@
-"""Stores of the bytes.  One file per kind of store; `rendezvous.stores.open.open_store` chooses by URL."""
+"""The stores, with one module per kind of store.  `rendezvous.stores.open.open_store` chooses by URL."""

@@ -1,12 +1,12 @@
-"""Any fsspec file system as a store: data yes, registers only where create-if-absent is known to be real.
+"""Any fsspec file system as a store; registers only in file systems with a reliable create-if-absent.
 
     put, get, get_into, list, delete      every file system
     create                                s3fs, gcsfs, adlfs, and only after a race of 16 writers had one winner
 
-fsspec's own `mode="create"` is "look, then write" on most file systems (on local ones 28 of 60 races had several
-winners), so everything else is refused.  Bytes are copied more often than in `cloud`, and moving them needs the GIL.
+On most file systems fsspec's `mode="create"` checks first and then writes: on local ones, 28 of 60 races had several
+winners.  So `create` is refused on all others.  Bytes are copied more often than in `cloud`, and this needs the GIL.
 
-Not promised: atomic `put` (a reader of a local or remote folder may see half of one; digests tell), zero copies.
+Not promised: an atomic `put` (a reader of a folder may see half an object, which its digest shows); no copies.
 """
 
 import os
@@ -41,21 +41,21 @@ class AdapterStore:
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
     def put(self, key: str, body: Body) -> None:
-        if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # that one shows a file when it is opened
+        if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # that one shows a file before it is complete
             self._ask_files("write", key, lambda: self._write_file(key, bytes(body)))
         else:
             self._ask_files("write", key, lambda: self._write_stream(key, body))
 
     def _write_stream(self, key: str, body: Stream) -> None:
         path = self._path_of(key)
-        with suppress(FileExistsError):  # where folders are real
+        with suppress(FileExistsError):  # for file systems with real folders
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         file = self._fs.open(path, "wb", autocommit=False)  # the old object stays until `commit`
         try:
             for piece in body:
                 file.write(piece)
         except BaseException:
-            with suppress(Exception):  # closing it, as its destructor does, would finish half an object
+            with suppress(Exception):  # its destructor would close it, which would publish half an object
                 file.discard()
                 file.closed = True
             raise
@@ -81,7 +81,7 @@ class AdapterStore:
             end = {} if most > layout.MOST_OF_FILES else {"start": 0, "end": most}
             return bytes(self._fs.cat_file(path, **end))
         except Exception as error:
-            if _mentions(error, _PAST_THE_END):  # an empty object has no range
+            if _mentions(error, _PAST_THE_END):  # a range of an empty object
                 return b""
             raise
 
@@ -124,7 +124,7 @@ class AdapterStore:
         self._ask_files("create", key, lambda: self._fs.pipe_file(path, bytes(body), mode="create"))
 
     def _check_creates(self) -> None:
-        """Raise StoreRefused unless this file system is known, and seen, to create only absent objects."""
+        """Raise StoreRefused unless the file system is in CREATES and a race has shown that only one writer wins."""
         name = type(self._fs).__name__
         if name not in CREATES:
             raise StoreRefused(
@@ -137,20 +137,20 @@ class AdapterStore:
             self._creates = True
 
     def _ask_files(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
-        """Return the answer, None for a missing object.   Raises a StoreError in place of the file system's."""
+        """Return the answer, None for a missing object.   Raise a StoreError in place of the file system's error."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self.url} was opened in process {self._pid}; after a fork, open it again or use spawn"
             )
         try:
             return request()
-        except (FileNotFoundError, KeyError) as error:  # fsspec's memory:// says KeyError
+        except (FileNotFoundError, KeyError) as error:  # fsspec's memory:// raises KeyError
             if verb in ("read", "list", "delete") and not _mentions(error, _REFUSED):
                 return None
             failure = explain_error(f"{self.url}/{key}", verb, error)
         except RuntimeError:
-            raise  # a mistake of ours, not of the store
-        except Exception as error:  # every file system has its own
+            raise  # an error in this code, not in the store
+        except Exception as error:  # every file system has its own errors
             if verb == "read" and _mentions(error, _PAST_THE_END):
                 return None
             failure = explain_error(f"{self.url}/{key}", verb, error)
@@ -158,7 +158,7 @@ class AdapterStore:
 
 
 def is_served(scheme: str) -> bool:
-    """Whether fsspec, if it is installed, knows this kind of URL."""
+    """Whether fsspec is installed and knows this URL scheme."""
     try:
         from fsspec import available_protocols  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
@@ -167,7 +167,7 @@ def is_served(scheme: str) -> bool:
 
 
 class _Unchecked(AdapterStore):
-    """The same store with a `create` that does not ask whether it may: for the check itself."""
+    """The same store with a `create` without the check, for the check itself."""
 
     def __init__(self, store: AdapterStore) -> None:
         self.__dict__.update(store.__dict__)
@@ -189,19 +189,22 @@ def explain_error(where: str, verb: str, error: Exception) -> StoreError:
 
 
 def _mentions(error: Exception, words: Iterable[str]) -> bool:
-    """Whether the error, or the client's error behind it, holds one of these words."""
+    """Whether the text of the error, or of the client's error that caused it, contains one of these words."""
     texts = [str(e) for e in (error, error.__cause__, error.__context__) if e]
     return any(word in text for word in words for text in texts)
 
 
 def _safe_words(error: Exception) -> str:
-    """The system's words, without URLs and without anything that looks like a key."""
+    """Return the error's text without URLs and without parts that may be keys."""
     said = (isinstance(error, OSError) and error.strerror) or str(error)
     return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])
 
 
 def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """Open the file system, without caches: another replica's file must be seen.  Raises ImportError, ValueError."""
+    """Open the file system without caches, because other replicas' new files must be visible.
+
+    Raise ImportError if fsspec is missing, ValueError for an unknown URL.
+    """
     try:
         from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
     except ImportError as error:

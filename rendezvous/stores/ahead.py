@@ -1,12 +1,13 @@
-"""Many small objects of a run, asked for at the same time.
+"""Prefetch of many small objects of a run at the same time.
 
-    ask(keys) ──▶ up to AT_ONCE GETs at a time ──▶ answers ──get(key)──▶ each answer is given once
-                       └── in the cache: not asked for
-    get(key) of a key that was not asked for is a GET of its own, so no result depends on the keys asked ahead.
+    ask(keys) ──▶ up to AT_ONCE GETs at a time ──▶ answers ──get(key)──▶ each answer is returned once
+                       └── in the cache: no GET
+    get(key) of a key that was not prefetched is a GET of its own, so no result depends on the prefetched keys.
 
-An answer is given once, so that a reader of one heartbeat at two times sees two moments.
+Each answer is returned once, so that a reader who reads a heartbeat twice sees its state at two times.
 
-Not promised: one moment for all answers.  A record that was written meanwhile is seen or not, as with GETs in turn.
+Not promised: the same time for all answers.  A record that is written meanwhile may be seen or not, as with GETs one
+after the other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,14 +21,14 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from rendezvous.stores.cache import Cache
 
-AT_ONCE = 96  # more hardly helps one client: at 50 ms each, these are 1,900 requests per second
+AT_ONCE = 96  # requests at a time; at 50 ms each, 1,900 per second.  More hardly help one client
 Answer = bytes | list[str] | Exception | None  # to a GET, or to a LIST
 
 
 class Ahead:
-    """A store to read a run from; it has no verb that writes.
+    """A read-only store of a run with prefetch.
 
-    cache: of records that never change, None for none.   answers: by key, from the requests just before.
+    cache: cache of records that never change, None for none.   answers: key -> answer, from earlier requests.
     """
 
     def __init__(
@@ -42,16 +43,19 @@ class Ahead:
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """The answers that were not read yet."""
+        """The answers that were not returned yet, by key."""
         return dict(self._answers)
 
     def forget(self) -> None:
-        """A new look: what was asked before is asked again."""
+        """Forget all answers, to begin a new look at the run."""
         self._answers.clear()
         self._given.clear()
 
     def ask(self, keys: Iterable[str]) -> None:
-        """Get all of them now; list those that end with a "/".  An error is raised when its key is read."""
+        """Send a GET for each key now, and a LIST for each that ends with "/".
+
+        An error is raised later, when its key is read.
+        """
         news = [key for key in dict.fromkeys(keys) if key not in self._answers and not self.is_cached(key)]
         if getattr(self._store, "cheap", False) or len(news) < 2:
             self._answers |= {key: ask_store(self._store, key) for key in news}
@@ -60,28 +64,28 @@ class Ahead:
         self._answers |= zip(news, self._threads.map(partial(ask_store, self._store), news), strict=True)
 
     def is_there(self, key: str) -> bool:
-        """Whether there is an object.  True if it cannot be read: `get` raises the error.  Its answer is kept."""
+        """Whether there is an object.  Also True after an error, which `get` then raises.  The answer is kept."""
         self.ask([key])
         return self.is_cached(key) or self._answers[key] is not None
 
     def refuse_silence(self, keys: Iterable[str]) -> None:
-        """Raise the store's error if it has answered none of these: a search for an end would go on for ever."""
+        """Raise the store's error if all of these keys got errors; else a search for the last key would never end."""
         answers = [self._answers.get(key) for key in keys if not self.is_cached(key)]
         if answers and isinstance(first := answers[0], StoreError) and all(isinstance(a, StoreError) for a in answers):
             raise first
 
     def listed(self, prefix: str) -> list[str]:
-        """The keys that a LIST has shown, if one was asked for.  Its answer stays to be given."""
+        """Return the keys of a prefetched LIST, [] if there is none.  `list` can still return its answer."""
         shown = self._answers.get(prefix)
         return shown if isinstance(shown, list) else []
 
     def keep(self, key: str) -> None:
-        """Put a record into the cache: it was read and checked, and never changes."""
+        """Put a record into the cache.  The caller has read and checked it, and it never changes."""
         if self.cache is not None and (body := self._given.pop(key, None)) is not None:
             self.cache.add(key, body)
 
     def is_cached(self, key: str) -> bool:
-        """Whether it was read and checked at an earlier look."""
+        """Whether the cache has this record, which was then read and checked earlier."""
         return self.cache is not None and self.cache.get(key) is not None
 
     # ------------------------------------------------------------------ as a store
@@ -108,7 +112,7 @@ class Ahead:
 
 
 def ask_store(store: Readable, key: str) -> Answer:
-    """Ask the store by a GET, or by a LIST for a key that ends with a "/"; -> its answer or its error."""
+    """Send a GET, or a LIST for a key that ends with "/".   Return the answer, or the error."""
     try:
         return store.list(key) if key.endswith("/") else store.get(key)
     except Exception as error:

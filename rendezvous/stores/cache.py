@@ -1,20 +1,20 @@
-"""Records of a run that never change, kept on this machine, so that a second look asks for new records alone.
+"""Cache of records on this machine: those that never change, so that a later look at a run reads only new records.
 
     ~/.cache/diloco/runs/{sha256 of URL}-{of run nonce}/commit-{random}.records     one file per look and kind of record
                                                           └─ sha256 of the rest ‖ (length of key, of body, key, body)*
 
-    look 1 ──▶ commit-a   log-b           a file is written under another name and renamed: it is whole or not there,
-    look 2 ──▶ commit-c                   and two processes write two files
-    look k ──▶ commit-x                   more than MOST_FILES of one kind: one file of all, then the old ones go
+    look 1 ──▶ commit-a   log-b           a file is written under another name and renamed, so it is always complete;
+    look 2 ──▶ commit-c                   two processes write two files
+    look k ──▶ commit-x                   more than MOST_FILES of one kind: one file with all, then the old are deleted
 
-    before it is used:   commit n−1, the newest that is kept, is read from the bucket.   Other bytes, or none: the run
-                         is not the one that was read (restored from a backup, say), and nothing kept is used.
+    before it is used:   the newest cached commit is read from the bucket.   If its bytes differ or it is missing, the
+                         run is another one (for example restored from a backup), and the cache is not used
 
-One read proves all kept commits, because each names the digest of the one before.  A damaged file is deleted and its
-records are read again.  Only records that the reader has decoded and checked are kept, never a heartbeat, a control
-record or run.json; so a record that is garbage or forged today may be mended tomorrow, and is then seen.
+One read checks all cached commits, because each has the digest of the one before.  A damaged file is deleted, and its
+records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a
+control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the new one.
 
-Not promised: secrecy from a reader of the user's files: records of a sealed run are plain text in the bucket, too.
+Not promised: secrecy from readers of the user's files.  Records of a sealed run are plain text in the bucket, too.
 """
 
 import hashlib
@@ -30,20 +30,23 @@ from rendezvous import layout
 from rendezvous.store import Readable
 
 MOST_FILES = 8  # of one kind
-RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # of one run; of all
+RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # the most bytes of one run; of all runs
 _HEAD = struct.Struct("<HI")
 _DIGEST = 32
 
 
 def cache_of(store: Readable, nonce: str) -> "Cache | None":
-    """Return the cache of a run's records; None for a run in a folder, which is as near.   nonce: of run.json."""
+    """Return the cache of a run's records; None for a run in a folder, which is as fast.   nonce: that of run.json."""
     if getattr(store, "cheap", False):
         return None
     return Cache(cache_root() / f"{_short_hash(store.url)}-{_short_hash(nonce)}")
 
 
 def latest_cache(url: str) -> "Cache | None":
-    """The records of the run that was last seen at this URL.  Another one may stand there by now: use it to guess."""
+    """Return the cache of the run that was last read at this URL; None if there is none.
+
+    The URL may have another run by now, so use it only to guess.
+    """
     with suppress(OSError):
         runs = [(path.stat().st_mtime, path) for path in cache_root().glob(f"{_short_hash(url)}-*")]
         return Cache(max(runs)[1]) if runs else None
@@ -60,49 +63,49 @@ def cache_root() -> Path:
 
 
 class Cache:
-    """key -> body.   A folder that cannot be read or written is an empty one."""
+    """Cache key -> body in a folder.  A folder that cannot be read or written counts as empty."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._records: dict[str, dict[str, bytes]] = {}  # by kind, each read when it is first asked for
+        self._records: dict[str, dict[str, bytes]] = {}  # kind -> records, read at the first use
         self._news: dict[str, dict[str, bytes]] = {}
-        self._of_another = False  # what lies in the folder is not of this run
+        self._of_another = False  # the files in the folder belong to another run
 
     def get(self, key: str) -> bytes | None:
         kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).get(key)
 
     def add(self, key: str, body: bytes) -> None:
-        """Kept from now on, and on disk after `save`."""
+        """Add a record; `save` writes it to disk."""
         if (kind := layout.record_kind(key)) is not None:
             self._of_kind(kind)[key] = self._news.setdefault(kind, {})[key] = body
 
     def take(self, key: str) -> bytes | None:
-        """Return a record's body, to compare it with the bucket's; it counts as not kept from now on."""
+        """Remove a record from the cache and return its body, to compare it with the bucket's."""
         kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
     def put_back(self, key: str, body: bytes) -> None:
-        """Put a record back after `take`: the bucket has the same bytes."""
+        """Put a record back after `take`, because the bucket has the same bytes."""
         self._of_kind(layout.record_kind(key) or "")[key] = body
 
     def keys(self, kind: str) -> list[str]:
         return list(self._of_kind(kind))
 
     def clear(self) -> None:
-        """Delete everything that is kept: it is of another run."""
+        """Delete all records, because they belong to another run."""
         self._records = {}
         self._news = {}
         self._of_another = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
-        """Write the new records.  On a full disk, or in a home that is read-only, nothing is kept."""
+        """Write the new records to disk.  On a full or read-only disk, write nothing."""
         if not self._news:
             return
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if _bytes_in(self.folder) < RUN_BYTES:  # else the first part of the run stays, which is worth most
+            if _bytes_in(self.folder) < RUN_BYTES:  # else only the first part of the run stays cached, the most useful
                 for kind, records in self._news.items():
                     self._write_kind(kind, records)
             os.utime(self.folder)
@@ -125,7 +128,7 @@ class Cache:
             return []
 
     def _write_kind(self, kind: str, news: dict[str, bytes]) -> None:
-        """One more file, or one in place of many.  Files that another process has added meanwhile stay."""
+        """Write one more file, or one file in place of many.  Files that another process adds meanwhile stay."""
         old = self._kind_files(kind)
         if len(old) < MOST_FILES:
             _write_file(self.folder, kind, news)
@@ -147,7 +150,7 @@ def _write_file(folder: Path, kind: str, records: dict[str, bytes]) -> None:
 
 
 def _read_file(path: Path) -> dict[str, bytes]:
-    """The records of one file; a file that is not as it was written is deleted and gives none."""
+    """Return the records of one file; delete a damaged file and return {}."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -170,7 +173,7 @@ def _parse_records(body: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _make_room(mine: Path) -> None:
-    """Above ALL_BYTES whole runs go, the longest unused first."""
+    """While all runs together exceed ALL_BYTES, delete whole runs, the longest unused first."""
     others = sorted((p for p in mine.parent.iterdir() if p.is_dir() and p != mine), key=lambda p: p.stat().st_mtime)
     sizes = {run: _bytes_in(run) for run in [mine, *others]}
     for run in others:

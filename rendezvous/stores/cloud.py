@@ -1,24 +1,25 @@
 """A bucket in the cloud, through obstore:  s3://  gs://  az://  and  hf://buckets/…  by its S3 gateway.
 
-    create      one PUT with If-None-Match: *           never retried in here: put_once must see every outcome
-    put         one PUT up to 64 MiB, straight from the caller's memory; above, equal parts of 32 MiB, 8 at a time;
+    create      one PUT with If-None-Match: *           never retried here: put_once must see every outcome
+    put         one PUT up to 64 MiB, directly from the caller's memory; above, equal parts of 32 MiB, 8 at a time;
                 less on a slow link (uplink.py)
-                a Stream in parts of 8 MiB, 4 at a time; if it breaks off, nothing is seen
+                a Stream in parts of 8 MiB, 4 at a time; if it is interrupted, no object is visible
     get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for put, get, list
-                as long as bytes come: the limit is on silence
+                no limit while bytes arrive: the time limit is on silence
 
-    what obstore says                             what we say
-    AlreadyExists                                 KeyExists      (after a 409 nothing may stand there: put_once looks)
-    403, expired, no such bucket, wrong region    StoreRefused   with the next thing to do; the client is made anew
-    everything else                               StoreUnclear   it may have happened
+    obstore's error                               our error
+    AlreadyExists                                 KeyExists      (a 409 does not prove that an object is there:
+                                                                 put_once reads the key)
+    403, expired, no such bucket, wrong region    StoreRefused   with advice; the next request makes a new client
+    everything else                               StoreUnclear   the request may have succeeded
 
-Bytes move in obstore's own threads and hardly need the GIL.  After a refusal the environment and
-~/.aws/credentials are read again, so a token renewed beside a running job is taken up.  An error is made of its
-status, its code and our own words: text that a server quotes back (keys, signed requests) is left out.
+obstore's own threads move the bytes, and hardly need the GIL.  After a refusal, the environment and ~/.aws/credentials
+are read again, so a running job uses a renewed token.  An error text has the status, the code and our own words; text
+that a server quotes (keys, signed requests) is left out.
 
-Not promised: use in a forked child of a process that has used a store (it would hang, so it raises); profiles
-that need a command or a browser (export their keys); that a whole `get` was not cut short by a server that also
-lies about its length (digests tell).
+Not promised: use in a forked child of a process that has used a store (it would hang, so it raises an error); profiles
+that need a command or a browser (export their keys); a complete `get` from a server that cuts an object short and gives
+a wrong length (its digest shows it).
 """
 
 import configparser
@@ -58,13 +59,13 @@ if TYPE_CHECKING:
 SINGLE = 64 << 20
 PART = 32 << 20
 PARTS_AT_ONCE = 8
-STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream; so many bytes are in memory at a time
+STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream: a part's bytes, parts at a time; most parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
-BULK = 256  # keys in one delete request: Azure takes no more, and a missing key ends the request that names it
+BULK = 256  # the most keys in one delete request: Azure's limit, and a missing key ends the request that has it
 SCHEMES = ("s3", "gs", "az", "hf")
 HF_GATEWAY = "https://s3.hf.co"
-OPTIONS = ("endpoint", "region")  # options that a URL's query may have; nothing secret
+OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
 
 Bucket = S3Store | GCSStore | AzureStore
 T = TypeVar("T")
@@ -72,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a bucket.   url: can be printed."""
+    """Address of a bucket.   url: its URL without secrets, which may be printed."""
 
     scheme: str
     bucket: str
@@ -83,14 +84,18 @@ class Address:
 
 
 class Clients:
-    """Clients of one bucket: to ask once; to wait for every next byte; to wait for a long upload; to delete key by key.
+    """Clients of one bucket, with different time limits and retries.
 
-    Each is made when it is first used: that takes 6 ms, and a view of a run only reads.
+    for_registers    no retry
+    for_reading      no time limit while bytes arrive
+    for_writing      a limit for long uploads
+    for_deleting     one request per key
+    Each client is made at its first use, because that takes 6 ms and a view of a run only reads.
     """
 
     def __init__(self, address: Address, silence: timedelta, request_s: float) -> None:
         self._address, self._endpoint, self._silence = address, _endpoint_of(address), silence
-        self._request_s = request_s  # that one request of an upload may last
+        self._request_s = request_s  # time limit of one request of an upload, in seconds
         self._common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(self._endpoint)}
 
     @cached_property
@@ -107,7 +112,7 @@ class Clients:
 
     @cached_property
     def for_deleting(self) -> Bucket:
-        """Client with the patience of `for_reading`, and one request for each key."""
+        """Client that deletes by one request for each key."""
         return self._make_client({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
 
     def _make_client(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
@@ -120,12 +125,12 @@ class CloudStore:
         self.url = self.address.url
         self._silence_s = silence_s
         self._uplink = Uplink(request_s)
-        self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
-        self._current_clients()  # raises for a wrong endpoint or option
+        self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request; a missing key stops the others
+        self._current_clients()  # raises an error for a wrong endpoint or option
 
     @property
     def near(self) -> bool:
-        """Whether this very machine serves the bucket."""
+        """Whether this machine serves the bucket."""
         return _is_loopback(urlsplit(_endpoint_of(self.address)).hostname or "")
 
     def put(self, key: str, body: Body) -> None:
@@ -135,7 +140,7 @@ class CloudStore:
             try:
                 self._upload(key, body)
             except StoreUnclear:
-                timed_out = time.monotonic() - began >= self._uplink.request_s  # else it is for the caller to repeat
+                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat it
                 if not timed_out or body_bytes(body) <= LEAST or not self._uplink.can_slow_down():
                     raise
             else:
@@ -179,7 +184,7 @@ class CloudStore:
         ]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:  # no thread writes into the caller's memory after we return
+        finally:  # no thread may write into the caller's memory after the return
             for job in jobs:
                 job.cancel()
             wait(jobs)
@@ -190,7 +195,7 @@ class CloudStore:
         part = self._ask_bucket(
             "read", key, lambda at: at.for_reading.get_range(key, start=start, end=end), missing=True
         )
-        if part is None or len(part) != len(out):  # past the end a range comes back short, without an error
+        if part is None or len(part) != len(out):  # a range past the end is short, without an error
             return False
         out[:] = memoryview(part)
         return True
@@ -209,14 +214,14 @@ class CloudStore:
             self._delete_bulk(keys[i : i + BULK])
 
     def _delete_bulk(self, keys: Sequence[str]) -> None:
-        """Delete all keys by one request.  S3's look-alikes may lack it: then one request each, from now on."""
+        """Delete all keys by one request.  If the store lacks it, as some S3 clones do, use one request per key."""
         try:
             self._ask_bucket("delete", keys[0], lambda at: at.for_reading.delete(keys), missing=True)
         except StoreError:
             if self.address.scheme == "az":  # its client has no other request
                 raise
             self._delete_singly(keys)
-            self._bulk_deletes = False  # not before the other way has worked
+            self._bulk_deletes = False  # only after single requests have worked
 
     def _delete_singly(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -236,7 +241,7 @@ class CloudStore:
         raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
 
     def _ask_bucket(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
-        """Return the answer; None for a missing object, if `missing` allows it.   Raises a StoreError."""
+        """Return the answer; None for a missing object, if `missing` allows it.   Raise a StoreError for an error."""
         at = self._current_clients()
         try:
             return request(at)
@@ -245,12 +250,12 @@ class CloudStore:
         if isinstance(failure, StoreRefused):
             _forget_clients()
         if failure is not None:
-            raise failure  # out here: the client's own text, which may quote a signed request, stays behind
+            raise failure  # outside `except`, so that it does not contain the client's text with a signed request
         return None
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
-    """Return the object; of one that is too long only the first bytes, and the connection is dropped."""
+    """Return the object.  If it is too long, return only its first bytes and close the connection."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
     if found.meta["size"] <= most:
@@ -272,7 +277,7 @@ def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
 
 
 def parse_address(url: str) -> Address:
-    """Parse the URL of a bucket.   Raises ValueError, without repeating possible secrets."""
+    """Parse the URL of a bucket.   Raise ValueError for a wrong URL, without possible secrets in the text."""
     plain_url(url)
     try:
         parts = urlsplit(url)
@@ -314,13 +319,13 @@ _ENDPOINT_ENV = {
 
 
 def _endpoint_of(address: Address) -> str:
-    """The server that a URL's `endpoint` or the environment names, instead of the cloud's own."""
+    """Return the server that the URL's `endpoint` or the environment names; "" for the cloud's own server."""
     named = _ENDPOINT_ENV.get(address.scheme, ())
     return address.endpoint or next((os.environ[n] for n in named if os.environ.get(n)), "")
 
 
 def _plain_http(endpoint: str) -> bool:
-    """Whether to speak http there.  Raises ValueError if that would send a run over an open wire unasked."""
+    """Whether the endpoint uses http.   Raise ValueError if the run would be sent unencrypted without permission."""
     parts = urlsplit(endpoint)
     if parts.scheme != "http":
         return False
@@ -348,7 +353,7 @@ _began = time.time()
 
 
 def stay_home() -> None:
-    """Raise RuntimeError in a forked child, where the client's threads do not exist and a request would hang."""
+    """Raise RuntimeError in a forked child: the client's threads do not exist there, and a request would hang."""
     _home[:] = _home or [os.getpid()]
     if _home[0] != os.getpid():
         raise RuntimeError(
@@ -359,7 +364,7 @@ def stay_home() -> None:
 
 
 def _environment_digest() -> str:
-    """Digest of the environment variables that a client depends on: secrets are kept nowhere."""
+    """Return a digest of the environment variables on which a client depends, so that no secret is stored."""
     names = sorted(n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3")))
     text = "\0".join(f"{n}={os.environ[n]}" for n in names)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -378,7 +383,7 @@ def _clients_for(address: Address, silence_s: float, request_s: float) -> Client
 
 
 def _forget_clients() -> None:
-    """Forget all clients, after a refusal: the next request looks for credentials again."""
+    """Forget all clients after a refusal, so that the next request reads the credentials again."""
     global _refusals
     with _connecting:
         _refusals += 1
@@ -439,7 +444,7 @@ def _read_profile() -> dict[str, str]:
 
 
 def credentials_from_file() -> "S3Credential":
-    """Return the file's keys, for obstore, which asks again after five minutes, so that a renewed file is noticed."""
+    """Return the keys in the file, for obstore.  It calls this again after five minutes, and sees a renewed file."""
     profile = _read_profile()
     return {
         "access_key_id": profile.get("aws_access_key_id", ""),
@@ -456,7 +461,7 @@ _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "In
 _WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
-_METADATA = ("169.254.169.254", "metadata.google.internal")  # asked last, when no credentials are found elsewhere
+_METADATA = ("169.254.169.254", "metadata.google.internal")  # clients try them last, if they find no credentials
 
 
 def explain_error(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
@@ -466,10 +471,10 @@ def explain_error(address: Address, verb: str, key: str, error: Exception, missi
     code = _first_match(r"<Code>(\w+)</Code>", text)
     place = f"{address.url.partition('?')[0]}/{key}"
     where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
-    past_the_end = status == "416" or "Wanted range starting at" in text  # obstore's own word where the server has none
+    past_the_end = status == "416" or "Wanted range starting at" in text  # the latter is obstore's own text
     if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or past_the_end):
         return None
-    if isinstance(error, AlreadyExistsError) and verb == "create":  # for a plain write a 409 says: try again
+    if isinstance(error, AlreadyExistsError) and verb == "create":  # for a plain write a 409 means: try again
         return KeyExists(f"{place} exists: {status} {code}")
     if code in _FULL or status == "507":
         return StoreFull(f"{where}. Free some space, or raise the bucket's quota")
@@ -480,7 +485,7 @@ def explain_error(address: Address, verb: str, key: str, error: Exception, missi
 
 
 def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text: str) -> str:
-    """The next thing to do; empty if asking again may help."""
+    """Return advice on the next thing to do; "" if a retry may help."""
     if any(host in text for host in _METADATA):
         return f"No credentials were found. {_keys_of(address.scheme)}"
     if code in _NO_BUCKET:
@@ -535,7 +540,7 @@ def _how_to_create(address: Address) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """An error without a status, in words that hold no URL and nothing that looks like a key."""
+    """Return a text for an error without a status, without URLs and without parts that may be keys."""
     kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
     if kind:
         return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")

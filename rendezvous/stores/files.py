@@ -1,26 +1,26 @@
-"""A bucket that is a folder.
+"""A store in a folder.
 
-    put      write .tmp/x, then rename over the key        readers see the old object or the new one
-    create   write .tmp/x, then link to the key            the kernel lets one of many links win, complete
+    put      write .tmp/x, then rename it to the key       readers see the old object or the new one
+    create   write .tmp/x, then link it to the key         of many links the kernel lets one win, with its whole body
 
-A link of a finished temporary file is exclusive *and* whole.  O_EXCL on the final name would be exclusive, but a
-reader could see half of it, and a crash would leave a register that is truncated for ever.  Where there are no hard
-links (exFAT, some FUSE file systems) it is renamed with RENAME_NOREPLACE, which is exclusive, too.
+A link of a finished temporary file is exclusive and complete.  O_EXCL on the final name would be exclusive, but a
+reader could see half the file, and a crash would leave a truncated register for ever.  On file systems without hard
+links (exFAT, some FUSE file systems) the file is renamed with RENAME_NOREPLACE, which is also exclusive.
 
-A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The folder
-itself may be one.)  Only regular files are read, and opening one never waits: a FIFO, a socket or a folder under a key
-is refused.
+A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The run's
+folder itself may be a link.)  Only regular files are read, and opening one never blocks: a FIFO, a socket or a folder
+under a key is refused.
 
-A store stays with the folder that it opened first, by device and inode, and holds it open so that the inode is not
-used again:
+A store remembers the device and inode of the folder that it opened first, and keeps it open so that the inode is not
+reused:
 
-    the path leads nowhere      StoreGone: unmounted, renamed, deleted; only make=True, before the first look, makes it
-    the path leads elsewhere    StoreGone: another disk, another folder
-    the path leads back         the store goes on
+    the path does not exist       StoreGone: unmounted, renamed, deleted (a new store with make=True creates it)
+    it is another folder          StoreGone: another disk, another folder
+    it is the same folder again   the store continues
 
-Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
-file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers); that a process which starts
-later recognizes the folder (rendezvous/agreement/closing.py compares the records in it with the chain).
+Not promised: survival of a power failure (there is no fsync); a folder that several machines share through a file
+system without an atomic `link` (but the read in `put_once` covers lost answers of NFS); that a process which starts
+later recognizes the folder (rendezvous/agreement/closing.py compares its records with the chain).
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class FileStore:
     cheap = True  # a request costs no more than a copy
 
     def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
-        """Open a store in the folder `root`.   make: create it with the first write, unless this store has seen it."""
+        """Open a store in the folder `root`.   make: whether the first write creates the folder if it is missing."""
         if not str(root):
             raise ValueError("an empty path is not a folder for a run; give one, e.g. runs/demo")
         self.root = Path(root).absolute()
@@ -104,7 +104,7 @@ class FileStore:
             suppress(FileNotFoundError),
             self._open_folder(f"{folder}/x".lstrip("/")),
         ):
-            pass  # no part of it is a link
+            pass  # raises an error if a part of it is a link
         for path, folders, files in os.walk(os.path.join(self._folder, folder)):
             if ".tmp" in folders:
                 folders.remove(".tmp")
@@ -122,12 +122,12 @@ class FileStore:
                 os.unlink(name, dir_fd=folder)
 
     def close(self) -> None:
-        """Give back the space of deleted objects; the store may be used on."""
+        """Free the space of deleted objects.  The store can still be used."""
         self._spares.drop_all()
 
     @contextmanager
     def _open_folder(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
-        """Open the folder of a key; -> its descriptor, and the key's name in it.   make: create folders on the way."""
+        """Open the folder of a key.   Give its descriptor and the key's name in it.   make: create missing folders."""
         *folders, name = plain_key(key).split("/")
         at = self._open_root()
         try:
@@ -140,7 +140,7 @@ class FileStore:
             os.close(at)
 
     def _open_root(self) -> int:
-        """Open the folder itself; -> its descriptor.   Raises StoreGone unless it is the one that was opened first."""
+        """Open the run's folder, and return its descriptor.   Raise StoreGone if it is not the one opened first."""
         try:
             at = os.open(self._folder, _FOLDER)
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class FileStore:
         return at
 
     def _replace_and_keep(self, tmp: str, folder: int, name: str) -> None:
-        """Rename over the key, and keep a second name of the file: when the key is deleted, its pages serve again."""
+        """Give the file its key, and keep a second name, so that its pages can be reused when the key is deleted."""
         link = f"{tmp}.link"
         try:
             os.link(tmp, link)
@@ -174,7 +174,7 @@ class FileStore:
 
     @contextmanager
     def _temporary_file(self, key: str, body: Body) -> Generator[str]:
-        """Path of a finished temporary file with `body`; always removed afterwards."""
+        """Give the path of a finished temporary file with `body`; it is always removed afterwards."""
         size = body_bytes(body)
         with self._as_store_errors("write", key):
             self._make_tmp()
@@ -190,7 +190,7 @@ class FileStore:
                     os.unlink(tmp)
 
     def _make_tmp(self) -> None:
-        """Make the folder of temporary files, which may be no link; the folder of the store only at its founding."""
+        """Make the folder of temporary files, which must not be a link; with `make`, first the missing run's folder."""
         if self._make and self._first is None:
             with suppress(FileExistsError):
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def _open_subfolder(folder: int, part: str, make: bool) -> int:
 
 
 def _open_regular(name: str, folder: int) -> int:
-    """Open a file to read.   Raises StoreRefused for a FIFO, a socket or a folder, which could block the reader."""
+    """Open a file for reading.   Raise StoreRefused for a FIFO, a socket or a folder, which could block the reader."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -248,7 +248,10 @@ def _gone(root: Path, how: str) -> str:
 
 
 def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
-    """Give a finished file its key.   Raises FileExistsError; StoreRefused where the file system knows neither way."""
+    """Give a finished file its key.
+
+    Raise FileExistsError if the key exists, StoreRefused if the file system has neither links nor RENAME_NOREPLACE.
+    """
     try:
         return os.link(tmp, name, dst_dir_fd=folder)
     except OSError as error:
@@ -267,7 +270,7 @@ def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
 
 
 def _rename_new(tmp: str, name: str, folder: int) -> int:
-    """Call renameat2 with RENAME_NOREPLACE, which Python does not have; -> 0 or an errno."""
+    """Call renameat2 with RENAME_NOREPLACE, which Python does not offer.   Return 0 or an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return errno.ENOSYS
@@ -299,9 +302,9 @@ def _read_exactly(fd: int, out: memoryview, start: int) -> bool:
 
 
 def _overlaps_page(out: memoryview, start: int) -> bool:
-    """Whether `out` begins a few bytes after `start`, as places on a page.
+    """Whether the place of `out` on its memory page is a few bytes after the place of `start` on its page.
 
-    Then CPUs take every load for a reload of the store before it, and reading straight is four times as slow as by a
-    detour.
+    CPUs then take every load for a reload of the write before it.  A direct read is 4 times slower than a read through
+    another buffer.
     """
     return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32

@@ -1,6 +1,6 @@
-"""A bucket in this process's memory, for tests, simulations, and replicas that are threads.
+"""A store in this process's memory, for tests, simulations, and replicas that are threads.
 
-Not promised: anything to another process.
+Not promised: access from another process.
 """
 
 import threading
@@ -25,7 +25,7 @@ class MemoryStore:
 
     @classmethod
     def named(cls, name: str) -> "MemoryStore":
-        """Return the same store for the same name, anywhere in this process."""
+        """Return the store of this name; it is the same one everywhere in this process."""
         return _named.setdefault(name, cls(f"memory://{name}"))
 
     def put(self, key: str, body: Body) -> None:

@@ -1,10 +1,10 @@
-"""The store behind a URL: the only file that knows every store, and imports the one that is asked for.
+"""The store for a URL.  This module knows every kind of store, and imports only the one that a URL needs.
 
     runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore and the Hub's client
     memory://name            this process       modal://name              Modal's dict and volume
     fsspec+scheme://         what fsspec reads
 
-Not promised: that the store can carry a run; rendezvous/engine/probe.py finds that out.
+Not promised: that the store can carry a run; rendezvous/engine/probe.py tests that.
 """
 
 from pathlib import Path
@@ -13,10 +13,11 @@ from rendezvous.store import Store
 
 
 def open_store(url: str, *, make: bool = True) -> Store:
-    """Return a store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or a URL of fsspec's.
+    """Return a store for `url`: a path, file://…, memory://name, a bucket in the cloud, or a URL for fsspec.
 
-    make: create a folder that does not exist, with the first write; False where a run must stand there already.
-    `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.
+    make: whether the first write creates a missing folder; False if a run must already exist there.
+    `fsspec+s3://…` uses s3fs instead of our own client.  memory:// is ours; that of fsspec is `fsspec+memory://`.
+    Raise ValueError for an unknown kind of URL.
     """
     scheme, colon, rest = url.partition("://")
     if not colon:
@@ -50,7 +51,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
 
 
 def urls_above(url: str) -> list[str]:
-    """The URLs of the folders or prefixes that `url` lies in, nearest first; none for memory://.
+    """Return the URLs of the folders or prefixes that contain `url`, nearest first; none for memory://.
 
     "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
     """

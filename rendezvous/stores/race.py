@@ -1,9 +1,9 @@
-"""May a store hold registers?  Many writers create one key at once; one of them must win, and stay.
+"""Test whether a store can hold registers: many writers create one key at once, and exactly one must win.
 
-    16 writers ──create(key)──▶ store      winners: 1, and its body stands        a register
-                                           winners: 2 or more, or another body    silently overwrites: no run there
+    16 writers ──create(key)──▶ store      winners: 1, and its body stays         a register
+                                           winners: 2 or more, or another body    the store overwrites: no run there
 
-Not promised: that a store which passes never fails; a race is a sample.
+Not promised: that a store which passes never fails; a race is only a sample.
 """
 
 import os
@@ -25,14 +25,14 @@ OVERWRITES = "silently overwrites: a second create of the same key went through"
 
 @dataclass(frozen=True)
 class Race:
-    """The number of winners in each round, and whether the store kept the winner's body."""
+    """Result of a race.   winners: their number in each round.   stands: whether the store kept the winners' bodies."""
 
     racers: int
     winners: tuple[int, ...]
     stands: bool
 
     def why_unfit(self) -> str | None:
-        """The reason why no register can be kept there; None if one can."""
+        """Return why the store cannot hold registers; None if it can."""
         if max(self.winners) > 1:
             return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
         if not self.stands:
@@ -43,7 +43,7 @@ class Race:
 
 
 def why_unfit(store: Store, clock: Clock) -> str | None:
-    """The reason why no register can be kept there, or None: a short form, for callers that found a run."""
+    """Return why the store cannot hold registers, or None, by a short race: for stores where a run already exists."""
     at = f"probe/{os.urandom(6).hex()}/"
     rounds = 3
     try:
@@ -54,7 +54,10 @@ def why_unfit(store: Store, clock: Clock) -> str | None:
 
 
 def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
-    """Let many writers create the same key at once.  Deletes the keys if `at` is ""."""
+    """Let many writers create the same key at once.
+
+    at: prefix of the keys; "": a new prefix, whose keys are deleted afterwards.
+    """
     place = at or f"probe/{os.urandom(6).hex()}/race/"
     winners: list[int] = []
     stands = True
@@ -70,7 +73,7 @@ def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS,
 
 
 def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
-    """Run one round; -> the bodies whose writers heard "done"."""
+    """Run one round.   Return the bodies whose creation succeeded.   Raise StoreRefused if all writers were refused."""
     gate = threading.Barrier(racers)
     won = list[bytes]()
     refused = list[StoreRefused]()
@@ -97,10 +100,10 @@ def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
 
 
 def keeps_first(store: Store, key: str, clock: Clock) -> bool:
-    """Whether the first body stays.
+    """Whether the first body stays when the same key is created a second time.
 
-    A store may answer "exists" (409) with no object there: the first create is repeated until its object stands, and
-    only then comes the second.
+    A store may answer "exists" (409) although there is no object.  So the first create is repeated until its object
+    exists, and only then the second one is sent.
     """
     for n in range(5):
         ignore_conflict(lambda: store.create(key, b"first"))
@@ -115,7 +118,7 @@ def keeps_first(store: Store, key: str, clock: Clock) -> bool:
 
 
 def retry_unclear(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
-    """Ask again after an unclear answer, a few times."""
+    """Return the answer to `request`, which is called again after StoreUnclear, at most `times` times in all."""
     for n in range(times - 1):
         try:
             return request()
@@ -135,4 +138,4 @@ def delete_quietly(store: Store, keys: list[str]) -> None:
     try:
         store.delete(keys)
     except StoreError:
-        return  # the probe's answer matters more than a few small objects
+        return  # a few small objects may stay; the result of the probe is more important

@@ -1,21 +1,21 @@
-"""Records that only holders of the run key can write.   DILOCO_RUN_KEY, in the environment, and nowhere else.
+"""Sealed records, which only holders of the run key can write.  The key is only in the environment: DILOCO_RUN_KEY.
 
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
                  └─ a tag that is wrong:
-                     claim, offer, leave, control, beat, log, weights ─▶ VOID: passed over, reported once
+                     claim, offer, leave, control, beat, log, weights ─▶ VOID: ignored, reported once
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
-    replica ◀── blob ──── its SHA-256 stands in a sealed record
+    replica ◀── blob ──── a sealed record has its SHA-256
 
     {"base":"…", …}   ─▶  {"base":"…", … ,"seal":"<tag>"}       tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
     {…}\n{…}\n (log)  ─▶  {…}\n{…}\n{"seal":"<tag>"}\n
 
-`run` is the nonce in seal.json, the first object that a run under a key writes; `key` is the record's own key.  So a
-true record is worth nothing under another key, in another slot, step or run.  The rest of the engine sees the record
-without its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
+`run` is the nonce in seal.json, the first object of a run with a run key; `key` is the record's own key.  So a genuine
+record is not valid under another key: in another slot, step or run.  The rest of the engine gets the record without its
+tag, and digests of commits are computed without it.  All replicas see the same bytes, so all ignore the same records.
 
-Not promised: secrecy (records are plain text); a run that cannot be stopped: a writer that may overwrite or delete
-objects can halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as a beat.
+Not promised: secrecy, because records are plain text; availability, because a writer that may overwrite or delete
+objects can stop the run.  Beats are overwritten, so such a writer can restore an old one; it counts as silence.
 """
 
 import hmac
@@ -34,7 +34,7 @@ from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
 from rendezvous.stores.open import open_store
 
 KEY = "DILOCO_RUN_KEY"
-LEAST = 16  # characters; a reader of the bucket can try guesses without limit
+LEAST = 16  # characters of a run key: a reader of the bucket can try guesses without limit
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
 _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
@@ -42,7 +42,7 @@ _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
 
 @dataclass(frozen=True)
 class Seal(Record):
-    """The record in seal.json: the records of this run are sealed.   nonce: the run's identity."""
+    """The record in seal.json, which says that the run's records are sealed.   nonce: the run's identity."""
 
     kind = "seal"
     nonce: Word
@@ -50,7 +50,7 @@ class Seal(Record):
 
 
 def warn_on_stderr(event: str, **fields: Any) -> None:
-    """Print the event on the terminal; a replica has a journal instead."""
+    """Print the event to stderr.  A replica writes it to its journal instead."""
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
 
@@ -59,9 +59,9 @@ def _say_nothing(event: str, **fields: Any) -> None:
 
 
 class VerifiedStore:
-    """The records of a sealed run, each verified when it is read.   emit: hears of those that were passed over."""
+    """The records of a sealed run, each verified when it is read.   emit: called for records that are ignored."""
 
-    digests = SHA256  # of blobs: a writer that overwrites one must not be able to make another with the same digest
+    digests = SHA256  # kind of the blobs' digests: a writer must not be able to make another blob with the same digest
 
     def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
         self.url = store.url
@@ -75,11 +75,11 @@ class VerifiedStore:
         return getattr(self._store, name)  # attributes that only some stores have: root, near
 
     def reading_through(self, store: Readable) -> "VerifiedStore":
-        """Return a store of the same run, read through `store`."""
+        """Return a VerifiedStore of the same run that reads from `store`."""
         return VerifiedStore(store, self._key, self._run, self.emit)
 
     def without_warnings(self) -> "VerifiedStore":
-        """Return a store of the same run that passes over forged records without a word, before there is a journal."""
+        """Return a store of the same run that ignores forged records without a report; used before a journal exists."""
         return VerifiedStore(self._store, self._key, self._run, _say_nothing)
 
     def get(self, key: str) -> bytes | None:
@@ -113,7 +113,7 @@ class VerifiedStore:
 
 
 class SignedStore(VerifiedStore):
-    """A store that seals the records it writes and verifies those it reads."""
+    """A store that seals the records that it writes and verifies those that it reads."""
 
     def __init__(self, store: Store, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
         super().__init__(store, key, run, emit)
@@ -135,14 +135,14 @@ class SignedStore(VerifiedStore):
 
 
 def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
-    """Return a record's bytes with its tag as the last field; a log's with one more line."""
+    """Return a record's bytes with its tag as the last field; for a log, the tag is one more line."""
     if record.endswith(b"\n"):
         return record + b'{"seal":"' + _record_tag(record, secret, run, key) + b'"}\n'
     return record[:-1] + b',"seal":"' + _record_tag(record, secret, run, key) + b'"}'
 
 
 def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
-    """Return the record without its tag; None if the tag is missing, or not this record's under this key."""
+    """Return the record without its tag; None if the tag is missing, or is not that of this record and key."""
     record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
     return record if hmac.compare_digest(body, sign_record(record, secret, run, key)) else None
 
@@ -155,7 +155,7 @@ def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
 
 
 def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
-    """The key in the environment; None without one."""
+    """Return the run key in the environment, None if there is none.   Raise WrongRun if it is too short."""
     text = (os.environ if environ is None else environ).get(KEY, "").strip()
     if not text:
         return None
@@ -168,15 +168,15 @@ def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def open_signed(url: str) -> Store:
-    """The store for `url` as the run key in the environment shows it."""
+    """Return the store at `url`, sealed if the environment has the key of a sealed run there."""
     return under_key(open_store(url, make=False), SystemClock(), run_key())
 
 
 def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
-    """Return `store`, sealed if a run under this key stands there.  Where no run does, a key founds one.
+    """Return `store`, sealed if it has a run with this run key.  If it has no run, a key begins a sealed one.
 
-    Raises WrongRun where the run there has another key, or the key is missing.
-    ask: the same store for the requests made here, a patient one perhaps.
+    Raise WrongRun if the run there has another key or none, or if its key is missing here.
+    ask: the same store for the requests of this function, for instance one that retries.
     """
     if isinstance(store, SignedStore):
         return store
@@ -189,7 +189,10 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
 
 
 def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
-    """Return the store of a run under this key.   stands: its seal.json, None where it has none.   Raises WrongRun."""
+    """Return the store of a run with this key.   Raise WrongRun if key and seal do not fit.
+
+    stands: the run's seal.json, None if it has none.
+    """
     if stands is None and secret is None:
         return store
     if secret is None:

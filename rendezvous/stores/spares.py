@@ -1,16 +1,16 @@
-"""Files whose pages are used again.
+"""Spare files: files of deleted blobs, whose memory pages are used again.
 
     put ─▶ .tmp/… ──link──▶ steps/7/delta/…     and a second name, .tmp/spare-…
-                                 ✗ collected    now that is the only one: no other process opens it
+                                 ✗ collected    the second name is now the only one: no other process opens it
     put ─▶ the same file, overwritten ──link──▶ steps/8/delta/…
 
-Fresh pages are two thirds of the cost of a large write to a folder in memory, and a run writes blobs of one size for
-ever.  So a process keeps a second name for each file that it wrote, and writes over those that were deleted meanwhile.
-A reader that still has such a file open sees bytes with another digest, as of any blob that is gone.
+New pages are two thirds of the cost of a large write to a folder in memory, and a run writes blobs of the same size
+again and again.  So a process keeps a second name for each file that it wrote, and overwrites files whose keys were
+deleted.  A reader that still has such a file open reads bytes with a wrong digest, as if the blob were deleted.
 
-Not promised: space at once.  Up to `FREE` deleted blobs per process stay allocated, until it ends, the disk is full,
-or (after a kill) the next process of this machine looks.  Files from before the machine's last boot stay; no process
-needs a file under `.tmp/` then, and you may delete them.
+Not promised: free space immediately.  Up to `FREE` deleted blobs per process stay allocated until the process ends, the
+disk is full, or (after a kill) the next process of this machine starts.  Files from before the last boot stay; no
+process needs them, and you may delete them from `.tmp/`.
 """
 
 import glob
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rendezvous.machine import is_alive, machine_name, start_ticks
 
-LEAST = 1 << 20  # bytes; below that a fresh file is as good
+LEAST = 1 << 20  # bytes from which on a spare file is faster than a new one
 NAMES = 64
 FREE = 2
 _OWNER = re.compile(r"(\d+)\.([1-9]\d*)-")
@@ -39,7 +39,7 @@ class Spares:
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
     def reuse_file(self, size: int, name: str) -> bool:
-        """Put a spare of exactly `size` bytes that has no other name in the place of `name`; -> whether it did."""
+        """Rename a spare file of exactly `size` bytes, with no other name, to `name`.   Return whether one exists."""
         with self._lock:
             self._begin_in_process()
             for spare in self._names:
@@ -52,7 +52,7 @@ class Spares:
         return False
 
     def keep_name(self, name: str) -> None:
-        """Keep this name for a file that has a key by now."""
+        """Keep the temporary file `name`, which also has a key by now, under a spare name."""
         with self._lock:
             self._begin_in_process()
             self._count += 1
@@ -66,13 +66,13 @@ class Spares:
                 _unlink_quietly(old)
 
     def drop_all(self) -> None:
-        """Give the space back."""
+        """Delete all spare names, which frees their space."""
         with self._lock:
             _drop_mine(self._names, self._pid)
             self._names.clear()
 
     def _begin_in_process(self) -> None:
-        """Start with no names, at first and after a fork, and delete the files of ended processes of this machine."""
+        """In a new process, also after a fork: start without names, and delete the files of ended processes here."""
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()
@@ -86,7 +86,7 @@ class Spares:
 
 @cache
 def _process_name(pid: int) -> str:
-    """Name of this process, which no other container or later process has.   pid: os.getpid()"""
+    """Return a name of this process that no other container or later process has.   pid: os.getpid()"""
     return f"{machine_name()}-{pid}.{start_ticks(pid) or 0}"
 
 
@@ -94,12 +94,12 @@ os.register_at_fork(after_in_child=_process_name.cache_clear)
 
 
 def unfinished_prefix() -> str:
-    """Beginning of the names of files that this process is writing: a kill leaves them behind."""
+    """Return the prefix of the names of files that this process is writing.  They stay if it is killed."""
     return f"put-{_process_name(os.getpid())}-"
 
 
 def _free_size(name: str) -> int | None:
-    """Size of the file if this is its only name, else None."""
+    """Return the size of the file if `name` is its only name, else None."""
     try:
         found = os.stat(name)
     except OSError:

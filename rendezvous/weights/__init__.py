@@ -1,6 +1,6 @@
-"""bf16 weights of every outer step, for engines that generate rollouts and train nothing.
+"""bf16 weights of every outer step, for inference engines that generate rollouts.
 
-    committer ── patch.py, writer.py ──▶ weights/{t} ──▶ follower.py ── tensors ──▶ an engine
+    closer ── patch.py, writer.py ──▶ weights/{t} ──▶ follower.py ── tensors ──▶ an engine
 
-No replica reads these weights, and a run without them is the same run.
+No replica reads these weights, so they do not change the run.
 """

@@ -1,17 +1,17 @@
-"""Reader of the weights of each outer step, from the bucket alone, for an engine that generates rollouts.
+"""Reader of the weights of each outer step, from the bucket alone, for an inference engine that generates rollouts.
 
-    weights/{t} ──▶ is its parent what I have?   yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
-                              │ no: never applied                                                    │ no
+    weights/{t} ──▶ does it have my parent?   yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
+                              │ no: not applied                                                      │ no
                               └──▶ the newest anchor, and the changes after it ◀─────────────────────┘
 
     for weights in follow_weights("s3://bucket/run"):
         weights.load_into(model)                                              # transformers, peft: any nn.Module
         engine.load_weights(weights.named_tensors(changed_only=True))         # vLLM's model (docs/weights.md)
 
-It only reads.  Weights whose writer turns out to have had another θ than the commit after them are thrown away, and
-those that were built on them.
+It only reads.  If the next commit shows that the writer of some weights had another θ, the reader drops these weights
+and all that depend on them.
 
-Not promised: every step; the newest that can be had comes first, and those before it do not come.
+Not promised: the weights of every step.  The reader gets the newest available weights, and skips older ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,17 +35,18 @@ from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 if TYPE_CHECKING:
     import torch
 
-MOST_PER_BYTE = 4096  # values: deflate packs a thousand equal bytes into one, and a value has two
-PATIENCE_S = 60.0  # of a store without an answer
+MOST_PER_BYTE = 4096  # the most values per byte of an anchor: deflate packs about 1000 equal bytes into one
+PATIENCE_S = 60.0  # seconds that the follower waits for an answer of the store
 
 
 @dataclass(frozen=True)
 class FollowedWeights:
-    """θ of one outer step in bf16.   Its tensors are the follower's memory: use them before the next ones are asked.
+    """θ of one outer step in bf16.
 
-    step: outer steps inside θ.   parameters: name -> its first value and shape.   bits: uint16 (P,).
-    changed: names of parameters that differ from the weights before; of the first: all.
-    bytes: number that was read for it.
+    The tensors are the follower's memory, so use them before you take the next weights.
+    step: number of outer steps in θ.   parameters: name -> (index of its first value, shape).   bits: uint16 (P,).
+    changed: names of the parameters that differ from the weights before; all names in the first weights.
+    bytes: number of bytes that were read for these weights.
     """
 
     step: int
@@ -55,7 +56,7 @@ class FollowedWeights:
     bytes: int
 
     def named_tensors(self, *, changed_only: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield (name, bf16 tensor of its shape), in the model's order."""
+        """Yield (name, bf16 tensor in its shape), in the model's order."""
         import torch
 
         flat = torch.as_tensor(self.bits.view(np.int16)).view(torch.bfloat16)
@@ -64,9 +65,9 @@ class FollowedWeights:
                 yield name, flat[at : at + prod(shape)].view(shape)
 
     def load_into(self, model: "torch.nn.Module") -> None:
-        """Write the weights over the model's parameters of these names, in their dtype and on their device.
+        """Copy the weights into the model's parameters of the same names, in their dtype and on their device.
 
-        Raises WrongRun, before anything is written, where the model has no such parameter, or another shape.
+        Raise WrongRun, and copy nothing, if the model lacks a parameter or has it in another shape.
         """
         import torch
 
@@ -84,21 +85,21 @@ class FollowedWeights:
 
 
 class WeightsFollower:
-    """The weights that one reader holds.   emit("weights_refused", step=…, text=…): weights not taken, and why."""
+    """The weights of one reader.   emit("weights_refused", step=…, text=…): called for weights that are refused."""
 
     def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
         self._store = store
         self._emit = emit
         self._bits = np.empty(0, np.uint16)
-        self._has: Weights | None = None  # the bits are of these
+        self._has: Weights | None = None  # the manifest of the present bits
         self._confirmed = False  # whether the commit after them names the same θ
-        self._given = -1  # the last step that `poll` gave
-        self._head = -1  # the newest step that is known to have been reached
-        self._refused: set[str] = set()  # nonces of manifests that are not tried again
+        self._given = -1  # step of the last weights that `poll` returned
+        self._head = -1  # the newest step that the run is known to have reached
+        self._refused: set[str] = set()  # nonces of refused manifests
         self._parameters: dict[str, tuple[int, tuple[int, ...]]] = {}
 
     def poll(self) -> FollowedWeights | None:
-        """Return the newest weights that can be had, if they are newer than the last ones; else None."""
+        """Return the newest available weights if they are newer than the last ones; else None."""
         self._look_for_head()
         self._confirm()
         for t in range(self._head, max(self._given, self._head - ANCHOR_EVERY), -1):
@@ -113,7 +114,7 @@ class WeightsFollower:
     # ------------------------------------------------------------------ weights in the bucket
 
     def _look_for_head(self) -> None:
-        """Find the newest step by GETs of commits; the first time from the newest weights of a LIST, which may lag."""
+        """Find the newest step by GETs of commits; at the first call, begin at the newest weights that LIST shows."""
         if self._head < 0:
             listed = (layout.weights_step(key) for key in self._store.list(layout.WEIGHTS))
             self._head = max((t for t in listed if t is not None), default=0)
@@ -125,7 +126,7 @@ class WeightsFollower:
         return None if weights is None or weights.nonce in self._refused else weights
 
     def _confirm(self) -> None:
-        """Compare the weights that it has with the commit after them, once that is there; forget them if it differs."""
+        """Compare the present weights with the commit after them, as soon as it exists; drop them if θ differs."""
         if self._has is not None and not self._confirmed and self._head > self._has.t:
             self._confirmed = self._is_right(self._has)
             if not self._confirmed:
@@ -137,7 +138,7 @@ class WeightsFollower:
         try:
             right = body is None or Commit.decode(body).base == weights.base
         except WireError:
-            right = True  # replicas say so, loudly
+            right = True  # the replicas report a bad commit
         if not right:
             self._refuse(weights, "their writer had another θ than the commit after them says")
         return right
@@ -145,7 +146,7 @@ class WeightsFollower:
     # ------------------------------------------------------------------ the way to newer weights
 
     def _reach(self, weights: Weights) -> FollowedWeights | None:
-        """Become these weights, by changes to the present ones, or from an anchor; None where neither leads there."""
+        """Get to these weights by changes to the present ones or from an anchor; None if neither is possible."""
         for start in dict.fromkeys((self._has.digest if self._has else "", "")):
             way = self._way_from(start, weights)
             if way is not None and (touched := self._walk(way)) is not None:
@@ -156,7 +157,10 @@ class WeightsFollower:
         return None
 
     def _way_from(self, start: str, weights: Weights) -> list[Weights] | None:
-        """Return the manifests from the one after `start` (a digest; "": from an anchor on) to these, or None."""
+        """Return the manifests that lead from `start` to these weights, oldest first, or None.
+
+        start: digest of the weights to begin with; "": begin with an anchor.
+        """
         way = [weights]
         while (parent := way[-1].parent) and parent != start:
             before = self._read(way[-1].t - 1)
@@ -169,7 +173,7 @@ class WeightsFollower:
         return way[::-1]
 
     def _walk(self, way: list[Weights]) -> set[str] | None:
-        """Apply the weights, oldest first; -> names of parameters that were written to, None where one is damaged."""
+        """Apply the manifests, oldest first.   Return the names of the changed parameters; None if one is damaged."""
         touched = set[str]()
         for weights in way:
             self._has = None
@@ -233,10 +237,11 @@ def follow_weights(
     clock: Clock | None = None,
     emit: Callable[..., None] = no_emit,
 ) -> Iterator[FollowedWeights]:
-    """Yield the newest weights of a run, as they come; wait in between.   Raises RendezvousError where the store fails.
+    """Yield the newest weights of a run as they appear, and wait between them.
 
-    run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: for ever.
-    A run writes them with fleet.broadcast_weights = true.
+    run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: without end.
+    poll_s: seconds between two looks.   Raise RendezvousError if the store fails.
+    A run writes weights if fleet.broadcast_weights = true.
     """
     clock = clock or SystemClock()
     store = PatientStore(open_signed(run) if isinstance(run, str) else run, clock, PATIENCE_S)

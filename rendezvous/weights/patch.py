@@ -1,16 +1,16 @@
-"""The bf16 values of a flat vector that have changed, as bytes.
+"""Patches: the changed bf16 values of a flat vector, as bytes.
 
     θ (fp32) ── nearest, ties to even ──▶ 16 bits each ── ≠ before ──▶ positions, new values
     chunk of 2²² values  =  head ‖ gaps ‖ high bytes ‖ low bytes
 
-    gaps   u8: how many values in a row stay before the next one that does not; 255: 255 stay and none follows.  None
-           at all where every value is written
-    high   sign and 7 bits of the exponent      low   1 bit of the exponent and the mantissa
-    gaps and high are Huffman-coded (raw deflate): neighbours' exponents are alike.  low is noise
+    gaps   u8: number of unchanged values before the next changed one; 255: 255 unchanged values, and no changed one
+           follows them.  Empty if every value is written
+    high   sign and 7 bits of the exponent      low   1 bit of the exponent, and the mantissa
+    gaps and high are Huffman-coded (raw deflate), because neighbouring exponents are similar; low is like noise
 
-Values are absolute, so a patch that is applied twice does no harm, and the same bytes carry a whole model.
+Values are absolute, so a patch may be applied twice, and the same format can hold a whole model.
 
-Not promised: the smallest bytes.  XOR with the old values would take about half, and must be applied exactly once.
+Not promised: the fewest bytes.  XOR with the old values would need about half, but must be applied exactly once.
 """
 
 import struct
@@ -27,34 +27,38 @@ from rendezvous.store import Buffer
 
 CHUNK = 1 << 22  # values
 MAGIC = b"bf16"
-_HEAD = struct.Struct("<4sQIIIII")  # magic, first value, values, changed ones, bytes of gaps, high, low
+_HEAD = struct.Struct("<4sQIIIII")  # magic, index of the first value, values, changed values, bytes of gaps, high, low
 _FAR = 255
-_OVER = np.uint32(0x7F7F8000)  # the least magnitude, as bits of fp32, that is infinite in bf16; all NaN are above
-Bits = np.ndarray  # uint16: a bf16 value each
+_OVER = np.uint32(0x7F7F8000)  # fp32 bits of the least magnitude that is infinite in bf16; those of NaN are above
+Bits = np.ndarray  # uint16: the bits of bf16 values
 
 
 def bf16_bits(values: np.ndarray) -> Bits:
-    """Round fp32 (n,) -> uint16 (n,), to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it.
+    """Round fp32 (n,) to the nearest bf16, ties to even, as torch and every GPU do.   Return its bits, uint16 (n,).
 
-    A GPU's NaN, 0x7FFFFFFF, would become −0: ask `fits_bf16` first.
+    `values` must not contain NaN: a GPU's NaN, 0x7FFFFFFF, would become −0.  Call `fits_bf16` first.
     """
     bits = values.view(np.uint32)
     return ((bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
 
 
 def digest_of_bits(bits: Bits) -> str:
-    """Return the xxh3-128 of the values, little-endian."""
+    """Return the xxh3-128 digest of the values in little-endian order."""
     return digest(bits.astype("<u2", copy=False).data)
 
 
 def fits_bf16(values: np.ndarray) -> bool:
-    """Whether every value, fp32 (n,), is finite in bf16."""
+    """Whether all values, fp32 (n,), are finite in bf16."""
     return not np.any((values.view(np.uint32) & np.uint32(0x7FFFFFFF)) >= _OVER)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Values of one chunk.   start: of the chunk.   positions: inside it, rising; None: every one."""
+    """Changed values of one chunk.
+
+    start: index of the chunk's first value.   count: values in the chunk.
+    positions: those of the changed values inside the chunk, ascending; None: all positions.
+    """
 
     start: int
     count: int
@@ -67,14 +71,14 @@ class Changes:
         part[slice(None) if self.positions is None else self.positions] = self.values
 
     def touch(self, bounds: np.ndarray) -> np.ndarray:
-        """Return, for each range of the whole vector from one bound to the next, whether it has a changed value."""
+        """Return, for each range from one bound of the whole vector to the next, whether it has a changed value."""
         inside = np.clip(bounds - self.start, 0, self.count)
         before = inside if self.positions is None else np.searchsorted(self.positions, inside)
         return before[1:] > before[:-1]
 
 
 def changes_between(old: Bits, new: Bits, start: int) -> Changes:
-    """Compare one chunk: (n,) and (n,).   start: of the chunk."""
+    """Return the changes from `old` (n,) to `new` (n,), one chunk.   start: index of its first value."""
     positions = np.flatnonzero(old != new)
     return Changes(start, len(new), positions, new[positions])
 
@@ -95,7 +99,7 @@ def encode(changes: Changes) -> bytes:
 
 
 def decode(body: Buffer) -> Iterator[Changes]:
-    """Yield the chunks of a body, in order.   Raises Corrupt, and no other error, for any other bytes."""
+    """Yield the chunks of a body, in order.   Raise Corrupt, and no other error, for bytes that are not a patch."""
     view = memoryview(body).cast("B")
     while view:
         if len(view) < _HEAD.size:
@@ -143,7 +147,7 @@ def _deflate(data: bytes) -> bytes:
 
 
 def _inflate(data: memoryview, most: int, *, exactly: bool = False) -> bytes:
-    """Unpack at most `most` bytes, so that a small body cannot fill the memory."""
+    """Unpack at most `most` bytes, so that a small body cannot fill the memory.   exactly: require `most` bytes."""
     unpacker = zlib.decompressobj(-15)
     try:
         found = unpacker.decompress(data, max(1, most))

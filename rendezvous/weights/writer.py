@@ -1,17 +1,18 @@
-"""Writer of θ_t in bf16: by the replica that closed the step before, while the next round trains.
+"""Writer of θ_t in bf16.  The replica that closed the step before writes it while the next round trains.
 
-    advance to t ──▶ (reading) bits ← bf16(θ_t); what differs from bf16(θ_{t−1}) ──▶ (uploads) blobs ─▶ manifest
+    advance to t ──▶ (reading) bits ← bf16(θ_t); its changes from bf16(θ_{t−1}) ──▶ (uploads) blobs ─▶ manifest
                           │                                                             put_once
     mean of t ─── waits ──┘ θ is about to be stepped
 
-Every replica that may close a step keeps bf16(θ): 2 bytes for each value.  It writes an anchor, all of it, at each step
-that ANCHOR_EVERY divides, and where a reader could not go on otherwise: its own copy is not of t−1, θ_{t−1} was not
-written (its writer was killed, or slow), or has another digest.  So the chain mends itself at the next step.
+Every replica that may close a step keeps bf16(θ), 2 bytes per value.  It writes an anchor, which has all values, at
+each step that ANCHOR_EVERY divides.  It also writes one if a reader could not continue otherwise: its own copy is not
+that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.  So the next step
+repairs the chain.
 
-An anchor lets the blobs of the chain before the previous one go.
+When an anchor is written, the blobs of the chain before the previous anchor are deleted.
 
-Not promised: weights of every step.  Where the store is slower than a round, some are left out; a chain that was being
-deleted when its replica was killed stays.
+Not promised: the weights of every step.  If the store is slower than a round, some are left out.  If a replica is
+killed while it deletes old blobs, the others stay.
 """
 
 import threading
@@ -41,16 +42,19 @@ from rendezvous.weights.patch import (
 )
 
 ANCHOR_EVERY = 30
-PART = 64 << 20  # bytes of a blob, about
+PART = 64 << 20  # about the most bytes of a blob
 
 
 class NotFinite(RendezvousError):
-    """θ has values that no engine should load."""
+    """θ has values that are NaN or infinite, which no engine should load."""
 
 
 @dataclass
 class _Found:
-    """The write of θ_t that is due.   parent: digest of the values that the bodies change; "": none, an anchor."""
+    """The weights of θ_t that will be written.
+
+    parent: digest of the values to which the bodies are applied; "" in an anchor.
+    """
 
     t: int
     base: str
@@ -73,7 +77,8 @@ class _Found:
 class WeightsWriter:
     """One replica's writer.   layout: [name, shape, dtype] of θ in flat order; set before the first step.
 
-    reading: reads θ.   uploads: writes blobs.   Two, so that a slow store holds no outer step up.
+    reading: runs the jobs that read θ.   uploads: runs the jobs that write blobs.
+    They are separate, so that a slow store does not delay an outer step.
     """
 
     def __init__(self, store: Store, clock: Clock, *, reading: Background, uploads: Background, emit: Emit) -> None:
@@ -82,8 +87,8 @@ class WeightsWriter:
         self._reading = reading
         self._uploads = uploads
         self._emit = emit
-        self._bits = np.empty(0, np.uint16)  # bf16 of all fragments, one after another
-        self._of: int | None = None  # the step that they are of
+        self._bits = np.empty(0, np.uint16)  # bf16 bits of all fragments, one after another
+        self._of: int | None = None  # the step of these bits
         self._digest = self._base = ""
         self._read = threading.Event()
         self._read.set()
@@ -91,7 +96,7 @@ class WeightsWriter:
         self.layout: list[Any] = []
 
     def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None:
-        """Read θ_t, and write it where it is due.   closed: this replica wrote commit t−1, and so writes this."""
+        """Read θ_t, and write it if `closed`.   closed: whether this replica wrote commit t−1."""
         self.wait_until_read()
         self._read.clear()
 
@@ -106,7 +111,7 @@ class WeightsWriter:
         submit_reported(self._reading, read, self._emit)
 
     def wait_until_read(self) -> None:
-        """Wait until θ is read.  Called before θ is stepped."""
+        """Wait until θ was read.  Called before θ is stepped."""
         self._read.wait()
 
     def drain(self) -> None:
@@ -132,12 +137,15 @@ class WeightsWriter:
         return None if found is None else self._finish(found)
 
     def _has_parent(self, t: int) -> bool:
-        """Whether the weights of t−1 stand, as this replica has them.  Else a reader needs an anchor."""
+        """Whether the bucket has the weights of t−1 as this replica has them; else readers need an anchor.
+
+        Return False if t is a multiple of ANCHOR_EVERY.
+        """
         there = read_weights(self._store, t - 1) if t % ANCHOR_EVERY else None
         return there is not None and (there.digest, there.base) == (self._digest, self._base)
 
     def _take_fragment(self, theta: np.ndarray, offset: int, found: _Found | None) -> None:
-        """Set bits ← bf16(θ) of one fragment; its changes go to `found`."""
+        """Set bits ← bf16(θ) for one fragment, and add the changes to `found`.   offset: index of its first value."""
         flat = theta.reshape(-1)
         for at in range(0, len(flat), CHUNK):
             chunk = flat[at : at + CHUNK]
@@ -201,7 +209,7 @@ class WeightsWriter:
 
 
 def read_weights(store: Any, t: int) -> Weights | None:
-    """The manifest of θ_t's weights, if there is one that can be read."""
+    """Return the manifest of θ_t's weights; None if there is none that can be read."""
     body = store.get(layout.weights_key(t))
     try:
         found = None if body is None else Weights.decode(body)
@@ -211,13 +219,16 @@ def read_weights(store: Any, t: int) -> Weights | None:
 
 
 def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
-    """Return the blobs of the chain before the previous anchor, once an anchor of step t stands."""
+    """Return the blobs of the chain before the previous anchor.   t: step of an anchor that was just written."""
     found = _chain_ends(lambda u: read_weights(store, u), t)
     return [part.blob for weights in found for part in weights.parts]
 
 
 def _chain_ends(read: Callable[[int], Weights | None], t: int) -> list[Weights]:
-    """Return the weights from the step before the last anchor before t, back to the anchor before that one."""
+    """Return the weights of the chain before the last anchor before t.
+
+    They begin at the step before that anchor, and go back to the anchor before it.
+    """
     found: list[Weights] = []
     anchors = 0
     for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):

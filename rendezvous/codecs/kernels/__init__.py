@@ -1,12 +1,12 @@
-"""A codec's whole piece in one pass over memory: C on the CPU, Triton on CUDA.  Used by the codecs and by reduce.py.
+"""Kernels that encode or add a whole piece in one pass over memory, in C for the CPU and in Triton for CUDA.
 
-    load_kernels("int8", "cpu") ──▶ cpu.py ── cc, once per user ──▶ cpu.c        None where there is no compiler
-    load_kernels("int8", "cuda") ─▶ cuda.py ─ Triton                             None where there is no Triton
+    load_kernels("int8", "cpu") ──▶ cpu.py ── cc, once per user ──▶ cpu.c        None without a C compiler
+    load_kernels("int8", "cuda") ─▶ cuda.py ─ Triton                             None without Triton
 
-Importing this compiles nothing; the first call of `load_kernels` does.  Without kernels the codecs call torch,
-operation by operation, and give the same bits.
+The codecs and reduce.py use them.  The import compiles nothing; the first call of `load_kernels` does.  Without kernels
+the codecs call torch, operation by operation, and get the same bits.
 
-Not promised: kernels for top-k and the gate; torch does those.
+Not promised: kernels for top-k and bf16-gate, which use torch.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class Kernels(Protocol):
-    """The functions encode and add, for the codecs with rows of a fixed size."""
+    """The functions `encode` and `add`, for codecs with rows of a fixed size."""
 
     def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
-        """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
+        """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
         ...
 
     def add(self, name: str, rows: "Tensor", w: float, target: "Tensor", first: bool) -> bool:
-        """Add fl(w·unpack(rows)) to target; `first` stores instead.
+        """Add fl(w·unpack(rows)) to target, or store it there if `first`.
 
-        -> False where no encoder wrote these rows; then `target` is waste.
+        Return False if no encoder wrote these rows; `target` then has undefined values.
         """
         ...
 
 
 @cache
 def load_kernels(name: str, device_type: str) -> Kernels | None:
-    """Kernels of that codec for that type of device ("cpu", "cuda"); None: the codec calls torch instead."""
+    """Return the codec's kernels for a type of device ("cpu", "cuda"); None if there are none."""
     try:
         if device_type == "cpu" and name in ("bf16", "int8", "int4"):
             from rendezvous.codecs.kernels import cpu
@@ -51,7 +51,7 @@ def load_kernels(name: str, device_type: str) -> Kernels | None:
 
 
 def why_no_kernels() -> str:
-    """The reason why the CPU's kernels are missing; "" if they are there."""
+    """Return why the CPU's kernels are missing; "" if they are loaded."""
     try:
         import_module("rendezvous.codecs.kernels.cpu")
     except ImportError as error:
@@ -60,7 +60,7 @@ def why_no_kernels() -> str:
 
 
 def load_mean_kernel(name: str) -> Callable[..., bool] | None:
-    """`cpu.weighted_mean` of that codec's bodies; None where it was not compiled, or there is none."""
+    """Return `cpu.weighted_mean` for this codec's bodies; None if it has none, or if it was not compiled."""
     try:
         from rendezvous.codecs.kernels import cpu
     except ImportError:

@@ -1,11 +1,11 @@
-"""The codecs on a CPU, one pass over memory per piece, without the GIL; compiled once where there is a C compiler.
+"""C kernels for the codecs on a CPU: one pass over memory per piece, without the GIL.
 
     cpu.c ── cc, 1 s, once per user ──▶ ~/.cache/serverless-diloco/<digest>.so ──▶ three trials against torch
                                                                                     not the same bits: not used
 
-A torch call is a pass over memory; encoding with a residual is ten of them.  Here every element is read once and
-written once.  Importing this raises ImportError where there is no compiler, or the compiled kernels compute
-other bits; then torch's operations do the same arithmetic.
+Each torch call is a pass over memory, and encoding with a residual takes ten.  Here every element is read once and
+written once.  The import raises ImportError if there is no compiler, or if the compiled kernels compute other bits than
+torch; then torch's operations do the same arithmetic.
 
 Not promised: more than one thread.
 """
@@ -35,17 +35,17 @@ _ALIGN = {"int8": 1024, "int4": 512, "bf16": 1}
 
 
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
-    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
+    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
     return next(encode_each(name, x, e, rows, [(0, x.numel())]))
 
 
 def encode_each(
     name: str, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[float | None]:
-    """Encode range after range as `encode` does.
+    """Encode range after range as `encode` does, and yield its result for each.
 
-    It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs as much as
-    30,000 elements.
+    It passes addresses to C, because a slice of a tensor costs as much as 30,000 elements: between two shards nothing
+    is left in the caches.
     """
     run = _ENCODE[name]
     most = _LARGEST_SCALE[name]
@@ -63,7 +63,10 @@ def encode_each(
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
-    """Add fl(w·unpack(rows)) to target; -> False where no encoder wrote these rows; then `target` is waste."""
+    """Add fl(w·unpack(rows)) to target, or store it there if `first`.
+
+    Return False if no encoder wrote these rows; `target` then has undefined values.
+    """
     return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _LARGEST_SCALE[name])
 
 
@@ -77,8 +80,8 @@ def weighted_mean(
 ) -> bool:
     """Set out ← (fl(w₀·x₀) + fl(w₁·x₁) + …) / weight, every operation rounded to fp32.
 
-    bodies: of `out.size` elements each, as bytes.   rows: the mean is packed there too; then `out` is unpack(rows).
-    -> False where a value is not finite, or no encoder wrote a body; then `out` is waste.
+    bodies: encoded vectors of `out.size` elements.   rows: if given, the packed mean; `out` is then unpack(rows).
+    Return False if a value is not finite or if no encoder wrote a body; `out` then has undefined values.
     """
     addresses = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies))
     count = len(bodies)
@@ -88,7 +91,7 @@ def weighted_mean(
 
 
 def _load_library() -> ctypes.CDLL:
-    """The compiled kernels, from this user's cache."""
+    """Return the compiled kernels from this user's cache; compile them first if they are missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "serverless-diloco"
     digest = xxhash.xxh3_128_hexdigest(_SOURCE.read_bytes() + repr((_FLAGS, platform.uname()[0::4])).encode())
     path = cache / f"{digest}.so"
@@ -132,7 +135,7 @@ _FORMATS: dict[str, RowFormat] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()
 
 
 def _rows_match_torch(name: str, size: float) -> bool:
-    """Whether rows, residual and sum have the same bits as by torch's operations."""
+    """Whether the kernels' rows, residual and sum have the same bits as those of torch's operations."""
     c = _FORMATS[name]
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
     rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes)
@@ -154,7 +157,7 @@ def _rows_match_torch(name: str, size: float) -> bool:
 
 
 def _mean_matches_torch(name: str, weight: float) -> bool:
-    """Whether the mean has the same bits as a sum of one body after the other, divided."""
+    """Whether the kernel's mean has the same bits as the sum of one body after the other, divided by `weight`."""
     x = np.linspace(-3, 5, 3000, dtype=np.float32)
     c = _FORMATS[name]
     bodies = [_pack_by_torch(c, v) for v in (x, x[::-1].copy(), x * x)]
@@ -174,14 +177,14 @@ def _mean_matches_torch(name: str, weight: float) -> bool:
 
 
 def _pack_by_torch(c: RowFormat, x: np.ndarray) -> np.ndarray:
-    """Encode fp32 x; -> its body, as bytes."""
+    """Encode fp32 x.   Return its body, uint8."""
     body = torch.zeros(c.max_body_size(x.size), dtype=torch.uint8)
     c.pack_rows(pad_to_rows(torch.from_numpy(x), c.align), body.view(-1, c.row_bytes))  # pyright: ignore[reportUnknownMemberType]
     return body.numpy()
 
 
 def _unpack_by_torch(c: RowFormat, body: np.ndarray, n: int) -> np.ndarray:
-    """Decode a body of n elements; -> fp32."""
+    """Decode a body of n elements.   Return them in fp32."""
     rows = torch.from_numpy(body).view(-1, c.row_bytes)  # pyright: ignore[reportUnknownMemberType]
     out = torch.empty(len(rows), c.align)
     c.unpack_rows(rows, out)

@@ -1,15 +1,15 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Blockwise codecs on CUDA: each element is read once and written once.
+"""Triton kernels for the blockwise codecs on CUDA: each element is read once and written once.
 
                  one program per row
     x, e ─▶ s = x + e ─▶ scale, codes ─▶ rows        rows ─▶ v = fl(scale·code) ─▶ total += fl(w·v)
        e ◀── s − fl(scale·code)
 
-The arithmetic is blocks.py's, operation by operation: no fused multiply-add, division rounded as IEEE 754 wants it.
-So bodies, residuals and decoded values have the same bits as on a CPU.  Formats are drawn in blocks.py.
+The arithmetic is that of blocks.py, operation by operation: no fused multiply-add, and division rounded as in IEEE 754.
+So bodies, residuals and decoded values have the same bits as on a CPU.  blocks.py shows the formats.
 
-Not promised: anything where Triton is missing; there torch's own operations do the work.  Not yet run on a GPU: checked
-in Triton's interpreter only.
+Not promised: kernels without Triton; torch's operations then do the same.  Not yet run on a GPU: checked only in
+Triton's interpreter.
 """
 
 import torch
@@ -24,7 +24,7 @@ _PER_ROW = {"int8": 1024, "int4": 512}
 
 
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
-    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
+    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     squares = torch.empty(len(rows), device=x.device)
     _encode[(len(rows),)](
@@ -36,7 +36,10 @@ def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
-    """Add fl(w·unpack(rows)) to target; -> False where no encoder wrote these rows; then `target` is waste."""
+    """Add fl(w·unpack(rows)) to target, or store it there if `first`.
+
+    Return False if no encoder wrote these rows; `target` then has undefined values.
+    """
     bad = torch.zeros(1, dtype=torch.int32, device=target.device)
     _add[(len(rows),)](
         rows.view(torch.int8), rows.view(torch.float32), target, bad, w, target.numel(),
@@ -57,7 +60,7 @@ def _is_finite(v):
 
 @triton.jit
 def _peak_bits(v):
-    """Return max|v| as bits, whose order puts NaN above infinity."""
+    """Return the bits of max|v|; in their integer order, NaN is above infinity."""
     return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
 
 
@@ -69,7 +72,7 @@ def _round_to_even(v):
 
 @triton.jit
 def _load_sum(x, e, at, n, feedback: tl.constexpr):
-    """Return x + e, and the sum of x's squares."""
+    """Return x + e (x without feedback), and the sum of x's squares."""
     v = tl.load(x + at, mask=at < n, other=0.0)
     s = v
     if feedback:
@@ -112,7 +115,7 @@ def _encode(
 
 @triton.jit
 def _put(target, at, v, w, n, first: tl.constexpr):
-    """Add w·v to target; -> number of values that are not finite, or not zero after the end."""
+    """Add w·v to target.   Return how many values are not finite, or are not zero after the vector's end."""
     wrong = tl.sum(tl.where((at < n) & _is_finite(v) | (v == 0), 0, 1), axis=0)
     v = v * w
     if not first:

@@ -1,1 +1,1 @@
-"""A store inside a Modal app: blocks of a Volume, and names of a Dict."""
+"""A store in Modal's own services: a Dict for entries, and a Volume for files."""

@@ -1,9 +1,9 @@
-"""Files of a Modal volume as blocks of 8 MiB, named by their SHA-256, sent over HTTP.
+"""Files of a Modal volume: blocks of 8 MiB, named by their SHA-256 and sent over HTTP.
 
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
 
-Not promised: a second try.  A body that arrives in part is StoreUnclear, without the address: it holds a signature.
+Not promised: a second try.  An incomplete body raises StoreUnclear, without the URL, because it has a signature.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ BLOCK_S = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a file.   sha256: of its bytes without the zeros at its end.   size: with them."""
+    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes with these zeros."""
 
     sha256: bytes
     size: int
 
 
 def cut_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Cut the bytes into blocks of 8 MiB; from the caller's own memory wherever a piece holds a whole block."""
+    """Cut the bytes into blocks of 8 MiB, without a copy if a piece has a whole block."""
     rest = bytearray()
     for piece in pieces:
         while piece:
@@ -48,25 +48,25 @@ def cut_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def blocks_of(pieces: Iterable[memoryview]) -> list[Block]:
-    """A file's blocks, in order; they name its bytes."""
+    """Return the blocks of a file, in order."""
     return [Block(hashlib.sha256(_without_zeros(data)).digest(), len(data)) for data in cut_blocks(pieces)]
 
 
 def _without_zeros(data: memoryview) -> memoryview:
-    """Return the data without the zeros at its end."""
+    """Return `data` without the zeros at its end."""
     if not data or data[-1]:
         return data
     return data[: len(bytes(data).rstrip(b"\0"))]
 
 
 def block_slices(out: memoryview, start: int) -> list[memoryview]:
-    """Cut `out`, which begins at byte `start` of a file, where the file's blocks end."""
+    """Cut `out` where the file's blocks end.   start: the byte of the file at which `out` begins."""
     cuts = [0, *range(BLOCK - start % BLOCK, len(out), BLOCK), len(out)]
     return [out[a:b] for a, b in pairwise(cuts)]
 
 
 def put_block(url: str, data: memoryview) -> bytes:
-    """Send one block; -> the token that the volume asks for afterwards."""
+    """Send one block.   Return the token that the volume needs afterwards."""
     body = bytes(_without_zeros(data))
     request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/octet-stream"})
     return _send_request(request, "write a block to", _read_all)
@@ -77,7 +77,7 @@ def _read_all(answer: Any) -> bytes:
 
 
 def get_block(url: str, out: memoryview) -> None:
-    """Fill `out`; a body that is shorter stands for zeros at its end."""
+    """Read one block into `out`; if the body is shorter, zeros follow."""
 
     def fill_out(answer: Any) -> None:
         got = 0
@@ -97,9 +97,9 @@ def _send_request(request: urllib.request.Request, verb: str, use: Any) -> Any:
             return use(answer)
     except urllib.error.HTTPError as error:
         raise StoreUnclear(f"cannot {verb} Modal's volume: HTTP {error.code}") from None
-    except OSError as error:  # no address in the words: it holds a signature
+    except OSError as error:  # the text must not contain the URL, which has a signature
         raise StoreUnclear(f"cannot {verb} Modal's volume: {type(error).__name__}") from None
-    except Exception as error:  # half an answer
+    except Exception as error:  # an incomplete answer
         if isinstance(error, StoreError):
             raise
         raise StoreUnclear(f"cannot {verb} Modal's volume: {type(error).__name__}") from None

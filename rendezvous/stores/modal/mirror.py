@@ -1,21 +1,22 @@
-"""Mirror of a modal:// run: no register is won twice, and no blob is lost, though a Dict forgets untouched entries.
+"""Mirror of a modal:// run in its volume, because a Modal Dict loses entries that are not used.
 
-An entry that was neither read nor written for seven days is gone.  The volume, where nothing expires, has
-all that a run needs as well: a large body as its file, and every other entry as a copy.
+An entry that was neither read nor written for seven days disappears.  Files of the volume do not.  So the volume has
+everything that a run needs: each large body as a file, and a copy of every other entry.  Then no register is written
+twice, and no blob is lost.
 
-    create, put, get ── an entry that has no file ──▶ noted ── before this process writes anything else ──▶ mirror/{key}
-    first request, and after an hour of silence:
-        the mark is younger than 6 days ──▶ nothing can have expired
-        else: every entry that is gone is made again from the volume, if there is none by now; every other one is read,
-              which keeps it alive; and then the mark is set to when this began
-    once a day, beside the run: the same
+    create, put, get ── an entry without a file ──▶ noted ── before this process's next write ──▶ mirror/{key}
+    first request, and after an hour without a check:
+        the mark is younger than 6 days ──▶ no entry can have expired
+        else: create every missing entry again from the volume; read every other entry, which renews it; then set the
+              mark to the time at which this began
+    once a day, during the run: the same
 
-A register that is lost for good was therefore not mirrored, so no process that knew it wrote anything afterwards:
-deciding it anew contradicts no object that is left.  A process that slept for a week asks for the mark before its next
-request, and meets the decided registers.  Of entries that are written over, like beats, the first version of each
-process is mirrored: an old beat is silence.
+A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
+it, so a new decision contradicts no remaining object.  A process that was suspended for a week checks the mark before
+its next request, and then finds the decided registers.  Of entries that are overwritten, such as beats, only the first
+version of each process is mirrored; an old beat counts as silence.
 
-Not promised: anything where a person changes a volume or a dict by hand; clocks that are wrong by more than a day.
+Not promised: a correct run if a person changes a volume or a dict by hand, or if clocks are wrong by more than a day.
 """
 
 import json
@@ -32,18 +33,18 @@ KEPT = ".kept"  # the mark's key
 MIRROR = "mirror/"
 OBJ = "obj/"
 DAY = 86_400.0
-EXPIRES_S, LOOK_S = 6 * DAY, 3600.0  # one day less than Modal's seven; how often the mark is looked at
+EXPIRES_S, LOOK_S = 6 * DAY, 3600.0  # one day less than Modal's seven days; seconds between two checks of the mark
 AT_ONCE = 16
 BATCH = 256
 
 
 def pointer_to(path: str, size: int) -> bytes:
-    """Return the entry of a body that is a file of the volume."""
+    """Return the entry for a body that is a file of the volume.   size: bytes of the file."""
     return b"@" + json.dumps({"path": path, "size": size}, sort_keys=True).encode()
 
 
 class Entries(Protocol):
-    """The part of modal_wire.Wire that this needs; times and faults are a test's."""
+    """The part of `wire.Wire` that the mirror uses.  A test passes its own, with faults."""
 
     def get_entry(self, key: str) -> bytes | None: ...
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool: ...
@@ -55,7 +56,10 @@ class Entries(Protocol):
 
 
 class Mirror:
-    """One process's part in the mirror.   wall: seconds since 1970; must jump over a machine's sleep.   Thread-safe."""
+    """One process's part in the mirror.   Thread-safe.
+
+    wall: seconds since 1970; a clock that also counts the time in which the machine sleeps.
+    """
 
     def __init__(self, wire: Entries, prefix: str, wall: Callable[[], float] = time.time) -> None:
         self._wire = wire
@@ -63,18 +67,18 @@ class Mirror:
         self._wall = wall
         self._noted, self._safe = dict[str, bytes](), set[str]()
         self._lock, self._looking = threading.RLock(), threading.Lock()
-        self._looked = float("-inf")  # when this process last saw a young mark
+        self._looked = float("-inf")  # when this process last checked the mark
 
     # ------------------------------------------------------------------ noted entries
 
     def note_entry(self, key: str, value: bytes) -> None:
-        """Note that this entry stands."""
+        """Note that the Dict has this entry, to mirror it later."""
         with self._lock:
             if key not in self._safe:
                 self._noted[key] = value
 
     def flush(self) -> None:
-        """Mirror the noted entries.   Raises StoreUnclear: then nothing may be written that rests on them."""
+        """Mirror the noted entries.   After StoreUnclear, the caller must not write anything that depends on them."""
         with self._lock:
             while self._noted:
                 some = dict(list(self._noted.items())[:BATCH])
@@ -84,7 +88,7 @@ class Mirror:
                     del self._noted[key]
 
     def forget_entry(self, key: str) -> None:
-        """Remove the copy of an entry that is to be deleted."""
+        """Remove the copy of an entry that will be deleted."""
         with self._lock:
             self._noted.pop(key, None)
             self._safe.discard(key)
@@ -93,7 +97,7 @@ class Mirror:
     # ------------------------------------------------------------------ expired entries
 
     def restore_expired(self) -> None:
-        """Bring expired entries back, if any can have expired.  Called before every request."""
+        """Restore expired entries, if any can have expired.  Called before every request."""
         if self._seconds_since_look() < LOOK_S:
             return
         with self._looking:
@@ -108,7 +112,7 @@ class Mirror:
             self._looked = self._wall()
 
     def sweep(self) -> None:
-        """Restore, and touch every entry of the run."""
+        """Restore the missing entries of the run, and read all others to renew them."""
         began = self._wall()
         here = len(self._prefix)
         there = [key for key in self._wire.all_keys() if key.startswith(self._prefix)]
@@ -121,7 +125,7 @@ class Mirror:
         self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
 
     def _lost_entries(self, there: set[str]) -> list[tuple[str, bytes]]:
-        """List (key, entry) that the volume has and the dict has not; registers, which point to blobs, last."""
+        """Return (key, entry) for entries that only the volume has: first blobs, then registers, which name them."""
         blobs = {
             path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
             for path, size in self._wire.list_files(OBJ + self._prefix).items()
@@ -146,7 +150,10 @@ class Mirror:
             self.sweep()
 
     def _mark_age(self) -> float:
-        """Seconds since the last sweep began; infinite if there was none, or the mark is a day ahead of the clock."""
+        """Return the seconds since the last sweep began.
+
+        Infinite if there was no sweep, or if the mark is more than a day ahead of the clock.
+        """
         mark = self._wire.get_entry(self._prefix + KEPT)
         with suppress(ValueError):
             age = self._wall() - float((mark or b"")[1:])

@@ -1,20 +1,20 @@
-"""A run inside Modal, without a bucket:   modal://NAME[/prefix][?environment=E]        experimental
+"""A store inside Modal, without a bucket:   modal://NAME[/prefix][?environment=E]        experimental
 
     Dict NAME     key ─▶ "!" body            a register: created once, never changed
                   key ─▶ "=" body            another body up to 1 MiB
                   key ─▶ "@" pointer         a larger one, which is a file of the volume: its path and size
-    Volume NAME   obj/{key}~{digest}         such bodies, never written over
-                  mirror/{key}               the first two once more (rendezvous/stores/modal/mirror.py)
+    Volume NAME   obj/{key}~{digest}         such large bodies, never overwritten
+                  mirror/{key}               copies of the first two kinds (rendezvous/stores/modal/mirror.py)
 
-    create        one DictUpdate(if_not_exists), asked once: put_once must see every outcome
+    create        one DictUpdate(if_not_exists), never retried: put_once must see every outcome
     put           the file first if there is one, then the entry: readers see the old body or the new one
 
-Everything goes through the control plane, so a file that was written is seen without a mount or a reload.  A Dict's
-entries expire seven days after they were last touched: modal_mirror.py says why no register can be won twice.
+All requests go to Modal's control plane, so a written file is visible without a mount or a reload.  A Dict's entries
+expire seven days after their last use; mirror.py explains why no register can be written twice.
 
-Not promised: the service itself.  All of this was run against a server of this repository's tests, never on Modal;
-volumes of version 2 are beta there ("cannot yet guarantee that no data will be lost": digests tell, and two
-snapshots are kept), and the requests are the client's inner ones.  `diloco doctor modal://NAME` races it first.
+Not promised: that it works on Modal.  It was only run against a server of this repository's tests, never on Modal.
+Volumes of version 2 are beta there ("cannot yet guarantee that no data will be lost"; digests show a loss, and two
+snapshots are kept), and the requests are internal ones of Modal's client.  `diloco doctor modal://NAME` tests it.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from rendezvous.stores.modal.mirror import KEPT, OBJ, Mirror, pointer_to
 from rendezvous.stores.modal.wire import Wire
 
 INLINE = 1 << 20  # Modal recommends entries below 5 MiB
-LISTED_S = 5.0  # for so long a scan of all keys answers the next question as well
+LISTED_S = 5.0  # seconds for which the result of one scan of all keys is reused
 REGISTER = b"!"
 PLAIN = b"="
 FILE = b"@"
@@ -42,7 +42,7 @@ FILE = b"@"
 
 @dataclass(frozen=True)
 class Pointer:
-    """Place of a body that is a file: its path in the volume, and its size."""
+    """Pointer to a body that is a file.   path: in the volume.   size: bytes."""
 
     path: str
     size: int
@@ -57,7 +57,7 @@ class Pointer:
 
 
 class ModalStore:
-    """A store that opens at its first request.   clock: for the age of the mirror's mark, and of the list's copy."""
+    """A store that connects at its first request.   clock: for the age of the mirror's mark and of the last scan."""
 
     def __init__(self, url: str, clock: Clock | None = None, wire: Callable[[str, str], Wire] = Wire) -> None:
         self._name, self._prefix, self._environment = parse_url(url)
@@ -86,7 +86,7 @@ class ModalStore:
         out = bytearray(min(entry.size, most))
         if not out or self._wire.read_into(entry.path, memoryview(out)):
             return bytes(out)
-        return None  # its file is gone: an object that cannot be read counts as missing
+        return None  # its file is gone: the object counts as missing
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         out = out.cast("B")
@@ -122,7 +122,7 @@ class ModalStore:
 
     def _write_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
         wire, mirror = self._wire_and_mirror()
-        mirror.flush()  # entries that this process has read are mirrored before any write that may rest on them
+        mirror.flush()  # mirror the entries that this process has read before it writes: the write may depend on them
         stands = wire.put_entry(self._prefix + plain_key(key), value, if_absent)
         self._listed[1].add(key)
         if stands and value[:1] != FILE:
@@ -130,7 +130,7 @@ class ModalStore:
         return stands
 
     def _upload_file(self, key: str, body: Body) -> bytes:
-        """Write the body as a file; -> the entry that points to it."""
+        """Write the body as a file.   Return the entry that points to it."""
         blocks = blocks_of(in_pieces(body))
         digest = hashlib.sha256(b"".join(block.sha256 for block in blocks)).hexdigest()
         path = f"{OBJ}{self._prefix}{key}~{digest[:32]}"
@@ -138,7 +138,7 @@ class ModalStore:
         return pointer_to(path, sum(block.size for block in blocks))
 
     def _read_entry(self, key: str) -> bytes | Pointer | None:
-        """Return the body, or the pointer to its file; None without an entry."""
+        """Return the body, or the pointer to its file; None if there is no entry."""
         wire, mirror = self._wire_and_mirror()
         value = wire.get_entry(self._prefix + plain_key(key))
         if value is None:
@@ -177,7 +177,7 @@ class ModalStore:
         return self._wire_and_mirror()[0]
 
     def _wire_and_mirror(self) -> tuple[Wire, Mirror]:
-        """Return both, opened.  Expired entries are brought back before any other request."""
+        """Connect at the first call, restore expired entries, and return both."""
         with self._opening:
             if self._opened is None:
                 wire = self._make(self._name, self._environment)
@@ -187,7 +187,7 @@ class ModalStore:
 
 
 def parse_url(url: str) -> tuple[str, str, str]:
-    """Parse "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raises ValueError."""
+    """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong one."""
     rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))

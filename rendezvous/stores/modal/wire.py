@@ -1,15 +1,17 @@
-"""Modal's Dict and Volume as single requests: one question, one answer, nothing retried and nothing unpickled.
+"""Single requests to Modal's Dict and Volume: no retries, and no unpickling of foreign objects.
 
     Wire ──gRPC──▶ DictGet, DictUpdate, DictPop, DictContents           entries: a text ─▶ bytes
          ──gRPC──▶ VolumePutFiles2, VolumeGetFile2, …Remove…, …List…    files
          ──HTTP──▶ the blocks                                           rendezvous/stores/modal/blocks.py
 
-Modal's public `Dict.get` unpickles the value that it reads, so the writer of an entry could run code in every reader;
-its `Volume` reads whole files only, and retries creations whose answer was lost.  So these are the client's inner
-requests, on the client's own connection and credentials.  Entries are written as the public client writes them
-(a pickled text and pickled bytes: `modal dict items` shows them) and read by a parser that knows nothing else.
+Modal's public `Dict.get` unpickles each value, so the writer of an entry could run code in every reader.  Its `Volume`
+reads only whole files, and retries creations whose answer was lost.  So this module sends the client's internal
+requests, over the client's own connection and with its credentials.  Entries are written as the public client writes
+them (a pickled text and pickled bytes: `modal dict items` shows them), and are read by a parser that accepts only
+texts and bytes.
 
-Not promised: that another version of the client has these requests.  modal 1.6 has; `Wire` says so where they are gone.
+Not promised: that another version of the client has these requests.  modal 1.6 has them; if they are missing, `Wire`
+raises an error.
 """
 
 import asyncio
@@ -31,14 +33,14 @@ CREATE, V2 = 1, 2  # OBJECT_CREATION_TYPE_CREATE_IF_MISSING, VOLUME_FS_VERSION_V
 
 
 def _usual_environment() -> str:
-    """The environment that the client itself takes: MODAL_ENVIRONMENT, or the profile's; "" for the workspace's own."""
+    """Return the client's environment: MODAL_ENVIRONMENT, or the profile's; "" for the workspace's default."""
     from modal.config import config
 
     return config["environment"] or ""
 
 
 class Wire:
-    """One Dict and one Volume (version 2) of the same name, made when they are not there.   Thread-safe."""
+    """One Dict and one Volume (version 2) of the same name; missing ones are created.   Thread-safe."""
 
     def __init__(self, name: str, environment: str = "") -> None:
         self._pid = os.getpid()
@@ -60,7 +62,7 @@ class Wire:
     # ------------------------------------------------------------------ entries
 
     def get_entry(self, key: str) -> bytes | None:
-        """Return the bytes that stand under a key, or None."""
+        """Return the bytes under a key, or None."""
         answer = self._ask_once("DictGet", "DictGetRequest", dict_id=self._dict, key=_pickle_plain(key))
         return (
             _unpickle_plain(answer.value, bytes, f"the entry {key!r} of Modal's dict {self.name}")
@@ -69,7 +71,7 @@ class Wire:
         )
 
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
-        """Write an entry; -> whether it stands there now because of this request."""
+        """Write an entry; with `if_absent`, only if there is none.   Return whether this request wrote it."""
         update = self._pb.DictEntry(key=_pickle_plain(key), value=_pickle_plain(value))
         answer = self._ask_once(
             "DictUpdate", "DictUpdateRequest", dict_id=self._dict, updates=[update], if_not_exists=if_absent
@@ -81,14 +83,17 @@ class Wire:
         self._ask_once("DictPop", "DictPopRequest", dict_id=self._dict, key=_pickle_plain(key))
 
     def all_keys(self) -> list[str]:
-        """All keys that are texts, in no order.  Costs the whole Dict."""
+        """Return all keys that are texts, in no order.  It reads the whole Dict."""
         entries = self._ask_stream("DictContents", "DictContentsRequest", dict_id=self._dict, keys=True)
         return [key for entry in entries if (key := _unpickle_text(entry.key)) is not None]
 
     # ------------------------------------------------------------------ files
 
     def upload_file(self, path: str, blocks: list[Block], pieces: Iterable[memoryview]) -> None:
-        """Write a file, seen when it is whole.   pieces: the bytes of `blocks`, read only if any have to be sent."""
+        """Write a file, which is visible when it is complete.
+
+        pieces: the bytes of `blocks`; they are read only if the volume lacks a block.
+        """
         missing: Any = self._put_files({path: blocks}, {})
         if missing:
             tokens = self._send_blocks(blocks, {blocks[int(m.block_index)].sha256: m.put_url for m in missing}, pieces)
@@ -96,7 +101,7 @@ class Wire:
                 raise StoreUnclear(f"Modal's volume {self.name} misses blocks of {path} that were just sent")
 
     def write_files(self, bodies: Mapping[str, bytes]) -> None:
-        """Write small files, all in one request, or in two where their blocks are new."""
+        """Write small files, all in one request, or in two if the volume lacks their blocks."""
         paths = list(bodies)
         files: dict[str, list[Block]] = {path: blocks_of([memoryview(bodies[path])]) for path in paths}
         missing: Any = self._put_files(files, {})
@@ -133,7 +138,7 @@ class Wire:
         self._ask_once("VolumeRemoveFile2", "VolumeRemoveFile2Request", volume_id=self._volume, path=path, absent=True)
 
     def list_files(self, folder: str) -> dict[str, int]:
-        """Return path ─▶ bytes of all files below a folder, the newest last."""
+        """Return path -> size in bytes for all files below a folder, the newest last."""
         asked: dict[str, Any] = {"volume_id": self._volume, "path": folder, "recursive": True}
         parts = self._ask_stream("VolumeListFiles2", "VolumeListFiles2Request", **asked)
         entries = [entry for part in parts for entry in part.entries if entry.type in (0, self._pb.FileEntry.FILE)]
@@ -160,7 +165,10 @@ class Wire:
     def _send_blocks(
         self, blocks: list[Block], urls: dict[bytes, str], pieces: Iterable[memoryview]
     ) -> dict[bytes, bytes]:
-        """PUT the blocks that are wanted, each once and a few at a time; -> the server's token for each."""
+        """PUT the missing blocks, each once and a few at a time.   Return sha256 -> the server's token.
+
+        urls: sha256 -> URL, for each missing block.
+        """
         tokens = dict[bytes, bytes]()
         running = list[tuple[bytes, Future[bytes]]]()
         with ThreadPoolExecutor(BLOCKS_AT_ONCE) as pool:
@@ -175,11 +183,11 @@ class Wire:
     # ------------------------------------------------------------------ requests
 
     def _ask_once(self, method: str, message: str, *, absent: bool = False, **fields: Any) -> Any:
-        """Return the answer; with `absent`, None for a missing object.   Raises StoreRefused, StoreUnclear."""
+        """Return the answer; with `absent`, None for a missing object.   Raise StoreRefused or StoreUnclear."""
         self._check_process()
         try:
             return self._ask(method, getattr(self._pb, message)(**fields))
-        except Exception as error:  # the client's, gRPC's, the system's
+        except Exception as error:  # errors of the client, of gRPC, of the system
             if absent and type(error).__name__ == "NotFoundError":
                 return None
             raise explain_error(f"{method} on {self.name}", error) from None
@@ -205,7 +213,7 @@ class Wire:
 
 @cache
 def _connect_client() -> tuple[Any, Any, Any]:
-    """Return the messages, and two functions that ask: for one answer, for a stream of them."""
+    """Return the client's message types, a function that gets one answer, and one that gets a stream of answers."""
     try:
         from modal import client
         from modal._utils import async_utils
@@ -234,7 +242,7 @@ def _connect_client() -> tuple[Any, Any, Any]:
 
 
 def explain_error(what: str, error: Exception) -> StoreError:
-    """Return the client's error as one of ours."""
+    """Return our StoreError for an error of the client."""
     if isinstance(error, StoreError):
         return error
     name = type(error).__name__
@@ -264,7 +272,7 @@ def _pickle_plain(value: str | bytes) -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of texts and bytes.  A pickle that names a class or a function is refused before a call of it."""
+    """Unpickler of texts and bytes.  It refuses a pickle that names a class or a function, before any call."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
