@@ -61,7 +61,7 @@ def weights_of(trainer: Any) -> torch.Tensor:
 # -------------------------------------------------------------------- one replica is the script
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_one_replica_with_a_plain_outer_step_is_the_script_alone(kind: str, tmp_path: Path) -> None:
     alone = trainer_of(kind, tmp_path, [])
     alone.train()
@@ -95,7 +95,8 @@ def live(folder: Path, slot: str, kind: str) -> None:
     torch.save(weights_of(trainer), folder / f"{slot}.pt")
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_three_replicas_of_a_script_one_killed_hold_the_same_weights(kind: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start = {s: context.Process(target=live, args=(tmp_path, s, kind)) for s in ("r00", "r01", "r02")}
