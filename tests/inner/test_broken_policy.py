@@ -82,6 +82,7 @@ def train_toy(broken: str, steps: int, model: Any = None) -> tuple[list[float], 
     return shares, trainer._metrics["train"]
 
 
+@pytest.mark.slow
 def test_a_policy_gains_nothing_by_breaking_its_reward() -> None:
     shares, noted = train_toy("worst", steps=150)
     assert shares[0] > 0.4 and sum(shares[-20:]) / 20 < 0.05 and sum(noted["reward"][-20:]) / 20 > 0.9

@@ -243,6 +243,7 @@ def test_equal_scores_change_nothing_and_others_only_their_tokens() -> None:
         assert len(turn_states(r)[0]["state_messages"]) == 1
 
 
+@pytest.mark.slow
 def test_it_teaches_where_the_reward_says_nothing() -> None:
     """All rewards are 0, so every step of the policy comes from the scores."""
     shares = []

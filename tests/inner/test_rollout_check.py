@@ -97,6 +97,7 @@ def test_the_surprise_is_that_of_the_formula(model: Any) -> None:
     assert found.surprise == pytest.approx(float((-logps - entropy).sum() / spread.sum().sqrt()))
 
 
+@pytest.mark.slow
 def test_the_surprise_of_honest_workers_is_a_standard_normal(model: Any) -> None:
     z = [check_rollouts(model, [rollout]).surprise for rollout in answers(model, count=60, length=20)]
     mean = sum(z) / len(z)
