@@ -210,7 +210,7 @@ def _reservations(found: Blame) -> list[str]:
 
 
 def refuse_unseparated(found: Blame) -> None:
-    """ConfigError where no pseudogradient could be left out, since all deltas were collected."""
+    """Raise ConfigError where no pseudogradient could be left out, since all deltas were collected."""
     by_replica: Sequence[Without] = [one for one in found.without if not one.name.startswith(STEP)]
     if by_replica and not any(one.left_out for one in by_replica):
         raise ConfigError(

@@ -198,7 +198,7 @@ def _fence_lines(facts: StepFacts) -> Iterator[str]:
     before = facts.before[0].fence if facts.before else {}
     for slot, generation in sorted(facts.commit.fence.items()):
         if facts.before and generation > max(1, before.get(slot, 0)):
-            yield f"fenced: whoever held {slot} before generation {generation}; its offers count no more from here on"
+            yield f"fenced: the holder of {slot} before generation {generation}; its offers count no more from here on"
 
 
 # ---------------------------------------------------------------------- what the mean did

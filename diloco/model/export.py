@@ -58,7 +58,7 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
 
 
 def refuse_merge(run: Run, merge: bool) -> None:
-    """ConfigError if there is no adapter to be merged."""
+    """Raise ConfigError if there is no adapter to be merged."""
     if merge and run.config.inner.lora is None:
         raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
 

@@ -1,4 +1,4 @@
-"""What founding a run has put into the bucket, fetched for a replica: the start model's folder and the user's files.
+"""Fetch for a replica the files that founding put into the bucket: the start model's folder and the user's files.
 
     fetch_model(store, record, folder)   θ₀'s folder, from the bucket or from the Hub, every file by its digest
     fetch_files(run, folder)             reward.py, prompts.jsonl …

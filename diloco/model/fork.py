@@ -86,7 +86,7 @@ def begin(run: Run, fork: Fork, clock: Clock) -> None:
 
 
 def _refuse_unfit(origin: Run, config: RunConfig) -> None:
-    """ConfigError if θ of the other run does not fit this config."""
+    """Raise ConfigError if θ of the other run does not fit this config."""
     if {config.rendezvous, origin.config.rendezvous} != {BUCKET}:
         raise ConfigError(f'--from reads a bucket; both runs need rendezvous = "{BUCKET}"')
     theirs, ours = origin.config, config

@@ -116,7 +116,7 @@ def next_steps_text(model: HubModel) -> str:
 def from_hub(session: Session, model: HubModel, act: Callable[[], T], check: Callable[[], None]) -> T:
     """Call `act` until the Hub gives what it needs; -> its result.   check: called before each pause, and may raise.
 
-    Raises GaveUp after the run's give_up_s without an answer, RendezvousError when the answer is no.
+    Raises GaveUp after the run's give_up_s without an answer, RendezvousError after a refusal.
     """
     began = session.clock.now()
     while True:

@@ -1,1 +1,1 @@
-"""What any process of a run needs: a session with its beats, a journal, marks, exit codes, room on disk."""
+"""The needs of any process of a run: a session with its beats, a journal, marks, exit codes, room on disk."""

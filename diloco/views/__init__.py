@@ -1,1 +1,1 @@
-"""What a reader of a run is shown: overview, troubles, curves, comparison; page/ and trackers/ below."""
+"""Views of a run for its readers: overview, troubles, curves, comparison; page/ and trackers/ below."""

@@ -1,4 +1,4 @@
-"""What a command says: an answer for programs or for people, a word beside it, and an error in words.
+"""The output of a command: an answer for programs or for people, a word beside it, and an error in words.
 
     act(args) ──▶ Answer(data, lines, code) ──▶ stdout: lines, or --json: data        stderr: note, say
     an error  ──▶ explain_error ──▶ (text, exit code)

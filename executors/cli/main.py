@@ -44,12 +44,12 @@ exit codes (docs/reference/operations.md says what to do):
   2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
        (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
   3    another supervisor has taken over this run
-  4    ended before the last outer step, because somebody asked or the budget is used up; `diloco resume` goes on
+  4    ended before the last outer step, because you asked or the budget is used up; `diloco resume` goes on
   75   nothing moved for too long, or a platform or the bucket gave no answer; `diloco resume`, or the same command
        again, goes on
   130  interrupted, or the price was declined: nothing was started
 
-DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
+DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for all participants, seals a run's
 records: what others write into its bucket does not count (docs/internals/protocol.md).
 A run is a folder (runs/demo, file:///an/absolute/path), lies in a bucket (s3://bucket/prefix, gs://…, az://…,
 hf://buckets/namespace/bucket/prefix), or on Modal itself (modal://name/prefix).  docs/operations.md says how to look

@@ -1,4 +1,4 @@
-"""What every verb is made of: its parser, its act, its options.
+"""The parts of every verb: its parser, its act, its options.
 
     add_run_verb(verbs, "logs", "what a replica prints", _logs) ──▶ RUN, --json, args.act = _logs
     args.run    RUN: a run that is there        args.url    --run URL: where one is to be founded

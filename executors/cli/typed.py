@@ -1,4 +1,4 @@
-"""What a word must look like that is typed: a value, or the message that says what is wrong with it.
+"""The form of each typed word: its value, or the message that names the mistake.
 
     "1.7B" ──count──▶ 1_700_000_000     "90m" ──duration──▶ 5400.0     "0" ──positive──▶ ArgumentTypeError: in words
 

@@ -228,7 +228,7 @@ def quote_start(
 
 
 def spent_so_far(url: str) -> Costs:
-    """What the run at `url` has cost; nothing where none stands there."""
+    """Return the costs of the run at `url` so far; nothing where no run stands."""
     if open_store(url).get(layout.RUN) is None:
         return Costs()
     from diloco.runlog.reader import read_report

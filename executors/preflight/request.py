@@ -1,4 +1,4 @@
-"""What a person asks for when a run starts or goes on; made once, by the command line, and read by everybody else.
+"""The request of a person who starts or resumes a run: the command line makes it once, and all other parts read it.
 
     --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
     --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest
@@ -38,7 +38,7 @@ class PlaceWish:
 
 @dataclass(frozen=True)
 class BudgetWish:
-    """What the run may cost.   0: no limit."""
+    """The limits of a run's costs and time.   0: no limit."""
 
     max_usd: float | None = None
     max_hours: float | None = None
@@ -65,7 +65,7 @@ class FleetWish:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A start.   url: of the run, "" for none.   alert: None where nobody is to be alerted, "" for the environment's.
+    """A start.   url: of the run, "" for none.   alert: None for no alerts, "" for the environment's.
 
     origin: OLD[@STEP], the run to begin with.
     """

@@ -1,4 +1,4 @@
-"""What the core never imports: each is an extra with a page, tests and, where it needs one, a package of its own.
+"""Extras that the core never imports, each with a page, tests and, where it needs one, a package of its own.
 
 deletion/        Feature Deletion: make tasks, judge them in a sandbox      docs/feature-deletion.md
 openenv/         environments behind an OpenEnv or MCP server               docs/openenv.md

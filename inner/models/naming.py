@@ -1,4 +1,4 @@
-"""What inner.model names, by its spelling alone, and what is known of it, as plain data.
+"""The meaning of inner.model by its spelling alone, as plain data.
 
     toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_on_hub   a model on the Hub
     KnownModel  found before the start (known.py)       HubModel, HubError  of the Hub (hub_model.py)

@@ -84,7 +84,7 @@ class DJNormalizer:
         self.dropped: Counter[str] = Counter()  # of the last call: by operator and text
 
     def check(self) -> None:
-        """InnerError if data-juicer is not there. Before any money is spent."""
+        """Raise InnerError if data-juicer is not there, before any money is spent."""
         if self.python == sys.executable and importlib.util.find_spec("data_juicer") is None:
             raise InnerError(f"DJNormalizer needs data-juicer, which is not installed here: {INSTALL}")
 

@@ -82,7 +82,7 @@ def has_vllm() -> bool:
 
 
 def refuse_without_vllm() -> None:
-    """InnerError where vLLM is not installed."""
+    """Raise InnerError where vLLM is not installed."""
     if not has_vllm():
         raise InnerError(
             "the table [inner.vllm] asks for vLLM, which is not installed here. It needs other versions than the "

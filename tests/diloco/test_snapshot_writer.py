@@ -90,7 +90,7 @@ def test_what_was_read_and_stepped_cannot_be_read_again() -> None:
         next(pieces)
     live.release_fragment(0)
     arrays[0][:] = -1
-    with pytest.raises(Abandoned, match="was stepped"):
+    with pytest.raises(Abandoned, match="was stepped while this snapshot was written"):
         bytes(live)
 
 

@@ -265,7 +265,8 @@ def changed(**fields: Any) -> Callable[[bytes], bytes]:
     [
         (changed(wire=WIRE + 1), f"found a offer of version {WIRE + 1}"), (changed(kind="leave"), "found a leave"),
         (lambda body: body[:-20], "a damaged object"), (lambda body: b"\xff\xfe", "a damaged object"),
-        (changed(took=float("nan")), "NaN is not a number of JSON"), (changed(norm=float("inf")), "Infinity is not a"),
+        (changed(took=float("nan")), "NaN is not a number of JSON"),
+        (changed(norm=float("inf")), "Infinity is not a number of JSON"),
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_offer_do_not_block_their_slot(clock: ManualClock, change: Any, words: str) -> None:

@@ -1,1 +1,1 @@
-"""What torchft takes for a Manager: through the bucket, with `make_diloco` or bare, or through a lighthouse."""
+"""Objects that torchft takes for a Manager: through the bucket, with `make_diloco` or bare, or through a lighthouse."""

@@ -84,7 +84,7 @@ class StoreManager:
 
     @cached_property
     def _bare(self) -> "BareRounds":
-        """The rounds of a bare manager; under `make_diloco` nobody asks for them."""
+        """The rounds of a bare manager; `make_diloco` does not use them."""
         from diloco.outer.managers.bare import BareRounds
 
         rounds = BareRounds(self.session, *self._states)
@@ -123,7 +123,7 @@ class StoreManager:
             self._registered.append((key, load, save))
 
     def allow_state_dict_read(self) -> None:
-        """torchft's lock around its state server; there is none."""
+        """Do nothing: torchft's lock is around a state server, which a bucket does not need."""
 
     def disallow_state_dict_read(self) -> None:
         """The first hook after a commit: a bare manager's state is complete, so publish it (or heal, at first)."""

@@ -113,7 +113,7 @@ def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
 
 
 def _result(report: Report) -> dict[str, Any] | None:
-    """What the run has learned: held out where it was evaluated twice, else the curve of its replicas.
+    """The result of the run: held out where it was evaluated twice, else the curve of its replicas.
 
     error: the standard error of the last value, None where it is not known."""
     held = [one.headline[1] for one in report.evaluations]

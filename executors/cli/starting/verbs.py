@@ -81,7 +81,7 @@ def _add_wishes(parser: ArgumentParser) -> None:
 
 
 def request_of(args: Namespace, url: str) -> "StartRequest":
-    """What was typed, as everybody else reads it.   url: of the run, where it is now.   Raises UsageError."""
+    """Return the typed options as a request.   url: of the run, where it is now.   Raises UsageError."""
     from executors.platforms.places import Place
     from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
 

@@ -1,1 +1,1 @@
-"""What a run costs: its limit for a supervisor (limit.py), and its bills (bills.py)."""
+"""The costs of a run: its limit for a supervisor (limit.py), and its bills (bills.py)."""

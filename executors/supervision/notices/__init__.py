@@ -1,3 +1,3 @@
-"""What the supervisor says: remarks on a run, alerts to a person, curves to a tracker."""
+"""The supervisor's notices: remarks on a run, alerts to a person, curves to a tracker."""
 
 VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment: the address of a webhook

@@ -28,7 +28,7 @@ exec python3 -I -S /tests/judge.py --work /work --tests /tests --to /logs/verifi
 """
 SOLVE = """#!/bin/bash
 # {canary}
-cp -r /solution/files/. /work/
+cp -r /solution/files/. /work
 """
 TOML = """# {canary}
 version = "1.0"
