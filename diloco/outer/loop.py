@@ -175,6 +175,10 @@ class OuterLoop:
         """Outer steps taken."""
         return self.manager.current_step()
 
+    def position(self) -> int:
+        """Inner steps of one replica by the run's count: those of committed rounds, and those of this one."""
+        return self.committed() * self.interval + self.diloco._local_step
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Work beside the inner steps, an evaluation say: its seconds count neither for the pace nor `sync_seconds`,

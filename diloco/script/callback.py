@@ -10,15 +10,18 @@
 Without a run, neither given nor in DILOCO_RUN, the script trains as if the callback were not there, and says so once.
 max_steps counts one replica's steps, as with accelerate; epochs are the fleet's, so each replica makes its share.
 
-Not promised: anything about callbacks that step the optimizer themselves; several devices (one replica is one device).
+Not promised: anything about callbacks that step the optimizer themselves; several devices (one replica is one device);
+that an evaluation inside the training is left out of the replica's pace.
 """
 
 import atexit
 import os
 import random
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +32,12 @@ from diloco.outer.loop import TAKEN, OuterLoop
 from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
+from diloco.process.output import asking_signals
 from diloco.run.config import OuterError
-from diloco.script.rows import give_share
+from diloco.script.rows import give_share, refuse_small_share
 from inner.data.order import Share
 from rendezvous.errors import Leaving
-from rendezvous.layout import slot_index
+from rendezvous.layout import is_slot, slot_index
 
 RUN, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {RUN}, so this script trains alone"
@@ -49,21 +53,31 @@ class DiLoCoCallback(TrainerCallback):
     def __init__(
         self, run: str | None = None, slot: str | None = None, replicas: int | None = None, **outer: Any
     ) -> None:
-        given = os.environ.get(REPLICAS, "")
         self.run = run or os.environ.get(RUN, "")
         self.slot = slot or os.environ.get(SLOT, "r00")
-        self.replicas = replicas or (int(given) if given.isdecimal() else 1)
+        self.replicas = replicas or replicas_of(os.environ.get(REPLICAS, "1"))
         self.outer = outer
         self.manager: StoreManager | None = None
         self.loop: OuterLoop | None = None
         self._asked_to_go = False
 
+        self._handlers: dict[int, Any] = {}
+        if not is_slot(self.slot):
+            raise OuterError(f'slot = {self.slot!r} (or {SLOT}) is not the name of a slot. Use "r00", "r01", …')
+
     # ---------------------------------------------------------------- the trainer's events
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before a tracker begins a run of its own."""
+        if self.run and slot_index(self.slot):
+            speak_for_one(args, sys._getframe(1).f_locals.get("self"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
-        refuse_fights(args, state)
+        handler = sys._getframe(1).f_locals.get("self")  # a callback is not given its trainer, nor the other callbacks
+        refuse_fights(args, state, [type(one) for one in getattr(handler, "callbacks", [])])
+        refuse_small_share(trainer["train_dataloader"], self.replicas)
         outer = outer_config(self.outer)
         interval = outer.sync_every // outer.fragments
         steps = rounds_of(total_steps(args, state.max_steps, self.replicas), interval)
@@ -74,15 +88,16 @@ class DiLoCoCallback(TrainerCallback):
         self.loop = loop.__enter__()
         atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
+        self._listen()
         if slot_index(self.slot):
-            speak_for_one(args, sys._getframe(1).f_locals.get("self"))
+            speak_for_one(args, handler)
         self._begin_at(args, state, plan / state.max_steps, **trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
             return
         ended = state.global_step >= state.max_steps  # by the trainer's own count
-        state.global_step = position(self.loop)
+        state.global_step = self.loop.position()
         if self._asked_to_go or self.manager.done:
             control.should_training_stop = True
         elif ended and state.global_step < state.max_steps:  # a round was lost, and is made again
@@ -99,6 +114,8 @@ class DiLoCoCallback(TrainerCallback):
             return
         loop, self.loop = self.loop, None
         atexit.unregister(self._leave_after_error)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         early = self._asked_to_go and not self.manager.done
         loop.__exit__(Leaving if early else None, None, None)
         if early:
@@ -111,7 +128,7 @@ class DiLoCoCallback(TrainerCallback):
         """Put the trainer where the run is: its step, its rows, its noise, its learning rate."""
         loop = self.loop
         assert loop is not None
-        done = state.global_step = position(loop)
+        done = state.global_step = loop.position()
         share = Share(args.data_seed or args.seed, slot_index(self.slot) % self.replicas, self.replicas)
         if not give_share(trainer["train_dataloader"], share, done, args.gradient_accumulation_steps):
             warnings.warn(
@@ -121,7 +138,7 @@ class DiLoCoCallback(TrainerCallback):
             )
         if share.index or done:
             seed_all(hash((args.seed, share.index, done)) % 2**32)
-        follow_run(trainer["lr_scheduler"], lambda: position(loop), scale)
+        follow_run(trainer["lr_scheduler"], loop.position, scale)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
         """A replica that is asked to go learns it inside optimizer.step; its trainer then stops by itself."""
@@ -134,6 +151,15 @@ class DiLoCoCallback(TrainerCallback):
                 self._asked_to_go = True
 
         optimizer.step = step  # type: ignore[method-assign]
+
+    def _listen(self) -> None:
+        """Leave with the work of this round when a platform asks the process to end; a handler of the script stays."""
+        if threading.current_thread() is not threading.main_thread() or self.manager is None:
+            return
+        manager = self.manager
+        for number in asking_signals():
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave())
 
     def _leave_after_error(self) -> None:
         """The trainer raised, so on_train_end never came: say it in the run's log."""
@@ -149,9 +175,17 @@ class DiLoCoCallback(TrainerCallback):
 # -------------------------------------------------------------------- what would fight with the run
 
 
-def refuse_fights(args: Any, state: Any) -> None:
+def replicas_of(text: str) -> int:
+    """text: of the environment."""
+    if not text.isdecimal() or int(text) < 1:
+        raise OuterError(f"{REPLICAS} = {text!r} is not a number of replicas. Set it to 4, say")
+    return int(text)
+
+
+def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
     """Raise OuterError for settings of a trainer that would overwrite θ, or step it otherwise."""
     reasons = {
+        "it has two DiLoCoCallbacks, and each would average. Leave one out": callbacks.count(DiLoCoCallback) > 1,
         "fp16 = True scales gradients and skips steps, so replicas would count differently. Use bf16 = True": args.fp16,
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
@@ -194,11 +228,6 @@ def speak_for_one(args: Any, handler: Any) -> None:
 
 
 # -------------------------------------------------------------------- where the run is
-
-
-def position(loop: OuterLoop) -> int:
-    """Inner steps that one replica has behind it, by the run's count."""
-    return loop.committed() * loop.interval + loop.diloco._local_step
 
 
 def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:

@@ -11,6 +11,7 @@ length.
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import count, islice
 from typing import Any
 
@@ -29,22 +30,12 @@ class ShareSampler(Sampler[int]):
         self._length = len(inner)
         rows = len(inner.data_source)
         size = share.size(rows)
-        if rows < share.of:
-            raise OuterError(
-                f"the dataset has {rows} rows for {share.of} replicas, so some would have none. Use fewer replicas, or "
-                "more rows"
-            )
         mixes = not isinstance(inner, SequentialSampler) and getattr(inner, "shuffle", True)
         self._row: Callable[[int], int] = (
             prompt_order(rows, share) if mixes else lambda at: (at * share.of + share.index) % rows
         )
         self._size = size
         _narrow(inner, size)
-        if not len(inner):
-            raise OuterError(
-                f"a replica's share of {size} rows does not fill one batch of the trainer. Use fewer replicas, smaller "
-                "batches, or more rows"
-            )
         self._stream = islice(self._all(share.seed), start, None)
 
     def __len__(self) -> int:
@@ -76,6 +67,24 @@ def _narrow(sampler: Any, size: int) -> None:
     sampler.data_source = range(size)
     if hasattr(sampler, "mini_repeat_count"):  # TRL's RepeatSampler keeps its own count
         sampler.num_samples = size
+
+
+def refuse_small_share(loader: Any, of: int) -> None:
+    """Raise OuterError, before a run is founded, for a share that would have no row, or would fill no batch."""
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if of == 1 or not hasattr(inner, "data_source"):
+        return
+    rows = len(inner.data_source)
+    if rows < of:
+        raise OuterError(
+            f"the dataset has {rows} rows for {of} replicas, so some would have none. Use fewer replicas, or more rows"
+        )
+    _narrow(part := copy(inner), size := Share(0, 0, of).size(rows))
+    if not len(part):
+        raise OuterError(
+            f"a replica's share of {size} rows does not fill one batch of the trainer. Use fewer replicas, smaller "
+            "batches, or more rows"
+        )
 
 
 def give_share(loader: Any, share: Share, steps: int, accumulation: int) -> bool:

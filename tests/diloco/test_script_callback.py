@@ -6,8 +6,11 @@ The scripts are a person's own; nothing of this project but the callback is in t
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,15 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import RepeatSampler
 
 from diloco import DiLoCoCallback, OuterError
+from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
 from diloco.script.callback import ALONE, follow_run, generation_steps, rounds_of, total_steps
-from diloco.script.rows import ShareSampler, give_share
+from diloco.script.rows import ShareSampler, give_share, refuse_small_share
 from inner.data.order import Share
 from rendezvous.stores.open import open_store
 from tests.support.tiny_models import tiny_model_folder
@@ -121,6 +125,60 @@ def test_three_replicas_of_a_script_one_killed_hold_the_same_weights(kind: str, 
     assert report.head == 6 and report.done
 
 
+# -------------------------------------------------------------------- leaving, and speaking for one
+
+
+class At(TrainerCallback):
+    """Does something at a step."""
+
+    def __init__(self, step: int, what: Callable[[], object]) -> None:
+        self.step, self.what = step, what
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.what()
+
+
+def test_a_process_that_is_asked_to_end_leaves_with_its_work(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    end = At(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+    trainer = trainer_of("sft", tmp_path, [callback, end])
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == exitcodes.LEFT and signal.getsignal(signal.SIGTERM) is before
+    store = open_store(f"file://{tmp_path}/run")
+    assert [x.end for x in read_report(store).sessions] == ["left"] and store.list("steps/0000000000/offer/")
+    again = trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)])
+    again.train()
+    report = read_report(store)
+    assert report.done and report.head == 2 and again.state.global_step == 8
+    assert [len(x.commits) for x in report.sessions] == [1, 1], "a step of the one that left, one of the next"
+
+
+def test_a_script_that_raises_is_told_when_its_process_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.diloco.test_script_callback import At, trainer_of\n"
+        "from diloco import DiLoCoCallback\n"
+        f"trainer_of('sft', Path({str(tmp_path)!r}), [DiLoCoCallback('file://{tmp_path}/run', sync_every=4), "
+        "At(5, lambda: 1 / 0)]).train()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    (crash,) = read_report(open_store(f"file://{tmp_path}/run")).of_kind("crashed")
+    assert crash["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
+    begun: list[str] = []
+    tracker = type("Tracker", (TrainerCallback,), {"on_train_begin": lambda *_, **__: begun.append("run")})
+    tracker.__module__ = "transformers.integrations.integration_utils"
+    for slot in ("r01", "r00"):
+        callback = DiLoCoCallback(f"file://{tmp_path}/{slot}", slot=slot, sync_every=4, replicas=2)
+        trainer = trainer_of("sft", tmp_path, [tracker(), callback], max_steps=8)
+        assert any(type(one) is tracker for one in trainer.callback_handler.callbacks) == (slot == "r00")
+
+
 # -------------------------------------------------------------------- rows
 
 
@@ -165,9 +223,13 @@ def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
 
 def test_a_share_that_fills_no_batch_is_refused() -> None:
     with pytest.raises(OuterError, match="2 rows for 3 replicas"):
-        ShareSampler(RandomSampler(range(2)), Share(0, 0, 3), 0)
+        refuse_small_share(loader_of(RandomSampler(range(2)), 1), 3)
+    sampler = RepeatSampler(range(10), 2, batch_size=8)
     with pytest.raises(OuterError, match="share of 5 rows does not fill one batch"):
-        ShareSampler(RepeatSampler(range(10), 2, batch_size=8), Share(0, 0, 2), 0)
+        refuse_small_share(loader_of(sampler, 8), 2)
+    assert len(sampler.data_source) == 10, "it only looks"
+    refuse_small_share(loader_of(sampler, 8), 1)
+    refuse_small_share(object(), 9)  # a stream
 
 
 # -------------------------------------------------------------------- steps, rates, refusals
@@ -201,6 +263,19 @@ def test_the_rate_is_a_function_of_the_runs_step() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7)
+
+
+def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OuterError, match=r'slot = \'0\' .*Use "r00"'):
+        DiLoCoCallback("runs/x", slot="0")
+    monkeypatch.setenv("DILOCO_REPLICAS", "three")
+    with pytest.raises(OuterError, match="DILOCO_REPLICAS = 'three' is not a number of replicas"):
+        DiLoCoCallback("runs/x")
+    monkeypatch.delenv("DILOCO_REPLICAS")
+    two = [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4) for _ in range(2)]
+    with pytest.raises(OuterError, match="it has two DiLoCoCallbacks"):
+        trainer_of("sft", tmp_path, two).train()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
