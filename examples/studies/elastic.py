@@ -20,16 +20,14 @@ Not promised: seconds of boots, wires and stores; a round is a round.
 
 import argparse
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from fleet import Turn, flat, scripted_steps, with_nesterov
 from replicas import by_seed, curve_of
-from trials import Curve, Row, Trial, area, at_step, paired, read_rows, run_missing
+from trials import Curve, Row, Trial, at_step, compared, read_rows, run_missing
 from tuned import Setting, choose, rules, tunings
 from worlds import WORLDS, World
 
@@ -141,10 +139,7 @@ def table(world: World, rows: list[Row]) -> str:
     shown["slow-waits"] = [slowed(curve) for curve in equal]
     for arm, curves in shown.items():
         if len(curves) == len(equal) > 1:
-            cells = [_against(world, curves, equal, of) for of in (area, end)]
-            lines.append(
-                f"| {arm} | {fmean(map(area, curves)):.3f} | {fmean(map(end, curves)):.3f} | {' | '.join(cells)} |"
-            )
+            lines.append(f"| {' | '.join([arm, *compared(curves, equal, world.upwards)])} |")
     return "\n".join(lines)
 
 
@@ -152,15 +147,6 @@ def slowed(curve: Curve) -> Curve:
     """The same at half its pace, for as long."""
     last = curve[-1][0]
     return [(2 * step, value) for step, value in curve if 2 * step < last] + [(last, at_step(curve, last / 2))]
-
-
-def end(curve: Curve) -> float:
-    return curve[-1][1]
-
-
-def _against(world: World, curves: list[Curve], equal: list[Curve], of: Callable[[Curve], float]) -> str:
-    values = [[of(curve) for curve in some] for some in (curves, equal)]
-    return str(paired(*(values if world.upwards else values[::-1])))
 
 
 def arguments() -> argparse.Namespace:

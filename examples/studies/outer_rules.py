@@ -25,13 +25,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from fleet import Outer, Turn, flat, put, scripted_steps, with_nesterov
 from replicas import by_seed
 from torch import Tensor
-from trials import Curve, Row, Trial, area, paired, run_missing
+from trials import Curve, Row, Trial, compared, run_missing
 from worlds import WORLDS, World
 
 from diloco.outer.optimizer import nesterov
@@ -180,15 +179,11 @@ def following(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
 def table(world: World, rows: list[Row]) -> str:
     """Differences are paired over seeds, positive where the arm is better than `plain`."""
     lines = ["| arm | mean over the run | at the end | − plain, mean | − plain, end |", "|---|---|---|---|---|"]
-    ends: list[Callable[[Curve], float]] = [area, lambda curve: curve[-1][1]]
     against = [row["curve"] for row in by_seed(rows, "plain")]
     for arm in ARMS:
         curves = [row["curve"] for row in by_seed(rows, arm)]
         if len(curves) == len(against) > 1:
-            means = [f"{fmean(map(of, curves)):.3f}" for of in ends]
-            pairs = [[list(map(of, some)) for some in (curves, against)] for of in ends]
-            cells = [str(paired(*(both if world.upwards else both[::-1]))) for both in pairs]
-            lines.append(f"| {' | '.join([arm, *means, *cells])} |")
+            lines.append(f"| {' | '.join([arm, *compared(curves, against, world.upwards)])} |")
     return "\n".join(lines)
 
 

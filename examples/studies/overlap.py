@@ -23,15 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
 from fleet import put
 from replicas import by_seed
 from torch import Tensor
-from trials import Curve, Row, Trial, area, paired, run_missing
+from trials import Curve, Row, Trial, compared, run_missing
 from worlds import WORLDS, World
 
 from diloco import OuterConfig, StoreManager, make_diloco
@@ -209,15 +207,12 @@ def table(world: World, rows: list[Row]) -> str:
     """Differences are paired over seeds, positive where the arm is better than `waits-6`; all at equal time."""
     lines = ["| arm | inner steps | mean over the time | at the end | − waits-6, mean | − waits-6, end |"]
     lines += ["|---|---|---|---|---|---|"]
-    ends: list[Callable[[Any], float]] = [area, lambda curve: curve[-1][1]]
     against = [row["curve"] for row in by_seed(rows, "waits-6")]
     for name, arm in ARMS.items():
         curves = [row["curve"] for row in by_seed(rows, name)]
         if len(curves) == len(against) > 1:
-            means = [f"{fmean(map(of, curves)):.3f}" for of in ends]
-            pairs = [[list(map(of, some)) for some in (curves, against)] for of in ends]
-            cells = [str(paired(*(both if world.upwards else both[::-1]))) for both in pairs]
-            lines.append(f"| {' | '.join([name, str(arm.steps), *means, *cells])} |")
+            cells = compared(curves, against, world.upwards)
+            lines.append(f"| {' | '.join([name, str(arm.steps), *cells])} |")
     return "\n".join(lines)
 
 

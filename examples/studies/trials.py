@@ -117,3 +117,17 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     error = (sum((d - mean) ** 2 for d in differences) / (count - 1) / count) ** 0.5
     one, two = STUDENT[count - 1]
     return Paired(mean, mean - one * error, mean + one * error, two * error)
+
+
+def compared(curves: Sequence[Curve], against: Sequence[Curve], upwards: bool) -> list[str]:
+    """Four cells of a table: the means over the run and at the end, and both as paired differences, positive where
+    `curves` are better.   upwards: is a larger value better?"""
+    values = [[[of(curve) for curve in some] for some in (curves, against)] for of in (area, end)]
+    return [
+        *(f"{fmean(own):.3f}" for own, _ in values),
+        *(str(paired(*(both if upwards else both[::-1]))) for both in values),
+    ]
+
+
+def end(curve: Sequence[Sequence[float]]) -> float:
+    return curve[-1][1]
