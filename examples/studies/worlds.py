@@ -7,7 +7,7 @@
                  (pip install reasoning-gym==0.1.25)
 
 The first two models are built in code (0.1 M parameters) and have seen neither task: a trial takes seconds of one core.
-With the pretrained one (`make smollm2`) it takes twelve minutes.
+With the pretrained one (`make smollm2`) it takes eighteen minutes.
 
 Not promised: anything about other language models; docs/studies says what these can show.
 """
