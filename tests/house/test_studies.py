@@ -302,7 +302,7 @@ def test_the_page_of_unequal_machines_has_the_table_at_the_default_rate() -> Non
     assert elastic.table(WORLDS["toolworld"], rows) in (ROWS.parent / "elastic.md").read_text()
 
 
-@pytest.mark.parametrize("world", ["text"])
+@pytest.mark.parametrize("world", ["text", "toolworld"])
 def test_the_page_of_a_slow_link_has_the_table_of_its_rows(world: str) -> None:
     rows = read_rows(ROWS / f"overlap-{world}.jsonl")
     assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in overlap.ARMS for s in overlap.SEEDS}
