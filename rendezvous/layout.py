@@ -38,6 +38,7 @@ import re
 
 SEAL = "seal.json"
 RUN = "run.json"
+SCRIPT = "script.json"  # a launched script's outer settings and parameters
 MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
@@ -48,14 +49,14 @@ WEIGHTS = "weights/"  # for inference engines; no replica reads them
 PAGE = "page/"  # a view of the run; it may be overwritten and deleted at any time
 PAGE_INDEX = "page/index.html"
 TOP = (  # names of the files and folders that a run's folder may contain
-    SEAL, RUN, "code", "model", "replicas", "alive", "steps", "snapshots", "leave", "residuals", "control", "weights",
-    AGAIN, "page", "log",
+    SEAL, RUN, SCRIPT, "code", "model", "replicas", "alive", "steps", "snapshots", "leave", "residuals", "control",
+    "weights", AGAIN, "page", "log",
 )  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
 _WORD = re.compile("[A-Za-z0-9_]+")
-_SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
+_SINGLE = {SEAL: "seal", RUN: "run", SCRIPT: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20
 # the most bytes of a record, by kind; a longer one is neither read to its end nor parsed
 MOST_BYTES = {

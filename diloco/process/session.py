@@ -252,6 +252,22 @@ class Session:
             os._exit(exitcodes.LEFT)
 
 
+LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
+
+
+def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
+    """Return the session that `diloco launch` claimed for this process; None for a script that was started by hand.
+
+    steps: outer steps that the script asks for, which hold where the operator has asked for none.
+    """
+    session = LAUNCHED.get(url)
+    if session is None or session.rv.slot != slot:
+        return None
+    if steps is not None and not read_control(session.rv.store).steps:
+        write_control(session.rv.store, session.clock, steps=steps)
+    return session
+
+
 def ensure_slot(
     store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
 ) -> None:

@@ -103,7 +103,8 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     for number in asking_signals():
         signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
     try:
-        return _train_session(replace(run, store=session.rv.store), session)  # that one is patient
+        train = _train_session if run.config.script is None else _run_script
+        return train(replace(run, store=session.rv.store), session)  # that one is patient
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
@@ -167,6 +168,15 @@ def _train_session(run: Run, session: Session) -> int:
         session.rv.members.status.note = ""
         stay()
         return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
+
+
+def _run_script(run: Run, session: Session) -> int:
+    from diloco.script.process import run_script
+
+    stay = lambda: _leave_now(session)  # noqa: E731
+    stay()
+    with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
+        return run_script(run, session, scratch)
 
 
 def _fetch_inputs(

@@ -219,6 +219,11 @@ class RunConfig:
     gathered: Mapping[str, Path] = field(default_factory=dict, compare=False)
     overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    @property
+    def script(self) -> Any:
+        """The user's own script in the place of [inner] (diloco/run/script.py); None for a run.toml."""
+        return None
+
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))

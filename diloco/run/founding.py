@@ -14,7 +14,8 @@ from math import prod
 from typing import Any
 
 from diloco.run.config import AUTO, ConfigError, FleetConfig, RunConfig
-from diloco.run.record import Parent, Run, RunRecord, decode_run
+from diloco.run.record import Parent, Run, RunRecord, decode_run, with_script
+from diloco.run.script import Script
 from diloco.run.superseded import is_superseded
 from inner.settings.flat_names import EVAL
 from rendezvous import layout
@@ -71,8 +72,8 @@ def open_run(
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     if parent is not None and parent != stands.parent:
         raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
-    set_desired(store, clock, fleet)
-    return Run(url, raw, stands, resumed=not won)
+    set_desired(store, clock, fleet, counts_steps=config.script is None or steps is not None)
+    return Run(url, raw, with_script(stands, store), resumed=not won)
 
 
 def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, str]:
@@ -82,17 +83,20 @@ def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, st
 
 
 def _found_run(
-    store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
+    store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]], key: str = layout.RUN
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it stands; -> whether we were first, the record that stands, and ours to compare with it.
+
+    key: script.json's, where the run was launched with a script.
 
     codec = "auto" takes the codec that stands there; only a caller that finds no run chooses.
     """
     auto = mine.codec == AUTO
-    if store.get(layout.RUN) is None:
-        refuse_nested(store.url)
+    if store.get(key) is None:
+        if key == layout.RUN:
+            refuse_nested(store.url)
         mine = mine.with_codec(*choose()) if auto else mine
-    won, value = put_once(store, clock, layout.RUN, mine.encode())
+    won, value = put_once(store, clock, key, mine.encode())
     stands = RunRecord.decode(value)
     return won, stands, mine.with_codec(stands.codec) if auto else mine
 
@@ -153,11 +157,13 @@ def agree_on_run(
     mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
     mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, new_nonce(), clock.wall())
     choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
-    if store.get(layout.RUN) is None:  # claims and control records come before run.json here
+    if (body := store.get(layout.RUN)) is None:  # claims and control records come before run.json here
         _refuse_headless(store, _TRAINED)
-    _, stands, mine = _found_run(store, clock, mine, choose)
+    launched = decode_run(store.url, body) if body is not None else None
+    is_script = launched is not None and Script.of(launched.config) is not None
+    _, stands, mine = _found_run(store, clock, mine, choose, layout.SCRIPT if is_script else layout.RUN)
     refuse_another(store.url, stands, mine)
-    return stands
+    return with_script(launched, store) if launched is not None and is_script else stands
 
 
 def solo_warning(desired: Wanted) -> str:
@@ -197,10 +203,11 @@ def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
             raise lost_record(run.url, key, head)
 
 
-def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
+def set_desired(store: Store, clock: Clock, fleet: FleetConfig, *, counts_steps: bool = True) -> Wanted:
     """Write a control record with the operator's desired fleet, unless it stands and the run was not stopped."""
     stands = read_control(store)
-    asked = {"replicas": fleet.replicas, "steps": fleet.steps, "min_replicas": fleet.quorum}
+    asked = {"replicas": fleet.replicas, "min_replicas": fleet.quorum}
+    asked |= {"steps": fleet.steps} if counts_steps else {}  # else the script says how many
     news = {k: v for k, v in asked.items() if getattr(stands, k) != v or stands.records == 0}
     if not news and not stands.stop and not stands.drains:
         return stands

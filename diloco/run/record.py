@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from diloco.run.config import ConfigError, FleetConfig, RunConfig, without_settings
+from diloco.run.script import Script, ScriptConfig
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
@@ -180,6 +181,8 @@ class Run:
 
     def _stored_config(self) -> RunConfig:
         raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the settings have them
+        if (script := Script.of(raw)) is not None:
+            return ScriptConfig.stored(raw, script)
         if "inner" not in raw:
             raise ConfigError(
                 f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
@@ -219,7 +222,17 @@ def timing_for(store: Store, fleet: FleetConfig) -> Timing:
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
     answers, store = _open_stores(url)
-    return Run(url, store, decode_run(url, answers.get(layout.RUN) or b""))
+    return Run(url, store, with_script(decode_run(url, answers.get(layout.RUN) or b""), answers))
+
+
+def with_script(record: RunRecord, answers: Readable) -> RunRecord:
+    """Return run.json with the outer settings of a launched script, once a replica has written them."""
+    if Script.of(record.config) is None or (body := answers.get(layout.SCRIPT)) is None:
+        return record
+    agreed = RunRecord.decode(body)
+    config = {**record.config, "outer": agreed.config["outer"]}
+    mathematics = {**record.mathematics, **agreed.mathematics}
+    return replace(record, config=config, mathematics=mathematics, why_codec=agreed.why_codec)
 
 
 def decode_run(url: str, body: bytes) -> RunRecord:

@@ -11,7 +11,7 @@ Not promised: that nothing moved between these answers and the look that reads t
 
 from dataclasses import dataclass, field
 
-from diloco.run.record import OPENING, Run, decode_run, open_under_seal
+from diloco.run.record import OPENING, Run, decode_run, open_under_seal, with_script
 from diloco.run.superseded import leads_on, url_below
 from diloco.runlog.look import likely_keys
 from diloco.runlog.scope import Scope
@@ -42,7 +42,7 @@ def open_view(url: str, scope: Scope) -> View:
     if leads_on(bare, asked):
         return open_view(url_below(url), scope)
     records, store = open_under_seal(url, bare, asked)
-    run = Run(url, store, decode_run(url, records.get(layout.RUN) or b""))
+    run = Run(url, store, with_script(decode_run(url, records.get(layout.RUN) or b""), records))
     cache = cache_of(run.store, run.record.nonce)
     if guess is not None and cache is not None and guess.folder == cache.folder:
         cache = guess  # its files have been read

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
 from diloco.process.journal import Log, read_log
-from diloco.run.record import RunRecord
+from diloco.run.record import RunRecord, with_script
 from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
 from diloco.runlog.ends import joined_words, observed_words, own_words, restarted_by
 from diloco.runlog.learning import learning_numbers, reckonable
@@ -363,7 +363,7 @@ class Reader:
         if body is None:
             return {}
         try:
-            record = RunRecord.decode(body)
+            record = with_script(RunRecord.decode(body), self._store)
             return {**record.config, "parent": str(record.parent)} if record.parent.url else record.config
         except WireError as error:
             self._damage = str(error)

@@ -33,14 +33,16 @@ from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
 from diloco.process.output import asking_signals
+from diloco.process.session import LAUNCHED
 from diloco.run.config import OuterError
+from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rows import give_share, refuse_small_share
 from inner.data.order import Share
+from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
 from rendezvous.layout import is_slot, slot_index
 
-RUN, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"
-ALONE = f"DiLoCoCallback: no run is named, neither here nor in {RUN}, so this script trains alone"
+ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
@@ -53,7 +55,7 @@ class DiLoCoCallback(TrainerCallback):
     def __init__(
         self, run: str | None = None, slot: str | None = None, replicas: int | None = None, **outer: Any
     ) -> None:
-        self.run = run or os.environ.get(RUN, "")
+        self.run = run or os.environ.get(URL, "")
         self.slot = slot or os.environ.get(SLOT, "r00")
         self.replicas = replicas or replicas_of(os.environ.get(REPLICAS, "1"))
         self.outer = outer
@@ -81,12 +83,14 @@ class DiLoCoCallback(TrainerCallback):
         outer = outer_config(self.outer)
         interval = outer.sync_every // outer.fragments
         steps = rounds_of(total_steps(args, state.max_steps, self.replicas), interval)
-        plan, state.max_steps = state.max_steps, steps * interval
         self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
+        steps = read_control(self.manager.session.rv.store).steps or steps  # the operator's number wins
+        plan, state.max_steps = state.max_steps, steps * interval
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
         loop = make_diloco(trainer["model"], optimizer, self.manager, outer, boundary=generation_steps(args))
         self.loop = loop.__enter__()
-        atexit.register(self._leave_after_error)
+        if self.run not in LAUNCHED:  # there, the replica's process tells its end
+            atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
         self._listen()
         if slot_index(self.slot):
@@ -159,7 +163,7 @@ class DiLoCoCallback(TrainerCallback):
         manager = self.manager
         for number in asking_signals():
             if signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave())
+                self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave("got a signal to end"))
 
     def _leave_after_error(self) -> None:
         """The trainer raised, so on_train_end never came: say it in the run's log."""

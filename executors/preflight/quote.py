@@ -127,6 +127,12 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
         return tuple(places)
     from executors.preflight.task_packages import task_requirements, with_requirements
 
+    if config.script is not None:
+        needed = list(config.script.packages)
+        return tuple(
+            replace(p, options={**p.options, **with_requirements(p, needed)}) if p.executor in FAR else p
+            for p in places
+        )
     vllm = {"vllm": True} if config.inner.vllm is not None else {}
     scorers = task_requirements(config)
     found = [

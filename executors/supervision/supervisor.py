@@ -129,7 +129,7 @@ class Supervisor:
         self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
         self.grace_s = 0.0  # seconds that replicas may take to leave
-        self._published = False
+        self._published = self.run.config.script is not None  # a script brings its own model
         self._leaving = ""  # why we end before the run is done
         self._killing = False
         self._verdict: Outcome | None = None

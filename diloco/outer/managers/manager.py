@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from diloco.outer.rounds import StoreRounds, Work
-from diloco.process.session import Session, ensure_slot
+from diloco.process.session import Session, ensure_slot, launched_session
 from diloco.run.config import FleetConfig, keep_bytes
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
@@ -72,6 +72,8 @@ class StoreManager:
     ) -> None:
         most = keep_bytes(keep)
         founds = not isinstance(run, Session)
+        if isinstance(run, str) and (held := launched_session(run, slot, steps)) is not None:
+            run = held
         if not isinstance(run, Session):
             clock = clock or SystemClock()
             store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
@@ -180,8 +182,8 @@ class StoreManager:
 
     # ---------------------------------------------------------------- what others ask
 
-    def ask_to_leave(self) -> None:
-        self.session.rv.ask_to_leave()
+    def ask_to_leave(self, why: str = "asked to leave") -> None:
+        self.session.ask_to_leave(why)
 
     @property
     def store(self) -> Store:

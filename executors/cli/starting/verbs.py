@@ -8,7 +8,7 @@ Not promised: that a platform has a machine free; the price is the platform's ow
 
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -43,13 +43,20 @@ def add_verbs(verbs: Any) -> None:
         add_config(parser)
         value(parser, "--run", "URL", "where the run lies: runs/mine, s3://…", dest="url", required=parser is train)
         flag(parser, "--no-preflight", help="do not look for mistakes first")
+    launch = add_verb(verbs, "launch", "start a script of your own as a run: replicas of `python train.py`", _launch)
+    value(launch, "--run", "URL", "where the run lies: s3://… (default: runs/NAME of this folder)", dest="url")
+    again(launch, "--file", metavar="PATH", dest="files", help="a file or folder that the script reads, to be sent")
+    flag(launch, "--no-preflight", help="do not ask whether the script joins a run")
     resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
-    for parser in (train, plan, resume):
+    for parser in (train, plan, launch, resume):
         _add_wishes(parser)
+    flag(launch, "-m", dest="is_module", help="SCRIPT is a module, as for python -m")
+    launch.add_argument("script", metavar="SCRIPT", help="a Python file whose trainer has DiLoCoCallback()")
+    launch.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="of the script")
     flag(train, "--again", help="found a run anew in which nothing was trained yet")
     value(train, "--from", "OLD[@STEP]", "begin with another run's weights after STEP outer steps", dest="origin")
     flag(train, "--momentum", help="with --from: its outer momentum, too")
-    for parser in (train, resume):
+    for parser in (train, launch, resume):
         flag(parser, "--detach", help="return once a supervisor elsewhere watches it")
         flag(parser, "--yes", "-y", help="do not ask whether the price is right")
         told = "a webhook that hears of troubles (or DILOCO_ALERT in the environment)"
@@ -133,6 +140,37 @@ def _train(args: Namespace) -> Answer:
         quote.write_quote(run.store, clock, offer)
     if run.record.why_codec:
         say(f"codec {run.record.codec}: {run.record.why_codec}")
+    return _supervise(run, asked, read_control(run.store))
+
+
+def _launch(args: Namespace) -> Answer:
+    from diloco.run.config import FleetConfig
+    from diloco.run.founding import open_run
+    from executors.preflight import quote
+    from executors.preflight.script import read_script
+    from rendezvous.agreement.membership import read_control
+    from rendezvous.stores.open import open_store
+
+    clock = SystemClock()
+    stem = args.script.rpartition(".")[2] if args.is_module else Path(args.script).stem
+    asked = request_of(args, present_url(run_url.shareable_url(args.url or f"runs/{stem}")))
+    fleet = FleetConfig(**{k: v for k, v in vars(asked.fleet).items() if v})
+    found = read_script(
+        args.script, args.arguments, is_module=args.is_module, more=args.files or (), fleet=fleet,
+        checked=not args.no_preflight,
+    )  # fmt: skip
+    for note in found.notes:
+        say(note)
+    offer = quote.quote_start(asked, found.config, fleet.replicas)
+    over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
+    if not over and not is_agreed(offer, asked.yes):
+        return Answer(code=DECLINED)
+    run_url.make_folder(asked.url)
+    run = open_run(found.config, asked.url, clock, **vars(asked.fleet))
+    if over:
+        say(over)
+    else:
+        quote.write_quote(run.store, clock, offer)
     return _supervise(run, asked, read_control(run.store))
 
 

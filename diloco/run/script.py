@@ -1,0 +1,81 @@
+"""The user's own script as a run's inner loop: `diloco launch train.py`, in the place of [inner] of a run.toml.
+
+    diloco launch     run.json       files, arguments, the desired fleet; its outer settings are not known yet
+    the first replica whose script meets DiLoCoCallback or make_diloco
+                      script.json    outer settings and layout of the parameters; the others compare theirs
+
+Readers take both as one record, so H, codec and the rest are where they are in every other run.
+
+Not promised: that two sessions of a script do the same; its arguments and files are the same bytes for all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from diloco.run.config import FleetConfig, OuterConfig, RunConfig
+
+FILES = "script/"  # before a file's path, as run.json names it
+URL, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"  # of the process that runs a script
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a replica runs.   path: of the script in its folder, or of the module that `python -m` names.
+
+    packages: requirements of the script that a rented machine installs (PEP 723, requirements.txt).
+    """
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    packages: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Script | None":
+        """Return the script of run.json's config; None for a run that `diloco train` founded."""
+        raw = config.get("script")
+        if not isinstance(raw, Mapping):
+            return None
+        lists = {name: tuple(raw.get(name, ())) for name in ("arguments", "packages")}
+        return cls(str(raw["path"]), is_module=bool(raw.get("is_module")), **lists)
+
+    def __str__(self) -> str:
+        return " ".join([f"-m {self.path}" if self.is_module else self.path, *self.arguments])
+
+
+@dataclass(frozen=True)
+class ScriptConfig(RunConfig):
+    """The config of a launched script.   files: path in the script's folder -> file here.
+
+    steps: outer steps in all; None: as many as the script asks for.
+    """
+
+    own_script: Script = field(default_factory=lambda: Script(""))
+    files: Mapping[str, Path] = field(default_factory=dict, compare=False)
+    steps: int | None = None
+
+    @property
+    def script(self) -> Script:
+        return self.own_script
+
+    def mathematics(self) -> dict[str, Any]:
+        """The script's name and arguments; its files count by their digests, the outer step by script.json."""
+        own = asdict(self.own_script)
+        return {"outer": {}, "script": {**own, "arguments": list(own["arguments"]), "packages": list(own["packages"])}}
+
+    def to_dict(self) -> dict[str, Any]:
+        script = self.mathematics()["script"]
+        return {"name": self.name, "outer": {}, "fleet": asdict(self.fleet), "script": script}
+
+    def user_files(self) -> dict[str, Path]:
+        return {FILES + name: path for name, path in self.files.items()}
+
+    @classmethod
+    def stored(cls, raw: Mapping[str, Any], script: Script) -> "ScriptConfig":
+        """Read it from run.json's config, with script.json's outer settings where they are known."""
+        known = {f.name for f in fields(OuterConfig)}
+        outer = {k: v for k, v in raw["outer"].items() if k in known and (k, v) != ("sync_seconds", 0)}
+        fleet = {k: v for k, v in raw["fleet"].items() if v is not None}
+        return cls(name=raw["name"], outer=OuterConfig.of(outer), fleet=FleetConfig.from_dict(fleet), own_script=script)

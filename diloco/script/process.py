@@ -1,0 +1,93 @@
+"""A user's script inside a replica's process: its files, its arguments, its end.
+
+    run.json ─▶ files, by digest ─▶ a folder of this session ─▶ `python train.py ARGUMENTS` there, in this process
+    DILOCO_RUN, DILOCO_SLOT, DILOCO_REPLICAS ─▶ DiLoCoCallback, or StoreManager ─▶ the slot that is claimed already
+
+    the script ends     all outer steps taken: DONE        asked to go: LEFT        it never joined: a mistake
+    the script raises   before any outer step and before it joined: a mistake, for all replicas alike; else a crash
+
+Not promised: that files which the script writes into its folder stay; give it an absolute path, or export the run.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from diloco.model.fetch import fetch_stored, save_below
+from diloco.process import exitcodes
+from diloco.process.session import LAUNCHED, Session
+from diloco.run.config import ConfigError
+from diloco.run.record import Run
+from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control
+from rendezvous.errors import RendezvousError
+
+NEVER_JOINED = (
+    "{script} ended and never joined the run, so nothing was averaged. Give its trainer "
+    "callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback), or put its loop into `with make_diloco(…)`"
+)
+ENDED_EARLY = "{script} ended after outer step {step} of {steps}, before the run was done"
+
+
+def run_script(run: Run, session: Session, folder: Path) -> int:
+    """Run the script to its end; -> the exit code of the replica.   folder: of this session, empty.
+
+    Raises ConfigError for a script that cannot run anywhere, and errors of the rendezvous."""
+    script = run.config.script
+    write_files(run, folder)
+    LAUNCHED[run.url] = session
+    os.environ.update({URL: run.url, SLOT: session.rv.slot, REPLICAS: str(run.config.fleet.replicas)})
+    try:
+        start(script, folder)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int | None) else 1
+        return code or code_of_end(session, script)
+    except (ConfigError, RendezvousError):
+        raise
+    except Exception as error:
+        if has_joined(session) or first_open_step(session.rv.store):
+            raise
+        traceback.print_exc()
+        raise ConfigError(f"{script} raised {type(error).__name__}: {error}") from error
+    return code_of_end(session, script)
+
+
+def write_files(run: Run, folder: Path) -> None:
+    """Write the script and the files beside it, each checked against run.json."""
+    for name, stored in run.record.files.items():
+        save_below(folder, name.removeprefix(FILES), fetch_stored(run.store, stored))
+
+
+def start(script: Script, folder: Path) -> None:
+    """Run it as `python train.py …`, or `python -m module …`, in its folder."""
+    os.chdir(folder)
+    sys.argv = [script.path, *script.arguments]
+    sys.path.insert(0, str(folder if script.is_module else (folder / script.path).parent))
+    if script.is_module:
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(folder / script.path), run_name="__main__")
+
+
+def code_of_end(session: Session, script: Script) -> int:
+    """The exit code for a script that ended by itself.   Raises ConfigError if it never joined the run."""
+    store = session.rv.store
+    steps = read_control(store).steps
+    done = first_open_step(store) if steps else 0
+    if steps and done >= steps:
+        return exitcodes.DONE
+    if session.rv.is_leaving:
+        return exitcodes.LEFT
+    if not has_joined(session):
+        raise ConfigError(NEVER_JOINED.format(script=script))
+    session.emit("crashed", error=ENDED_EARLY.format(script=script, step=done, steps=steps))
+    session.flush()
+    return exitcodes.CRASHED
+
+
+def has_joined(session: Session) -> bool:
+    """Whether the script has met DiLoCoCallback or make_diloco."""
+    return session.rv.members.status.phase != "boot"

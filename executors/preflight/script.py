@@ -1,0 +1,229 @@
+"""A user's script, as it is sent: the script, what it imports beside it, the files that it names, its packages.
+
+    train.py ─▶ compiles? ─▶ meets DiLoCoCallback or make_diloco? ─▶ siblings (imports)      ┐
+                                                                    files named in a string  ├─▶ ScriptConfig
+                                                                    --file                   ┘
+    # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
+
+Paths are those of the current folder, where `python train.py` would read them.  A file that git ignores is not sent
+unless --file names it; one whose name is that of a secret never is.
+
+Not promised: files that the script finds by other means than a name in a string; name them with --file.
+"""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.run.config import FleetConfig
+from diloco.run.script import Script, ScriptConfig
+from diloco.run.sibling_modules import find_siblings
+from diloco.units import byte_size
+from executors.preflight.run_url import UsageError
+
+MOST_BYTES = 20_000_000
+JOINS = ("DiLoCoCallback", "make_diloco")
+SECRETS = re.compile(
+    r"(\.env|\.netrc|\.npmrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*|.*secret.*|.*\.(pem|key|p12|pfx))",
+    re.I,
+)
+BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
+OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
+OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """config: of the run.   notes: what is sent, and what is not."""
+
+    config: ScriptConfig
+    notes: tuple[str, ...]
+
+
+def read_script(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool,
+    more: Sequence[str],
+    fleet: FleetConfig,
+    checked: bool = True,
+) -> Found:
+    """Read a script and gather what travels with it.   Raises UsageError.
+
+    name: a path, or a module's name.   more: paths that --file names.   checked: refuse a script that never joins.
+    """
+    base = Path.cwd()
+    path = _module_file(name, base) if is_module else _script_file(name)
+    if not path.resolve().is_relative_to(base.resolve()):
+        base = path.parent if not is_module else base
+    source = _source(path)
+    is_here = path.resolve().is_relative_to(base.resolve())
+    siblings = [path, *find_siblings(path).values()] if is_here else []
+    if checked and not any(word in _source(one) for one in siblings or [path] for word in JOINS):
+        raise UsageError(
+            f"{name} meets neither DiLoCoCallback nor make_diloco, so its replicas would average nothing. Give its "
+            "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
+        )
+    files = dict(_named(base, siblings, more))
+    ignored = _ignored_by_git(base, [one for one in files if not is_code(one)]) - {str(Path(one)) for one in more}
+    sent = {one: file for one, file in files.items() if one not in ignored}
+    _refuse_large(sent)
+    packages = packages_of(name, source, path.parent if is_here else None)
+    shown = path.resolve().relative_to(base.resolve()).as_posix() if is_here and not is_module else name
+    script = Script(shown, tuple(arguments), is_module, packages)
+    stem = name.rpartition(".")[2] if is_module else path.stem
+    return Found(
+        ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
+        tuple(_notes(sent, ignored, packages, arguments)),
+    )
+
+
+def _script_file(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"there is no script {name}. Give the path of a Python file, or a module with -m")
+    return path
+
+
+def _module_file(name: str, base: Path) -> Path:
+    """The file of a module: beside us, or installed."""
+    for path in (base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"):
+        if path.is_file():
+            return path
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin)
+    raise UsageError(f"there is no module {name}, neither in this folder nor installed here. Check its name")
+
+
+def _source(path: Path) -> str:
+    """The file's text.   Raises UsageError where it is not Python that can be run."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        compile(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"{path}{line}: {getattr(error, 'msg', error)}. Mend the line") from None
+    return text
+
+
+# -------------------------------------------------------------------- what travels
+
+
+def is_code(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def _named(base: Path, codes: Sequence[Path], more: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of the code, of files that a string in it names, and of --file."""
+    for code in codes:
+        yield code.resolve().relative_to(base.resolve()).as_posix(), code
+    for text in sorted({text for code in codes for text in _strings(code)}):
+        with suppress(OSError, ValueError):  # a string may be anything
+            file = base / text
+            inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
+            if inside and file.is_file() and not SECRETS.fullmatch(file.name):
+                yield Path(text).as_posix(), file
+    for text in more:
+        yield from _asked_for(base, text)
+
+
+def _strings(code: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(code.read_bytes())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
+            yield node.value
+
+
+def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
+    """The files of one --file, which may be a folder.   Raises UsageError."""
+    path = base / text
+    if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
+        raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if SECRETS.fullmatch(file.name):
+            raise UsageError(f"--file {text}: {file.name} has the name of a secret. Replicas get secrets by --secret")
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield file.relative_to(base).as_posix(), file
+
+
+def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
+    """Those of the files that git ignores; none where there is no git, or no repository."""
+    with suppress(OSError):
+        asked = subprocess.run(
+            ["git", "check-ignore", "--stdin"], cwd=base, input="\n".join(names), capture_output=True, text=True
+        )  # fmt: skip
+        return set(asked.stdout.splitlines())
+    return set()
+
+
+def _refuse_large(files: dict[str, Path]) -> None:
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if (total := sum(sizes.values())) > MOST_BYTES:
+        large = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        told = ", ".join(f"{name} ({byte_size(sizes[name])})" for name in large)
+        raise UsageError(
+            f"the script has {byte_size(total)} of files, and a run takes {byte_size(MOST_BYTES)} with it: {told}. Put "
+            "data on the Hub or into a bucket, and let the script read it there"
+        )
+
+
+def _notes(
+    files: Iterable[str], ignored: Iterable[str], packages: Sequence[str], arguments: Sequence[str]
+) -> Iterator[str]:
+    yield f"sends {', '.join(sorted(files)) or 'no files: the module is installed where replicas run'}"
+    for name in sorted(ignored):
+        yield f"does not send {name}, which git ignores; --file {name} sends it"
+    if packages:
+        yield f"rented machines install {', '.join(packages)}"
+    for one in arguments:
+        if one.partition("=")[0] in OPTIONS:
+            yield f"{one} stands behind the script, which gets it; an option of `diloco launch` stands before it"
+
+
+# -------------------------------------------------------------------- its packages
+
+
+def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
+    """The requirements of a script that this project does not bring itself.   Raises UsageError.
+
+    folder: where its requirements.txt may lie; None for an installed module."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    told = [*_inline(name, source)]
+    file = None if folder is None else folder / "requirements.txt"
+    if file is not None and file.is_file():
+        lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+        told += [line for line in lines if line and not line.startswith("-")]
+    found: dict[str, str] = {}
+    for text in told:
+        try:
+            found.setdefault(Requirement(text).name.lower().replace("_", "-"), text)
+        except InvalidRequirement as error:
+            raise UsageError(f"{name} asks for the package {text!r}, which is not a requirement: {error}") from None
+    return tuple(text for package, text in found.items() if package not in OURS)
+
+
+def _inline(name: str, source: str) -> Sequence[str]:
+    """The dependencies of a script's PEP 723 block; [] without one."""
+    blocks = [match for match in BLOCK.finditer(source) if match["type"] == "script"]
+    if len(blocks) > 1:
+        raise UsageError(f"{name} has {len(blocks)} blocks `# /// script`, and PEP 723 allows one")
+    if not blocks:
+        return []
+    lines = blocks[0]["content"].splitlines()
+    try:
+        found = tomllib.loads("\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"the `# /// script` block of {name} is not TOML: {error}") from None
+    listed = found.get("dependencies", [])
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise UsageError(f"the `# /// script` block of {name}: dependencies = {listed!r} is not a list of texts")
+    return listed

@@ -1,0 +1,211 @@
+"""`diloco launch`: what of a user's script travels, and replicas that run it, one of them killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.process import exitcodes
+from diloco.run.config import FleetConfig
+from diloco.run.record import read_run
+from diloco.runlog.reader import read_report
+from executors.preflight import script as script_module
+from executors.preflight.run_url import UsageError
+from executors.preflight.script import Found, packages_of, read_script
+from rendezvous.agreement.membership import read_control
+from rendezvous.stores.open import open_store
+
+TRAIN = """
+import json, sys, time
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from diloco import DiLoCoCallback
+from helper import EVERY
+torch.set_num_threads(1); torch.manual_seed(0)
+class Slow(TrainerCallback):
+    def on_step_end(self, *args, **more):
+        time.sleep(0.05)
+model = Qwen2ForCausalLM(Qwen2Config(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=32))
+args = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=4, max_steps=int(sys.argv[1]), learning_rate=3e-3, report_to=[],
+    use_cpu=True, logging_steps=1, save_strategy="no", disable_tqdm=True)
+rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in json.load(open("rows.json"))]
+Trainer(model=model, args=args, train_dataset=rows, callbacks=[Slow(), DiLoCoCallback(sync_every=EVERY)]).train()
+print("weights", float(sum(p.detach().double().sum() for p in model.parameters())))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A person's folder: a script, a module beside it, and data that the script names."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "helper.py").write_text("EVERY = 5\n")
+    (tmp_path / "rows.json").write_text(json.dumps([[(k + i) % 64 for i in range(16)] for k in range(64)]))
+    (tmp_path / "large.bin").write_bytes(b"x" * 100)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(name: str = "train.py", *arguments: str, more: tuple[str, ...] = (), is_module: bool = False) -> Found:
+    return read_script(name, arguments, is_module=is_module, more=more, fleet=FleetConfig())
+
+
+def diloco(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "executors.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+# -------------------------------------------------------------------- what travels
+
+
+def test_a_script_travels_with_what_it_imports_and_names(folder: Path) -> None:
+    found = read("train.py", "20")
+    assert sorted(found.config.files) == ["helper.py", "rows.json", "train.py"]
+    assert found.notes[0] == "sends helper.py, rows.json, train.py"
+    assert str(found.config.script) == "train.py 20" and found.config.name == "train"
+
+
+def test_a_file_or_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "a.txt").write_text("a")
+    assert {"large.bin", "data/a.txt"} <= set(read(more=("large.bin", "data")).config.files)
+
+
+def test_what_git_ignores_is_not_sent_and_the_note_says_how(folder: Path) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    (folder / ".gitignore").write_text("*.json\n")
+    found = read()
+    assert "rows.json" not in found.config.files
+    assert "does not send rows.json, which git ignores; --file rows.json sends it" in found.notes
+    assert "rows.json" in read(more=("rows.json",)).config.files
+
+
+@pytest.mark.parametrize("name", [".env", "id_rsa", "server.pem", "my_secrets.json", "credentials.json"])
+def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
+    (folder / name).write_text("s3cret")
+    (folder / "helper.py").write_text(f"EVERY = 5\nKEY = open({name!r}).read()\n")
+    assert name not in read().config.files
+    with pytest.raises(UsageError, match=f"{re.escape(name)} has the name of a secret"):
+        read(more=(name,))
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_sent(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "private.txt"
+    outside.write_text("mine")
+    (folder / "notes.txt").symlink_to(outside)
+    (folder / "helper.py").write_text("EVERY = 5\nTEXT = 'notes.txt'\nOTHER = '../x'\n")
+    assert "notes.txt" not in read().config.files
+
+
+def test_files_above_the_limit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_module, "MOST_BYTES", 50)
+    with pytest.raises(UsageError, match=r"a run takes 50 B with it: .*large.bin \(100 B\)"):
+        read(more=("large.bin",))
+
+
+def test_an_option_behind_the_script_is_told(folder: Path) -> None:
+    assert any("--replicas stands behind the script" in note for note in read("train.py", "--replicas", "4").notes)
+
+
+def test_an_installed_module_is_found_and_must_join(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"json\.tool meets neither DiLoCoCallback nor make_diloco"):
+        read("json.tool", is_module=True)
+    found = read("train", "20", is_module=True)
+    assert "train.py" in found.config.files and str(found.config.script) == "-m train 20"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no script train.py"),
+        ("def f(:\n", "train.py, line 1: def f.*Mend the line"),
+        ("print('DiLoCo')\n", "train.py meets neither DiLoCoCallback nor make_diloco"),
+        ("# /// script\n# dependencies = [\n# ///\nDiLoCoCallback\n", "block of train.py is not TOML"),
+        ("# /// script\n# dependencies = [1]\n# ///\nDiLoCoCallback\n", "is not a list of texts"),
+        ("# /// script\n# dependencies = ['a b']\n# ///\nDiLoCoCallback\n", "'a b', which is not a requirement"),
+        ("# /// script\n# a = 1\n# ///\n\n# /// script\n# a = 1\n# ///\nDiLoCoCallback\n", "has 2 blocks"),
+    ],
+)
+def test_a_script_that_cannot_run_is_refused_before_anything_is_written(
+    text: str | None, words: str, folder: Path
+) -> None:
+    (folder / "train.py").unlink() if text is None else (folder / "train.py").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read()
+    done = diloco("launch", "train.py")
+    assert done.returncode == exitcodes.USER_ERROR and not (folder / "runs").exists()
+
+
+def test_packages_are_those_of_the_block_and_of_requirements_but_not_ours(tmp_path: Path) -> None:
+    source = '# /// script\n# requires-python = ">=3.11"\n# dependencies = ["torch", "wandb>=0.2"]\n# ///\n'
+    (tmp_path / "requirements.txt").write_text("# what we need\nwandb==9\neinops  # shapes\n-r other.txt\ntrl\n")
+    assert packages_of("train.py", source, tmp_path) == ("wandb>=0.2", "einops")
+    assert packages_of("train.py", "import torch\n", None) == ()
+
+
+# -------------------------------------------------------------------- replicas
+
+
+def test_a_script_that_never_joins_ends_the_run_with_one_sentence(folder: Path) -> None:
+    (folder / "train.py").write_text("# DiLoCoCallback\nprint('nothing to do')\n")
+    done = diloco("launch", "--replicas", "1", "train.py")
+    assert done.returncode == exitcodes.USER_ERROR
+    assert "train.py ended and never joined the run, so nothing was averaged" in done.stderr + done.stdout
+
+
+def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(folder: Path) -> None:
+    (folder / "train.py").write_text("# DiLoCoCallback\nimport no_such_package\n")
+    done = diloco("launch", "--replicas", "1", "train.py")
+    assert done.returncode == exitcodes.USER_ERROR
+    said = done.stderr + done.stdout
+    assert "No module named 'no_such_package'" in said and "train.py raised ModuleNotFoundError" in said
+
+
+@pytest.mark.slow
+def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) -> None:
+    launched = subprocess.Popen([sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "60"])
+    url = f"file://{folder}/runs/train"
+    pid = pid_after_step(url, "r01", step=2)
+    os.kill(pid, signal.SIGKILL)
+    assert launched.wait(240) == 0
+    run = read_run(url)
+    report = read_report(run.store)
+    assert report.done and report.head == 12 and {x.name for x in report.sessions} == {"r00-1", "r01-1", "r01-2"}
+    logs = [line for slot in ("r00", "r01") for line in diloco("logs", url, slot).stdout.splitlines()]
+    assert len({line for line in logs if line.startswith("weights ")}) == 1
+    assert run.config.outer.sync_every == 5 and run.record.config["name"] == "train"
+    assert read_control(run.store).steps == 12
+
+
+@pytest.mark.slow
+def test_a_launched_run_resumes_from_the_bucket_and_refuses_another_script(folder: Path) -> None:
+    assert diloco("launch", "--replicas", "1", "--steps", "2", "train.py", "60").returncode == 0
+    assert read_report(open_store(f"file://{folder}/runs/train")).head == 2, "the operator's steps, not the script's"
+    (folder / "train.py").rename(folder / "moved.py")
+    assert diloco("resume", "runs/train", "--steps", "4").returncode == 0
+    assert read_report(open_store(f"file://{folder}/runs/train")).head == 4
+    (folder / "train.py").write_text(TRAIN.replace("3e-3", "1e-3"))
+    other = diloco("launch", "--replicas", "1", "train.py", "60")
+    assert other.returncode == exitcodes.USER_ERROR and "script/train.py file (digest" in other.stderr
+
+
+def pid_after_step(url: str, slot: str, step: int) -> int:
+    """The process of a slot, once an outer step is committed."""
+    until = time.monotonic() + 240
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        store: Any = open_store(url)
+        if store.get(f"steps/{step:010d}/commit.json") is not None:
+            return next(e["pid"] for e in read_report(store).of_kind("launched") if e.get("slot") == slot)
+    raise AssertionError("no outer step was taken")
