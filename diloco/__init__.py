@@ -1,12 +1,12 @@
-"""The outer loop: θ, Δ, outer steps, fragments; torchft's DiLoCo on a bucket.
+"""The outer loop: θ, Δ, outer steps and fragments, by torchft's DiLoCo on a bucket.
 
-torchft's class runs as it is only where α > 0 or over a lighthouse; else in_place.py replaces five methods of it.
+With α > 0 or a lighthouse, torchft's class runs unmodified. Otherwise in_place.py replaces five of its methods.
 
     manager = StoreManager("s3://bucket/run", slot="r00")
     with make_diloco(model, optimizer, manager, sync_every=50):
         for batch in loader: ...        # unchanged
 
-Importing `diloco` imports no torch: a name is loaded when it is first asked for.
+Importing `diloco` does not import torch: a name is loaded at its first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The kinds of event that a run's logs hold: one table, from which every view and reader takes what it shows.
+"""The kinds of event in a run's logs: one table, used by every view and reader.
 
     level      replica's stderr   status: "!"   status, watch: lines   page          log
     WARNING    yes                yes           yes                    yes, marked   yes
@@ -9,10 +9,10 @@
 
     {"event": "fenced", "slot": "r01"} ──▶ KINDS["fenced"].text: "A newer session holds its slot. …"
 
-An alert needs more: a detector in diloco/views/troubles.py, and its section in docs/troubles.md.  A `status` that is
-asked once shows NEWS only through its trouble; a followed one prints it.
+An alert also needs a detector in diloco/views/troubles.py and a section in docs/troubles.md.  A single `status`
+shows NEWS only as part of a trouble; a `status` that follows the run prints it.
 
-`Journal.emit` refuses a kind that is not here.  A reader passes over a kind of a newer release.
+`Journal.emit` refuses a kind that is not here.  A reader ignores a kind of a newer release.
 
 Not promised: that an event is true (diloco/process/journal.py).
 """
@@ -26,7 +26,7 @@ WARNING, LOSS, NEWS, DETAIL, DATA = range(5)
 
 @dataclass(frozen=True)
 class EventKind:
-    """text: what happened, for a reader who meets it first.   advice: the next thing to do, in half a line."""
+    """One kind of event.   text: its meaning, for a new reader.   advice: the next thing to do, in half a line."""
 
     level: int
     text: str
@@ -34,14 +34,14 @@ class EventKind:
 
 
 KINDS: Mapping[str, EventKind] = {
-    # ---------------------------------------------------------------- something is wrong, and the run goes on
-    "warning": EventKind(WARNING, "A person should look at this; the text says why."),
+    # ---------------------------------------------------------------- a fault; the run goes on
+    "warning": EventKind(WARNING, "Look at this warning; its text has the reason."),
     "forged": EventKind(
         WARNING, "A record without this run's seal was ignored: another program can write to the bucket.",
         "change the bucket's credentials; diloco verify checks the run",
     ),
     "poisoned": EventKind(
-        WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It counts for nothing.",
+        WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It does not count.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
     "bad_offer": EventKind(
@@ -114,15 +114,15 @@ KINDS: Mapping[str, EventKind] = {
         "a smaller inner.lr, or float32 weights, if it comes again",
     ),
     "gave_up": EventKind(
-        LOSS, "No progress for too long: the replica ended (exit code 75). Starting it again goes on.",
-        "it waited in vain; diloco resume goes on",
+        LOSS, "No progress for too long: the replica ended (exit code 75). If you start it again, it continues.",
+        "diloco resume continues the run",
     ),
     "gave_up_on": EventKind(
         LOSS, "A slot failed again and again by its own fault. The run ends rather than billing a loop of crashes.",
-        "it failed too often: read its log (l), mend it, then diloco resume",
+        "it failed too often: read its log (l), fix it, then diloco resume",
     ),
     "refused": EventKind(
-        LOSS, "The platform refused a launch, or a store a request. A person has to mend it; see the text.",
+        LOSS, "The platform refused a launch, or a store a request. You must fix this; see the text.",
         "look at the platform's credentials and quota",
     ),
     "sync_failed": EventKind(LOSS, "A round could not be finished. The replica goes on with the next one."),
@@ -133,18 +133,18 @@ KINDS: Mapping[str, EventKind] = {
     # ---------------------------------------------------------------- the fleet changes
     "started": EventKind(NEWS, "A supervisor began to look after the run."),
     "stopped": EventKind(NEWS, "The supervisor ended."),
-    "published": EventKind(NEWS, "The start model and its manifest lie in the bucket: replicas can begin."),
+    "published": EventKind(NEWS, "The start model and its manifest are in the bucket: replicas can begin."),
     "launched": EventKind(NEWS, "The supervisor asked the platform for a replica in this slot."),
     "found": EventKind(NEWS, "A launch whose answer had been lost was found again on its platform."),
     "joined": EventKind(NEWS, "The session has the run's weights and begins to train."),
     "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
-    "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "what it had done is offered"),
+    "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
         "a later session holds its slot; nothing to do",
     ),
     "fenced_off": EventKind(
-        NEWS, "The supervisor closed a slot to a launch that does not end, so that it counts for nothing."
+        NEWS, "The supervisor closed a slot to a launch that does not end, so that its work does not count."
     ),
     "draining": EventKind(
         NEWS, "A replica was asked to finish its round and leave.", "diloco scale or resume brings it back"
@@ -170,16 +170,16 @@ KINDS: Mapping[str, EventKind] = {
     "bad_residual": EventKind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),
     "residual_dropped": EventKind(DETAIL, "There was no time to leave what the codec has not sent yet. It is lost."),
     "baggage_dropped": EventKind(DETAIL, "There was no time to leave the moments. The next session has none."),
-    "no_goodbye": EventKind(DETAIL, "The leave record could not be written; others wait until its heartbeat stops."),
-    "snapshot": EventKind(DETAIL, "Weights and outer momentum were written down: a session that joins reads them."),
+    "no_goodbye": EventKind(DETAIL, "The leave record could not be written; others wait until its heartbeat is old."),
+    "snapshot": EventKind(DETAIL, "Weights and outer momentum were written. A session that joins reads them."),
     "snapshot_copied": EventKind(DETAIL, "A snapshot under way was copied, because the next outer step was due."),
     "not_written": EventKind(DETAIL, "A snapshot could not be written; the next one is tried."),
     "collected": EventKind(DETAIL, "Old pseudogradients, means and snapshots were deleted (fleet.keep)."),
-    "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They cost room, and nothing else."),
-    "codec": EventKind(DETAIL, "How this run's pseudogradients travel."),
+    "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They only take space."),
+    "codec": EventKind(DETAIL, "How this run encodes pseudogradients."),
     "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
     "weights_left_out": EventKind(
-        DETAIL, "The store is slower than a round: the step's bf16 weights were not written; later ones are."
+        DETAIL, "The store is slower than a round: the step's bf16 weights were not written; later ones will be."
     ),
     "weights_refused": EventKind(DETAIL, "A reader of the bf16 weights ignored what it cannot use."),
     "trouble": EventKind(DETAIL, "An alert was sent: a trouble began."),
@@ -187,10 +187,10 @@ KINDS: Mapping[str, EventKind] = {
     "alerted": EventKind(DETAIL, "The webhook took an alert."),
     "alert_failed": EventKind(DETAIL, "An alert did not reach the webhook."),
     # ---------------------------------------------------------------- numbers for curves and bills
-    "step": EventKind(DATA, "An outer step in a replica's numbers."),
+    "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
-    "data": EventKind(DATA, "Which part of the prompts a session reads, and from where on."),
-    "lease": EventKind(DATA, "Until when replicas may go on without a supervisor, and what was spent."),
+    "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
+    "lease": EventKind(DATA, "The time until which replicas may run without a supervisor, and the costs so far."),
 }  # fmt: skip
 
 
@@ -199,23 +199,23 @@ def kinds_of(*levels: int) -> frozenset[str]:
 
 
 WARNINGS = kinds_of(WARNING)
-SHOWN = kinds_of(WARNING, LOSS, NEWS)  # by status and watch, as they happen
+SHOWN = kinds_of(WARNING, LOSS, NEWS)  # status and watch print these as they happen
 MARKED = kinds_of(WARNING, LOSS)
 ON_PAGE = kinds_of(WARNING, LOSS, NEWS, DETAIL)
 
-# What ends a session, by its own last event; and a launch, by its supervisor's.
+# The last event of a session that ended; and the events of a supervisor for a launch that ended.
 SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")
-SESSION_FAULTS = ("collected", "bad_delta", "refused")  # emitted before it says goodbye
+SESSION_FAULTS = ("collected", "bad_delta", "refused")  # emitted before its last heartbeat
 LAUNCH_ENDS = ("killed", "lost", "ended")
 
 
 def advice_on(event: Mapping[str, Any]) -> str:
-    """The next thing to do, "" for nothing or a kind of a newer release."""
+    """Return the advice on an event; "" if there is none, or for a kind of a newer release."""
     known = KINDS.get(event["event"])
     return known.advice if known is not None else ""
 
 
-# fields of a "step" event that are ours: a loop's numbers have other names
+# fields of a "step" event that we set: an inner loop's numbers must have other names
 TAKEN = frozenset(
     {
         "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
@@ -227,7 +227,7 @@ TAKEN = frozenset(
 
 # -------------------------------------------------------------------- one event in words
 
-SENTENCE = ("text", "error", "cause", "trouble", "reason")  # the first of these fields that an event has is its words
+SENTENCE = ("text", "error", "cause", "trouble", "reason")  # the first of these fields that is set is the event's text
 NOT_TOLD = frozenset(
     {
         "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
@@ -237,7 +237,7 @@ NOT_TOLD = frozenset(
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Return the event's own sentence, else its fields: "step 3, snapshot 0"."""
+    """Return the event's text, or its fields if it has none: "step 3, snapshot 0"."""
     if said := next((event[name] for name in SENTENCE if event.get(name)), None):
         return " ".join(str(said).split())
     rest = {k: v for k, v in event.items() if k not in NOT_TOLD and v is not None and not isinstance(v, dict | list)}

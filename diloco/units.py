@@ -1,16 +1,16 @@
-"""Durations, sizes and money in words: one form each, for every view.
+"""Durations, sizes and money as text, in the same form in every view.
 
     0.21 s · 9.5 s · 95 s · 5 min 30 s · 42 min · 3 h 05 min · 2 d 03 h      3 digits: 512 B · 9.83 MB · 2.2 TB
-    $12.30 · $0.0031                                                     below a cent: the first two digits that tell
+    $12.30 · $0.0031                                                     below a cent: two significant digits
 
-Not promised: a sum of rounded numbers that is the rounded sum.
+Not promised: that the sum of rounded numbers is the rounded sum.
 """
 
 import math
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in at most two units."""
+    """Format a duration in at most two units."""
     if seconds < 0:
         return f"−{duration(-seconds)}"
     whole = round(seconds)
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Return a number of bytes, in units of 1000."""
+    """Format a number of bytes, in units of 1000."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if count < 999.5:
@@ -40,6 +40,6 @@ def byte_size(count: float) -> str:
 
 
 def dollars(usd: float) -> str:
-    """Return a sum of money."""
+    """Format an amount of money."""
     digits = 2 if usd >= 0.01 or usd <= 0 else min(9, 1 - math.floor(math.log10(usd)))
     return f"${usd:.{digits}f}"

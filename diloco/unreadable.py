@@ -1,10 +1,10 @@
-"""The words for a file that is not a config, and for a file or an object that it names and that is not there.
+"""Error messages for a file that is not a config, and for missing files or objects that a config names.
 
-    bad.toml, line 3: replicas = 2 3       the file, the line and its text; what TOML says of it
-    grpo.py is a Python script             what it is, and where its parts belong
+    bad.toml, line 3: replicas = 2 3       the file, the line and its text; the TOML parser's message
+    grpo.py is a Python script             the kind of file, and where its parts belong
     rewards.score                    ──▶   did you mean "rewards.py:score"?
 
-Not promised: that a proposed name is the intended one.  Nothing of the user's code is run.
+Not promised: that a proposed name is the intended one.  The user's code is not run.
 """
 
 import ast
@@ -19,7 +19,7 @@ SPELLING = re.compile(r"(.*?)(?:\.py)?(?:[.:/]+(\w+))?(?::.*)?")
 
 
 def toml_fault(path: Path, error: Exception) -> str:
-    """Name the fault of a config file that could not be parsed."""
+    """Return the message for a config file that could not be parsed."""
     if path.is_dir():
         there = path / "run.toml"
         hint = f"did you mean {there}?" if there.is_file() else "give a TOML file; `diloco init` writes one"
@@ -29,7 +29,7 @@ def toml_fault(path: Path, error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
     text = path.read_text(encoding="utf-8-sig")
-    if path.suffix in (".py", ".ipynb") or (path.suffix != ".toml" and SCRIPT.search(text)):  # a prompt may hold code
+    if path.suffix in (".py", ".ipynb") or (path.suffix != ".toml" and SCRIPT.search(text)):  # TOML may contain code
         return _script_words(path, text)
     lines = text.splitlines()
     found = WHERE.search(str(error))
@@ -52,14 +52,14 @@ def _script_words(path: Path, text: str) -> str:
 
 
 def file_hint(path: Path) -> str:
-    """Return " Did you mean X?" with a file beside it; "" if none has a similar name."""
+    """Return " Did you mean X?" with a file of the same folder; "" if none has a similar name."""
     beside = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def object_hint(spelling: str, folder: Path) -> str:
-    """ " Did you mean "rewards.py:score"?", for a spelling that names no file and object; "" if none is near."""
+    """Return ' Did you mean "rewards.py:score"?' for a spelling that is not file and object; "" if none is near."""
     found = SPELLING.fullmatch(spelling)
     if found is None:
         return ""
@@ -80,7 +80,7 @@ def _defined_in(path: Path) -> list[str]:
 
 
 def _defined(text: str) -> list[str]:
-    """Public functions and classes of a file; [] if it is not Python."""
+    """Return the public functions and classes of a file's text; [] if it is not Python."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):

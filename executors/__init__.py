@@ -1,16 +1,16 @@
-"""The room that runs replicas.  It knows jobs, exit codes and prices; it has never heard of a loss or a bucket key.
+"""The package that runs replicas.  It handles jobs, exit codes and prices, but no losses and no bucket keys.
 
     cli          a command as it is typed: train status logs costs scale drain stop resume export doctor demo setup
      │
-    preflight    what is asked for, its price, and every mistake that is visible before anything is launched
+    preflight    the request, its price, and every mistake that is visible before the launch
      │
-    supervision  one run, wherever its replicas are: look ─▶ plan ─▶ launch, replace, fence, drain; leases and budget
+    supervision  one run on any platforms: look ─▶ plan ─▶ launch, replace, fence, drain; leases and budget
      │
-    platforms    base: the protocol, in plain data · multi: several places as one · container: inside a rented one
+    platforms    base: the protocol, in plain data · multi: several places as one · container: inside a rented container
                  on_host · on_modal · on_hf_jobs · on_slurm · on_sky
 
-Each floor imports the floors below it alone (import-linter keeps it so).  Importing `executors` imports no platform: a
-name is loaded when it is first asked for, its SDK when it is first used.
+Each layer imports only the layers below it (import-linter checks this).  `import executors` imports no platform: the
+first access to a name imports its module, and the first use of a platform imports its SDK.
 """
 
 from importlib import import_module

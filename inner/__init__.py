@@ -1,13 +1,13 @@
 """The inner loop: prompts, completions, log-probs, rewards, losses.
 
-    build_inner(config, model_dir, files, seeds) -> InnerLoop      the whole package in one call
+    build_inner(config, model_dir, files, seeds) -> InnerLoop      makes a ready loop in one call
         loop = "grpo"         TRL's GRPOTrainer + hint distillation at tool errors    inner/train/grpo.py
         loop = "supervised"   next-token loss on one text or token file               inner/train/supervised.py
 
-Importing `inner` imports neither torch nor trl: a name is loaded when it is first asked for. A name whose package is
-missing can still be imported; using it says what to install.
+`import inner` imports neither torch nor trl: Python loads the module of a name at the first access. You can import a
+name whose package is missing. When you use it, an ImportError says what to install.
 
-Not promised: anything about other machines. Nothing in this package knows of other replicas.
+Not promised: anything about other machines. This package does not know of other replicas.
 """
 
 from importlib import import_module
@@ -183,7 +183,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").split(".")[0]
-        if package in ("", "inner"):  # one of our own files is gone: that is not a missing extra
+        if package in ("", "inner"):  # a file of this package is missing: no extra would help
             raise
         return _absent(name, package, _EXTRA.get(package, "train"), missing)
     globals()[name] = value
@@ -191,7 +191,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _absent(name: str, package: str, extra: str, cause: ModuleNotFoundError) -> type:
-    """A stand-in that can be imported and subclassed, and says what to install when it is used."""
+    """Return a class to import and subclass. Its constructor raises an ImportError that says what to install."""
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise ImportError(f"{name} needs {package}: pip install 'serverless-diloco[{extra}]'") from cause

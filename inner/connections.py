@@ -1,15 +1,15 @@
-"""Whether an error of a user's code is a connection's, which no completion can cause.
+"""Decide whether a connection or service, not a completion, caused an error of the user's code.
 
-    raise JudgeDown from httpx.ConnectError ──▶ the error, its cause, its context, … ── one that says ──▶ True | False
+    raise JudgeDown from httpx.ConnectError ──▶ the error, its cause, its context, … ── first clear one ─▶ True | False
 
-    refused, reset, no such host, no route, no certificate, TLS            a connection's
-    an answer of 5xx, 401, 402, 403, 408, 409, 425, 429                    the service's, which counts as a connection's
-    an answer of another 4xx: this very request was refused                the completion's
-    no answer in time after the request was sent, an answer of no use      the completion's, like a hang
+    refused, reset, no such host, no route, no certificate, TLS            the connection
+    a response of 5xx, 401, 402, 403, 408, 409, 425, 429                   the service; counts as the connection
+    another 4xx response: this very request was refused                    the completion
+    no response in time after the request was sent; a useless response     the completion, like a hang
 
-Clients of services are known by their modules, so that none of them is imported here.
+Clients' errors are recognised by their modules' names, so no client is imported here.
 
-Not promised: an error of a user's own type that hides what caused it (`raise … from None`).
+Not promised: to find a cause that the user's error hides (`raise … from None`).
 """
 
 import errno
@@ -26,17 +26,17 @@ _ROUTE = {
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ETIMEDOUT,
     errno.EMFILE, errno.ENFILE,
 }  # fmt: skip
-_NOT_THE_REQUEST = {401, 402, 403, 408, 409, 425, 429}  # of 4xx
-_THE_REQUEST = re.compile(r"(?<!Connect)(?<!Connection)(?<!Pool)Timeout|JSON|Decod|Finish|[Vv]alid")  # clients' names
+_NOT_THE_REQUEST = {401, 402, 403, 408, 409, 425, 429}  # of 4xx: not about the request's content
+_THE_REQUEST = re.compile(r"(?<!Connect)(?<!Connection)(?<!Pool)Timeout|JSON|Decod|Finish|[Vv]alid")  # class names
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether the first error of its chain that says so speaks of a connection or a service."""
+    """Whether a connection or a service caused the error. The first clear error of its chain decides."""
     return next((said for one in _chain(error) if (said := _speaks_of_connection(one)) is not None), False)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and the ones behind it, each once."""
+    """Yield the error, its causes and contexts, each once."""
     seen = set[int]()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -46,7 +46,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _speaks_of_connection(error: BaseException) -> bool | None:
-    """Whether the error is one of the connection; None where it says neither."""
+    """Whether this one error comes from a connection or service; None if unclear."""
     if isinstance(error, ConnectionError | socket.gaierror | ssl.SSLError):
         return True
     if isinstance(error, OSError) and error.errno in _ROUTE:
@@ -59,6 +59,6 @@ def _speaks_of_connection(error: BaseException) -> bool | None:
 
 
 def _status_of(error: BaseException) -> object:
-    """The status of an HTTP answer, under the names that clients give it."""
+    """Return the HTTP status of the error's response, under any client's name for it."""
     own = getattr(error, "status_code", None) or getattr(error, "status", None) or getattr(error, "code", None)
     return own or getattr(getattr(error, "response", None), "status_code", None)

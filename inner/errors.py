@@ -1,21 +1,21 @@
-"""The one error of this package.
+"""The errors of this package.
 
-    InnerError: the thing that cannot work · the value found · the next thing to do
+    InnerError's message: what cannot work · the value found · what to do next
 
-Not promised: that every mistake is one; a defect of ours keeps its own type and traceback.
+Not promised: that every failure is an InnerError; our own bugs keep their type and traceback.
 """
 
 
 class InnerError(RuntimeError):
-    """Something the user wrote cannot work. The message says what, what was seen, and the next thing to do."""
+    """A setting or file of the user cannot work. The message says which, the value found, what to do next."""
 
 
 class SandboxMissing(InnerError):
-    """This machine cannot sandbox programs that a model wrote; another one may."""
+    """This machine cannot sandbox programs that a model wrote; another may."""
 
 
 class RewardFailed(RuntimeError):
-    """The reward gives no numbers any more. This session ends; its slot is started again, with growing pauses."""
+    """The reward returns no numbers any more. This session ends; its slot restarts, with growing pauses."""
 
 
 FLOAT16 = (

@@ -1,10 +1,10 @@
-"""The messages and requests of an inner loop to its driver when the user's own code fails.
+"""How an inner loop reports failures of the user's code to the replica that drives it, and how it waits.
 
     inner loop ── note("reward failed: 429 (64 of 64 completions, try 2 of 4)") ──▶ heartbeat ──▶ `diloco status`
-               ── emit("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
+               ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that a driver listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps.
+Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 class Host(Protocol):
     def note(self, text: str) -> None:
-        """Show why the present inner step waits (in `diloco status`); "" once it goes on.  From any thread."""
+        """Show in `diloco status` why this inner step waits; "" when it continues.  Any thread may call this."""
         ...
 
     def emit(self, event: str, text: str, **fields: Any) -> None:
@@ -22,12 +22,12 @@ class Host(Protocol):
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait, and return early if this replica is asked to leave."""
+        """Wait this long, or less if this replica is asked to leave."""
         ...
 
 
 class StandaloneHost:
-    """Host of a loop that belongs to no run."""
+    """The Host of a loop that belongs to no run."""
 
     def note(self, text: str) -> None: ...
 

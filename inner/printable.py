@@ -1,9 +1,9 @@
-"""Untrusted text, without characters that steer a terminal or hide its meaning.
+"""Clean untrusted text of characters that control a terminal or hide its meaning.
 
-    controls (C0, C1), what turns text round, lone surrogates ──▶ U+FFFD
-    every kind of white space                                 ──▶ a blank
+    controls (C0, C1), marks that reverse text, lone surrogates ──▶ U+FFFD
+    every kind of white space                                 ──▶ a space
 
-Not promised: that letters which look alike are the same.
+Not promised: to tell similar letters apart.
 """
 
 import re
@@ -12,7 +12,7 @@ _ODD = re.compile(r"[^ -~]")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return the text; what stands in `keep` ("\\n" where lines are meant) stays."""
+    """Return the clean text. Characters in `keep` ("\\n" for line breaks) stay."""
     return _ODD.sub(lambda found: found[0] if found[0] in keep else _plain(found[0]), text)
 
 

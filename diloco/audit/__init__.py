@@ -1,5 +1,5 @@
-"""Looking back at a run: is it what it says, what happened, who did it.   torch is needed; nothing is written.
+"""Audit a run: check records, explain steps, find causes.   Needs torch, writes nothing.
 
-verify.py   θ again, by digests      explain.py   one outer step in words      (facts: step_facts.py)
-bisect.py   since which step?        blame.py     whose pseudogradients?       (a user's command: judge.py)
+verify.py   recompute θ, compare digests   explain.py   one outer step as text      (facts: step_facts.py)
+bisect.py   since which step?              blame.py     which pseudogradients?      (a user's command: judge.py)
 """

@@ -1,12 +1,12 @@
-"""Find the outer step of a change: a binary search over the θ of a run, with a user's command as the judge.
+"""Find the outer step of a change: a binary search over a run's θ, judged by a user's command.
 
     θ_a good ─────────── θ_m ? ─────────── θ_b bad         two judgements of the ends, then at most ⌈log₂(b − a)⌉
-                           └─ good: a = m     bad: b = m     cannot say: the nearest one that was not asked
+                           └─ good: a = m     bad: b = m     cannot say: judge the nearest other step
 
-`bisect` is a pure search over any line of steps; `judge` is an argument.  The ends may be either way round: it finds
-where the judgement changes, so also the first step that is good.
+`bisect` is a pure search over a list of steps; `judge` is an argument.  It finds where the judgement changes, from
+good to bad or from bad to good.
 
-Not promised: the right step where the judgement changes more than once; as with git, some change is found.
+Not promised: a certain step if the judgement changes more than once; as with git, one of the changes is found.
 """
 
 import shlex
@@ -27,9 +27,9 @@ class Judgement(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """θ of `before` is judged as the first end was, θ of `after` as the last.   judged: step -> judgement, as asked.
+    """A change: θ of `before` has the first end's judgement, θ of `after` the last end's.   judged: step -> judgement.
 
-    unclear: steps between the two that could not be judged.   gone: steps between that are not kept.
+    unclear: steps between the two that could not be judged.   gone: steps between that are not in the bucket.
     """
 
     before: int
@@ -40,7 +40,7 @@ class Change:
 
     @property
     def steps(self) -> range:
-        """The outer steps that may have done it; step t makes θ_t+1 of θ_t."""
+        """The outer steps that may have caused the change; step t makes θ_t+1 from θ_t."""
         return range(self.before, self.after)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class Change:
 
 
 def most_judgements(steps: Sequence[int]) -> int:
-    """Return the most judgements that the search takes after those of the two ends, if each is clear."""
+    """Return the maximal number of judgements after those of the two ends, if none is "cannot say"."""
     return ceil(log2(max(1, len(steps) - 1)))
 
 
 def bisect(steps: Sequence[int], judge: Callable[[int], Judgement]) -> Change:
-    """Find where the judgement changes.   steps: at least two, ascending.   Raises ConfigError if it does not."""
+    """Find where the judgement changes.   steps: two or more, ascending.   Raises ConfigError if the ends are alike."""
     judged = {t: judge(t) for t in (steps[0], steps[-1])}
     _refuse_ends(judged)
     low, high = 0, len(steps) - 1
@@ -92,7 +92,7 @@ def bisect(steps: Sequence[int], judge: Callable[[int], Judgement]) -> Change:
 
 
 def _middle(steps: Sequence[int], judged: dict[int, Judgement], low: int, high: int) -> int | None:
-    """The place nearest to the middle that was not asked; None: nothing is left to ask."""
+    """Return the index nearest to the middle that was not judged; None if all were."""
     left = [i for i in range(low + 1, high) if steps[i] not in judged]
     return min(left, key=lambda i: abs(2 * i - low - high), default=None)
 
@@ -104,8 +104,8 @@ def _refuse_ends(judged: dict[int, Judgement]) -> None:
             raise ConfigError(f"the command cannot say whether θ_{t} is good (exit code 125). Choose another end")
     if of_first is of_last:
         raise ConfigError(
-            f"the command finds θ_{first} {of_first} and θ_{last} {of_last}, too: between them nothing changed that it "
-            "sees. Try the command by hand on both, or name other ends with --from and --to"
+            f"the command finds θ_{first} {of_first} and θ_{last} {of_last}, too: it sees no "
+            "change between them. Try the command by hand on both, or name other ends with --from and --to"
         )
 
 

@@ -1,12 +1,12 @@
-"""Rank replicas, or outer steps, by how far they moved a number: θ_b is computed again without each of them.
+"""Rank replicas or outer steps by their effect on a number: θ_b is recomputed without each of them.
 
     θ_a ─┬─────────────────▶ θ_b     loss 2.87
          ├─ without r00 ───▶ θ_b′    loss 2.98   +0.11
          └─ without r02 ───▶ θ_b″    loss 2.51   −0.36      ◀── r02 did most harm
 
-    omissions.py  θ without …       metrics.py  a number for a θ       here: the comparison, pure, and its words
+    omissions.py  θ without …       metrics.py  a number for a θ       here: the comparison and its text
 
-Not promised: that shares add up, nor who is to blame where two replicas do the same harm: each alone is missed little.
+Not promised: shares that add up; the cause if two replicas do the same harm, because leaving out one changes little.
 """
 
 import math
@@ -24,7 +24,7 @@ from diloco.run.config import ConfigError
 from diloco.run.record import Run
 
 REPLICA, STEP = "replica", "step"
-NOISE = 0.1  # of the number's whole change from θ_a to θ_b, or of an average step's
+NOISE = 0.1  # share of the number's change from θ_a to θ_b, or of an average step's change
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Without:
     """One omission.   measured: without it; None with no metric.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
 
     cosine: mean cosine of the left-out pseudogradients to the mean of the others; None for steps or without others.
-    inseparable: steps whose deltas are gone, which stayed in whole.
+    inseparable: steps whose deltas are gone, so that nothing was left out of their means.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """metric: its name, "" for none.   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first and θ_last."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
 
     first: int
     last: int
@@ -56,25 +56,25 @@ class Blame:
     without: tuple[Without, ...]
 
     def change(self, one: Without) -> float:
-        """The number without it, less the number as it is."""
+        """Return the number without `one`, minus the number with it."""
         return self.change_and_error(one)[0]
 
     def change_and_error(self, one: Without) -> tuple[float, float]:
-        """-> the change and its standard error."""
+        """Return the change and its standard error."""
         if one.measured is None or self.after is None:
             return math.nan, math.nan
         return one.measured.change_from(self.after)
 
     @property
     def ranked(self) -> list[Without]:
-        """Sort by the change of the number without each; with no metric, the ones against the others come first."""
+        """The omissions by size of change; with no metric, those that oppose the others come first."""
         if self.metric:
             return sorted(self.without, key=lambda one: -abs(self.change(one)))
         return sorted(self.without, key=lambda one: (1.0 if one.cosine is None else one.cosine, -one.moved))
 
     @property
     def harm(self) -> Without | None:
-        """The one without which the number would be best, if it would be better by more than noise."""
+        """The omission that improves the number most, if by more than noise; else None."""
         if not self.metric or self.better == UNKNOWN or not self.without:
             return None
         worst = max(self.without, key=lambda one: self.better * self.change(one))
@@ -83,7 +83,7 @@ class Blame:
 
     @property
     def _least(self) -> float:
-        """The least change that is worth a name: replicas differ a little, and so do steps."""
+        """The least change that counts, as replicas and steps always differ a little."""
         assert self.before is not None and self.after is not None
         of_steps = self.last - self.first if self.without[0].name.startswith(STEP) else 1
         return NOISE * abs(self.after.value - self.before.value) / of_steps
@@ -92,7 +92,7 @@ class Blame:
 def blame(run: Run, first: int, last: int, metric: Metric | None, by: str = REPLICA) -> Blame:
     """Compare θ_last with its replay from θ_first without each replica, or without each outer step.
 
-    Raises ConfigError for a stretch that is empty, was collected or was not taken yet."""
+    Raises ConfigError for steps that are not in order, were deleted or are not taken yet."""
     if first >= last:
         raise ConfigError(f"from θ_{first} to θ_{last} there is no outer step. --to must be above --from")
     record = model_record(run)
@@ -146,7 +146,7 @@ def blame_dict(found: Blame) -> dict[str, Any]:
 
 
 def blame_lines(found: Blame) -> list[str]:
-    """Return a table, and its meaning in words."""
+    """Return a table and its meaning as text."""
     head = []
     if found.before and found.after:
         head = [f"{found.metric}: {_number(found.before)} at θ_{found.first}, {_number(found.after)} at θ_{found.last}"]
@@ -182,7 +182,7 @@ def _conclusion(found: Blame) -> list[str]:
         return [f"{most.name} moved it most: without it, it would be {size}"]
     harm = found.harm
     if harm is None:
-        return ["none stands out: without any of them it would be worse, or better by less than they differ anyway"]
+        return ["none stands out: without any one of them it would be worse, or better by no more than noise"]
     size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
     return [f"{harm.name} did most harm: without it, it would be {size}"]
 
@@ -210,7 +210,7 @@ def _reservations(found: Blame) -> list[str]:
 
 
 def refuse_unseparated(found: Blame) -> None:
-    """Raise ConfigError where no pseudogradient could be left out, since all deltas were collected."""
+    """Raise ConfigError if no pseudogradient could be left out because all deltas were deleted."""
     by_replica: Sequence[Without] = [one for one in found.without if not one.name.startswith(STEP)]
     if by_replica and not any(one.left_out for one in by_replica):
         raise ConfigError(

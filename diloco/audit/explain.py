@@ -1,4 +1,4 @@
-"""One outer step in plain words: a pure function from the bucket's facts (diloco/audit/step_facts.py) to lines.
+"""Explain one outer step as text: a pure function from the bucket's facts (diloco/audit/step_facts.py) to lines.
 
     offers    r02-1 at 10:24:41.047: 4 inner steps, 16 samples, 0.26 s after its last outer step; counted, weight 1
     closing   … 0.9 s after the last offer that counts; of 3 replicas that were expected r01 was missing: …
@@ -7,7 +7,7 @@
     lost      …
     not known …
 
-Not promised: why a replica was slow, or whether a missing replica was alive: its beats are gone.
+Not promised: why a replica was slow, or whether a missing replica was alive: its heartbeats are overwritten.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from rendezvous.records.records import Claim, Commit, Listed
 
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
-OPPOSED = -0.1  # a cosine to the mean below this is worth a word
+OPPOSED = -0.1  # a cosine to the mean below this is reported
 
 
 def explain(facts: StepFacts) -> list[str]:
-    """The step in words."""
+    """Return the step as lines of text."""
     return [
         *_decision(facts),
         *(f"  {line}" for line in _offer_lines(facts)),
@@ -67,7 +67,7 @@ def explain_dict(facts: StepFacts) -> dict[str, Any]:
 
 
 def expected_slots(facts: StepFacts) -> list[str]:
-    """Slots that the step was to wait for: listed in one of the two commits before, and not leaving; at first all."""
+    """Return the slots that the step waits for: in one of the two commits before and not leaving; at step 0 all."""
     commit = facts.commit
     newest = {o.slot: o for c in reversed(facts.before) for o in sorted(c.offers, key=lambda o: o.step)}
     if commit.t == 0:
@@ -76,7 +76,7 @@ def expected_slots(facts: StepFacts) -> list[str]:
 
 
 def missing_slots(facts: StepFacts) -> list[str]:
-    """Expected, and not among the fresh offers."""
+    """Return the expected slots without a fresh offer."""
     fresh = {o.slot for o in facts.commit.fresh_offers}
     return [slot for slot in expected_slots(facts) if slot not in fresh]
 
@@ -99,7 +99,7 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     since_last = f"{duration(commit.at - ats[-1])} after the last offer that counts"
     if not missing:
         expected = len(expected_slots(facts))
-        there = f"all {expected} replicas that it was to wait for had offered" if expected else "none was awaited"
+        there = f"all {expected} replicas that it was to wait for had offered" if expected else "none was expected"
         return f"{there}; {since_last}"
     quorum = ats[min(commit.m, len(ats)) - 1]
     tooks = [one.offer.took for one in facts.offers if one.fate == COUNTED]
@@ -107,7 +107,8 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     more = f"up to {duration(4.5 * median(tooks) + grace)} for one whose rate promises an offer"
     return (
         f"it had the {commit.m} offers that it needs since {_time(quorum)}, {duration(commit.at - quorum)} before "
-        f"({since_last}); who is dead is not waited for, who shows no progress for {duration(grace)}, {more}"
+        f"({since_last}); it does not wait for a replica that is dead or without progress for {duration(grace)}, and "
+        f"waits {more}"
     )
 
 
@@ -145,7 +146,7 @@ def _gate(listed: Listed) -> str:
     return f", of which the norm gate left {listed.factor:.3g}: it is {listed.norm:.3g} long"
 
 
-# ---------------------------------------------------------------------- who was missing, late, fenced
+# ---------------------------------------------------------------------- missing, late and fenced replicas
 
 
 def _missing_lines(facts: StepFacts) -> Iterator[str]:
@@ -165,7 +166,7 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
     if own:
         after = own[0].offer.at - commit.at
         when = f"{duration(after)} after the close" if after >= 0 else f"{duration(-after)} before it, by its clock"
-        return f"its offer came {when}, so its grace had run out, or it looked dead{ended}"
+        return f"its offer came {when}, so the step waited no longer, or it looked dead{ended}"
     begun = _generation_before(facts, slot)
     if claim is not None and claim.generation > begun > 0:
         return f"generation {claim.generation} had claimed the slot at {_time(claim.at)} and had no offer yet{ended}"
@@ -173,7 +174,7 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
 
 
 def _holder(claims: tuple[Claim, ...], commit: Commit) -> Claim | None:
-    """The newest claim when the step was closed."""
+    """Return the newest claim at the time of the commit."""
     return max((c for c in claims if c.at <= commit.at), key=lambda c: c.generation, default=None)
 
 
@@ -201,7 +202,7 @@ def _fence_lines(facts: StepFacts) -> Iterator[str]:
             yield f"fenced: the holder of {slot} before generation {generation}; its offers count no more from here on"
 
 
-# ---------------------------------------------------------------------- what the mean did
+# ---------------------------------------------------------------------- the effect of the mean
 
 
 def _effect_lines(facts: StepFacts) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""A user's command on θ_t, for `diloco bisect` (its exit code) and `diloco blame` (the number that it prints last).
+"""Run a user's command on θ_t, for `diloco bisect` (its exit code) and `diloco blame` (the last number it prints).
 
     θ_t ──▶ a folder as `diloco export` writes it ──▶ COMMAND, once for each θ
-                                                      {model}, {step} in its words, or
+                                                      {model}, {step} in its arguments, or
                                                       DILOCO_MODEL, DILOCO_STEP, DILOCO_RUN
 
-    exit code   0 good      125 cannot say      1 … 124 bad      else it could not run, and the search ends    (as git)
+    exit code   0 good      125 cannot say      1 … 124 bad      else: could not run, the search ends    (as in git)
 
-Not promised: a time limit.  Ctrl-C ends the command, and the search.
+Not promised: a time limit.  Ctrl-C ends the command and the search.
 """
 
 import os
@@ -22,13 +22,13 @@ from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run
 
-STDERR = 2  # file descriptor of this process, also where sys.stderr is another stream
-UNCLEAR, COULD_NOT_RUN = 125, 126  # the latter and all above: no such command, a signal
+STDERR = 2  # the file descriptor, because sys.stderr may be another stream
+UNCLEAR, COULD_NOT_RUN = 125, 126  # 126 and more: no such command, a signal
 
 
 @dataclass(frozen=True)
 class Judge:
-    """words: the command.   merge: of a LoRA run, give it the whole model and not the adapter alone."""
+    """A user's command.   words: its arguments.   merge: for a LoRA run, pass the whole model, not the adapter."""
 
     run: Run
     record: ModelRecord
@@ -46,7 +46,7 @@ class Judge:
         return Judgement.GOOD if code == 0 else Judgement.UNCLEAR if code == UNCLEAR else Judgement.BAD
 
     def measure(self, step: int, state: OuterState) -> float:
-        """The last word that the command prints, a number."""
+        """Return the last word that the command prints, as a number."""
         done = self._call(step, state, stdout=subprocess.PIPE)
         last = (done.stdout.split() or [""])[-1]
         if done.returncode:

@@ -1,12 +1,12 @@
-"""Numbers for θ, by which `diloco blame` judges: a loss on a text, a reward on held-out prompts, a command's output.
+"""Metrics of θ for `diloco blame`: a loss on a text, a reward on held-out prompts, a command's output.
 
     θ ──▶ TextLoss        lower is better      the run's own text, or --text FILE
       ──▶ HeldOutReward   higher is better     the run's [eval], or --prompts FILE
-      ──▶ CommandNumber   who knows            -- COMMAND prints it
+      ──▶ CommandNumber   unknown              -- COMMAND prints it
 
-Each measures every θ with the same words, seeds and settings.
+Each metric measures every θ with the same text, seeds and settings.
 
-Not promised: speed; a reward generates.
+Not promised: speed; a reward needs generation.
 """
 
 import math
@@ -34,41 +34,41 @@ from inner.train.build import load_start
 from inner.train.supervised import load_tokens
 from inner.train.text_loss import text_losses
 
-WIDTH = 256  # tokens in a window, where the run's own loop has none
-LOWER, HIGHER, UNKNOWN = -1, +1, 0  # which way is better
+WIDTH = 256  # tokens in a window, if the run's loop has no context_length
+LOWER, HIGHER, UNKNOWN = -1, +1, 0  # the better direction
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One value of a metric.   error: its standard error, nan if unknown.   parts: the value is their mean, if known.
+    """One value of a metric.   error: its standard error, nan if unknown.   parts: numbers with this value as mean.
 
-    Two measurements with parts have the same parts in the same order, so that they can be compared in pairs."""
+    Two measurements with parts have corresponding parts in the same order, so that they can be compared in pairs."""
 
     value: float
     error: float = math.nan
     parts: tuple[float, ...] = ()
 
     def change_from(self, other: "Measurement") -> tuple[float, float]:
-        """-> (difference, its standard error)."""
+        """Return (difference, its standard error)."""
         if len(self.parts) > 1 and len(self.parts) == len(other.parts):
             return self.value - other.value, error_of([a - b for a, b in zip(self.parts, other.parts, strict=True)])
         return self.value - other.value, math.hypot(self.error, other.error)
 
 
 def error_of(parts: Sequence[float]) -> float:
-    """The standard error of their mean."""
+    """Compute the standard error of the mean of `parts`; nan for a single one."""
     return stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else math.nan
 
 
 class Metric(Protocol):
-    """name: of the number, in words.   better: LOWER, HIGHER or UNKNOWN."""
+    """A number for θ.   name: its description.   better: LOWER, HIGHER or UNKNOWN."""
 
     @property
     def name(self) -> str: ...
     @property
     def better(self) -> int: ...
     def measure(self, step: int, state: OuterState) -> Measurement:
-        """Measure θ.   step: the outer step of this θ, or the step that it stands for."""
+        """Measure θ.   step: its outer step; for a recomputed θ, the step that it is compared with."""
         ...
 
 
@@ -114,7 +114,7 @@ class CommandNumber:
 def open_metric(
     run: Run, record: ModelRecord, *, text: Path | None = None, prompts: Path | None = None
 ) -> Iterator[Metric | None]:
-    """Open the metric that is asked for; else the run's own text or [eval]; None if the run has neither.
+    """Open the requested metric, or that of the run's own text or [eval]; None if there is none.
 
     Raises ConfigError."""
     with TemporaryDirectory(prefix="diloco-blame-") as scratch:

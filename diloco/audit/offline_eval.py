@@ -1,9 +1,9 @@
-"""`diloco eval`: θ of any committed step on held-out prompts, on this machine, after the fact.
+"""`diloco eval`: score θ of any committed step on held-out prompts, on this machine, at any later time.
 
     θ_t (model/export.py) ──▶ the run's own inner loop: its tokenizer, reward, tools ──▶ every prompt ──▶ Evaluation
 
-It runs the reward that the run was launched with.  Not promised: the very samples of the run; greedy ones are the same
-where the arithmetic is.
+It uses the reward that the run was launched with.  Not promised: the same samples as in the run. Greedy ones are the
+same if the arithmetic is.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ def evaluate_step(
     samples: int | None = None,
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Score θ_step (default: the newest) on `prompts` (default: those of the run's [eval]).   Raises ConfigError."""
+    """Score θ_step (default: the newest) on `prompts` (default: the run's [eval]).   Raises ConfigError."""
     record = model_record(run)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = OfflineScorer.open(run, record, Path(scratch), prompts=prompts, samples=samples)
@@ -46,7 +46,7 @@ def evaluate_step(
 
 @dataclass(frozen=True)
 class OfflineScorer:
-    """The run's inner loop on this machine, and held-out prompts: any θ of the run can be put into it."""
+    """The run's inner loop with held-out prompts, on this machine; it can score any θ of the run."""
 
     run: Run
     config: EvalConfig
@@ -57,7 +57,7 @@ class OfflineScorer:
     def open(
         cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
     ) -> "OfflineScorer":
-        """Build a scorer of the run's θ.   folder: empty, for the run's code and start model; kept while it scores."""
+        """Build a scorer of the run's θ.   folder: empty, for code and start model; keep it as long as the scorer."""
         config = _settings(run, prompts, samples)
         inner = run.config.inner
         files = fetch_files(run, folder / "code")
@@ -71,7 +71,7 @@ class OfflineScorer:
     def score(
         self, at: int, state: OuterState, report_progress: Callable[[str], None] = lambda text: None
     ) -> Evaluation:
-        """θ on all prompts.   at: its outer step.   Raises ConfigError."""
+        """Score θ on all prompts.   at: its outer step.   Raises ConfigError."""
         rows = self.rows
         put_into(self.loop.model, state)
         try:
@@ -80,11 +80,11 @@ class OfflineScorer:
                 seed=derive_seed(self.run.config.seed, "eval", at),
                 may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
             )  # fmt: skip
-        except RewardFailed as error:  # its own words are for a fleet, which starts the session again
+        except RewardFailed as error:  # its own message is for a fleet, which restarts the session
             columns = ", ".join(sorted(rows[0]))
             raise ConfigError(
                 f"the reward gave no number for any of these prompts: {error.__cause__ or error}. They have columns "
-                f"{columns}; give them those that the reward asks for, or wait until it answers"
+                f"{columns}; add those that the reward asks for, or wait until its service answers"
             ) from error
         shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
         return _only(read_evaluations([{"event": "evaluated", "step": at, **shares, **found}]))

@@ -1,13 +1,13 @@
-"""θ_b as it would be, had a replica's pseudogradients or a whole outer step been left out between θ_a and θ_b.
+"""Recompute θ_b from θ_a without one replica's pseudogradients, or without one outer step.
 
     θ_a ─┬─ ḡ_a ──────── ḡ_a+1 ──────── … ──▶ θ_b       as it was
          ├─ Σ_{i≠r} wᵢxᵢ / Σ_{i≠r} wᵢ ─ … ──▶ θ_b′      without replica r: the others' mean, in listed order
          └─ no outer step at t, … ──────────▶ θ_b″      without step t
 
-Late work of a replica is left out where it was counted.  Where everything of a mean is left out, θ and momentum stay.
+A replica's late work is left out in the step that counted it.  If a mean has no other work, θ and momentum stay.
 
-Not promised: the run that would have been.  From another θ the others would have given other pseudogradients; these
-stay as they are, so the further b is from a, the more of an approximation it is.
+Not promised: the result of a real run.  From another θ, the other replicas would have computed other pseudogradients.
+The recorded ones are used, so the approximation is worse if b is far from a.
 """
 
 import os
@@ -31,7 +31,7 @@ from rendezvous.store import PatientStore
 
 @dataclass(frozen=True)
 class Omission:
-    """Leave out all work of `slot`; or, where `slot` is "", the outer step `step`."""
+    """An omission: all work of `slot`; or, if `slot` is "", the outer step `step`."""
 
     slot: str = ""
     step: int = -1
@@ -47,7 +47,7 @@ class Omission:
 @dataclass
 class Counterfactual:
     """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
-    that they went in whole.   cosines: of each omitted pseudogradient to the mean of the others."""
+    that the whole mean was used.   cosines: of each omitted pseudogradient to the mean of the others."""
 
     omission: Omission
     state: OuterState
@@ -57,7 +57,7 @@ class Counterfactual:
 
 
 def listed_slots(run: Run, first: int, last: int) -> list[str]:
-    """The slots whose work the commits first … last−1 count.   Raises RendezvousError."""
+    """Return the slots whose work the commits first … last−1 count.   Raises RendezvousError."""
     chain = Chain(PatientStore(run.store, SystemClock(), 10.0), 2)
     commits = [chain.read(t) for t in range(first, last)]
     return sorted({offer.slot for commit in commits if commit is not None for offer in commit.offers})
@@ -66,9 +66,9 @@ def listed_slots(run: Run, first: int, last: int) -> list[str]:
 def states_without(
     run: Run, record: ModelRecord, first: int, last: int, omissions: Sequence[Omission]
 ) -> Iterator[Counterfactual]:
-    """θ_last without each of the omissions in the outer steps first … last−1.
+    """Yield θ_last without each of the omissions in the outer steps first … last−1.
 
-    All of them in one pass over the bucket, as far as memory allows.   Raises ConfigError, RendezvousError.
+    Reads the bucket once, if all states fit into memory.   Raises ConfigError, RendezvousError.
     """
     _, start = state_at(run, record, first)
     size = sum(array.nbytes for array in start.all_arrays().values())
@@ -106,7 +106,7 @@ def _replay(run: Run, found: Sequence[Counterfactual], first: int, last: int) ->
 
 
 def _split(found: Sequence[Counterfactual], commit: Commit) -> tuple[list[Counterfactual], list[Counterfactual]]:
-    """Split into counterfactuals that take the commit's mean as it is, and counterfactuals that omit part of it."""
+    """Split into counterfactuals that use the commit's whole mean, and counterfactuals that omit a part of it."""
     touched = [one for one in found if any(one.omission.covers(commit, o) for o in commit.offers)]
     return [one for one in found if one not in touched], touched
 
@@ -132,7 +132,7 @@ def _apply_without(reducer: Reducer, commit: Commit, found: Sequence[Counterfact
 
 
 def _kept(part: Contribution) -> Contribution:
-    """Copy the contribution together with its vector."""
+    """Copy the contribution and its vector."""
     return part if part.vector is None else Contribution(part.listed, part.vector.copy())
 
 
@@ -150,7 +150,7 @@ def _apply_others(one: Counterfactual, commit: Commit, parts: Sequence[Contribut
 def weighted_mean(parts: Sequence[Contribution], elements: int) -> np.ndarray:
     """Return (Σ wᵢ·xᵢ) / Σ wᵢ over the parts that count, in listed order, each operation rounded to fp32.
 
-    Zeros where no part counts."""
+    Zeros if no part counts."""
     total = np.zeros(elements, np.float32)
     counting = [(part.vector, np.float32(part.listed.weight)) for part in parts if part.vector is not None]
     for vector, weight in counting:
@@ -160,6 +160,6 @@ def weighted_mean(parts: Sequence[Contribution], elements: int) -> np.ndarray:
 
 
 def distance(one: OuterState, other: OuterState) -> float:
-    """‖θ − θ′‖."""
+    """Compute ‖θ − θ′‖."""
     squares = (norm((a - b).numpy()) ** 2 for a, b in zip(one.thetas, other.thetas, strict=True))
     return float(sum(squares)) ** 0.5

@@ -1,12 +1,12 @@
-"""All facts in the bucket about one outer step, for readers without write access.
+"""Read all facts about one outer step from the bucket, without write access.
 
     commits t−2 … t, and those after t that may list its late work ─┐
-    offers for step t, claims, goodbyes, the operator's wishes      ├─▶ StepFacts ──▶ diloco/audit/explain.py ──▶ words
-    what sessions and supervisor logged meanwhile                   │
+    offers for step t, claims, leave records, desired state         ├─▶ StepFacts ──▶ diloco/audit/explain.py ──▶ text
+    events that sessions and supervisor logged meanwhile            │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
-Not promised: beats; each overwrites the one before, so they do not show afterwards which replicas looked alive.  Nor
-one clock: `at` is the time by the clock of its writer's machine.
+Not promised: heartbeats, because each overwrites the one before: they do not show which replicas looked alive;
+a common clock, because `at` is the time of the writer's machine.
 """
 
 from bisect import bisect_right
@@ -44,7 +44,7 @@ NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
 
 @dataclass(frozen=True)
 class OfferFacts:
-    """An offer for the step, and its fate.   listed: by the commit of step `listed_in`.   why: of NONE."""
+    """An offer for the step, and its fate.   listed: its entry in the commit of step `listed_in`.   why: for NONE."""
 
     offer: Offer
     fate: str
@@ -55,11 +55,11 @@ class OfferFacts:
 
 @dataclass(frozen=True)
 class Effect:
-    """The mean's effect on its fragment of θ.   Numbers are None where their blobs are gone.
+    """The mean's effect on its fragment of θ.   Numbers are None if their blobs are gone.
 
-    parts: (step, slot) of each listed offer that can be read -> its length, and its cosine to the mean.
+    parts: (step, slot) of each readable listed offer -> its length, and its cosine to the mean.
     rho: cosine to the mean of the fragment's step before.   momentum: length before and after.
-    gone: words, one for each thing that could not be read.
+    gone: one text for each object that could not be read.
     """
 
     source: str = ""
@@ -77,8 +77,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the wishes when
-    it was decided.
+    """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the desired
+    state at the commit.
 
     claims: of every slot, by generation.   events: of this time, with "slot" and "generation" of their sessions.
     """
@@ -97,7 +97,7 @@ class StepFacts:
 
 
 def read_step(run: Run, step: int) -> StepFacts:
-    """All about the outer step that made θ_step+1 of θ_step.   Raises ConfigError for one that was not taken."""
+    """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken."""
     store = PatientStore(run.store, SystemClock(), 10.0)
     rules = run.config.outer.rules
     head = first_open_step(store)
@@ -129,7 +129,7 @@ def _not_there(step: int, head: int) -> str:
 
 
 def _wanted_at(store: Store, at: float) -> Wanted:
-    """The operator's wishes as they were written until then; at least the first ones."""
+    """Return the desired state at time `at`; at least that of the first record."""
     wanted = Wanted()
     for control in controls_above(store, -1):
         if control.n == 0 or control.at <= at:
@@ -141,7 +141,7 @@ def _wanted_at(store: Store, at: float) -> Wanted:
 
 
 def _read_offers(store: Store, step: int, known: dict[int, Commit], rules: Rules, head: int) -> Iterable[OfferFacts]:
-    """Yield the facts of every record under the step's offers.  An offer's body is not looked at."""
+    """Yield the facts of every offer record of the step.  The bodies are not read."""
     for key in sorted(store.list(layout.offers_prefix(step))):
         body = store.get(key)
         if body is None:
@@ -176,7 +176,7 @@ def _fate_of(offer: Offer, flaw: str, known: dict[int, Commit], rules: Rules, he
 def _events_of(
     store: Store, sessions: Iterable[tuple[str, int]], since: float, commit: Commit
 ) -> tuple[dict[str, Any], ...]:
-    """Noted events between two commits, of the sessions and of their supervisors; warnings about this step alone."""
+    """Return the NOTED events of sessions and supervisors between two commits; warnings only if about this step."""
     supervisors = {owner for key in store.list(f"{layout.LOGS}supervisor-") if (owner := layout.log_owner(key))}
     found: list[dict[str, Any]] = []
     for slot, generation in [*sessions, *sorted(supervisors)]:
@@ -189,7 +189,7 @@ def _events_of(
 
 
 def _log_between(store: Store, prefix: str, since: float, until: float) -> Iterable[dict[str, Any]]:
-    """The events of the log objects that may be of that time: one is written per outer step, in order."""
+    """Yield the events of the log objects that may be of that time; each outer step adds one object, in order."""
     keys = sorted(key for key in store.list(prefix) if layout.log_owner(key) and not layout.is_rollouts(key))
     begins: dict[str, float] = {}
 
@@ -205,10 +205,10 @@ def _log_between(store: Store, prefix: str, since: float, until: float) -> Itera
         yield from read_log(store, key).events
 
 
-_SOON = 60.0  # seconds after a commit in which a session writes what it thought of it
+_SOON = 60.0  # a session logs its warnings about a commit within so many seconds
 
 
-# ---------------------------------------------------------------------- what the mean did
+# ---------------------------------------------------------------------- the effect of the mean
 
 
 def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None) -> Effect:
@@ -237,7 +237,7 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
 
 
 def fragment_sizes(run: Run) -> list[int]:
-    """Elements of each fragment of the run's θ."""
+    """Return the number of elements of each fragment of the run's θ."""
     from diloco.model.export import empty_state
 
     return [theta.numel() for theta in empty_state(model_record(run), run.config.outer).thetas]

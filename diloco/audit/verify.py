@@ -1,15 +1,15 @@
-"""Check a run against its records, without write access: everything that can be computed again is.
+"""Check a run against its records, without write access: recompute everything that can be recomputed.
 
-    commits      chain, weights, each offer's record, nothing counted twice         registers stay: always there
-    snapshot s ──▶ θ_s ──▶ θ_s+1 ──▶ … ──▶ θ_T                                      by the listed deltas where these
-                    │        │              │                                       are, else by the announced means
+    commits      chain, weights, each offer's record, nothing counted twice         these records are never deleted
+    snapshot s ──▶ θ_s ──▶ θ_s+1 ──▶ … ──▶ θ_T                                      by the listed deltas if they are
+                    │        │              │                                       there, else by the published means
                     └── base in commits and snapshots; θ in the replicas' logs; a snapshot's bytes
 
-A difference has its step, blob and replica.  Collected blobs are reported as unchecked.  Nothing is written, and
-nothing is put back.  The replay goes on past a difference as far as the remaining blobs allow.
+A difference names its step, blob and replica.  Deleted blobs are reported as unchecked.  Nothing is written or
+repaired.  After a difference, the replay continues as far as the remaining blobs allow.
 
-Not promised: that a pseudogradient is the result of its replica's inner steps: only the replica saw those, and the rest
-that a lossy codec kept back.  xxh3 digests find accidents; only a run key makes forgeries visible.
+Not promised: that a pseudogradient is the result of its replica's inner steps. Only the replica saw these, and the
+residual of a lossy codec.  xxh3 digests find accidents; only a run key makes forgeries visible.
 """
 
 import json
@@ -41,13 +41,13 @@ from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore, Readable
 from rendezvous.stores.ahead import Ahead
 
-UNSEEN = "that a pseudogradient is what its replica's inner steps gave (nothing of those is in the bucket)"
-STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # whose records are asked for together
+UNSEEN = "that a pseudogradient is the result of its replica's inner steps (the bucket does not have these)"
+STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many are requested together
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as announced.   slot: of the replica that it is about, "" for none."""
+    """One difference from the records.   slot: of the replica that it concerns, or ""."""
 
     step: int
     blob: str
@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """thetas: steps whose θ was computed.   from_deltas, as_announced: steps by where their mean was taken from."""
+    """The result.   thetas: steps whose θ was computed.   from_deltas, as_announced: steps, by their mean's source."""
 
     thetas: list[int] = field(default_factory=list[int])
     from_deltas: list[int] = field(default_factory=list[int])
@@ -78,7 +78,7 @@ class Verdict:
         return {"good": self.good, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """The verdict in words."""
+        """Return the verdict as lines of text."""
         reach = f"{self.thetas[0]} to {self.thetas[-1]}" if self.thetas else "of no step"
         means = f"{len(self.from_deltas)} means from their deltas, {len(self.as_announced)} as announced"
         found = [f"differs: {one.in_words()}" for one in self.differences]
@@ -88,13 +88,13 @@ class Verdict:
 
 
 class _LostMean(Exception):
-    """Neither the deltas nor the mean of a step can be read."""
+    """The error for a step of which neither the deltas nor the mean can be read."""
 
 
 def verify(run: Run, step: int | None = None) -> Verdict:
-    """Compute θ again and compare.   step: only this one, from the snapshot before it; None: all.
+    """Recompute θ and compare.   step: only this one, from the snapshot before it; None: all.
 
-    Raises ConfigError for a step that was collected, or not taken yet.
+    Raises ConfigError for a step whose blobs were deleted, or that is not taken yet.
     """
     return _Verification(run).check(step)
 
@@ -112,7 +112,7 @@ class _Verification:
         self._keeps_all = keep_bytes(keep_of(run)) is None
         self._chain: dict[int, Commit] = {}
         self._manifests: dict[int, Snapshot] = {}
-        self._differed = False  # did θ differ at the step before?
+        self._differed = False  # whether θ differed at the step before
         self._logged: dict[int, dict[str, str]] = {}
         self.found = Verdict(unchecked=[UNSEEN])
 
@@ -129,7 +129,7 @@ class _Verification:
         return self.found
 
     def _head(self) -> int:
-        """The first open step, or the first that cannot be passed."""
+        """Return the first open step, or the first missing commit."""
         try:
             return first_open_step(self._store)
         except ChainBroken as error:
@@ -151,7 +151,7 @@ class _Verification:
         self.found.differences.append(Difference(step, blob, slot, text))
 
     def _gone(self, step: int, blob: str, slot: str = "") -> None:
-        """Note that a blob is not there: a collector took it, unless the run keeps all."""
+        """Note a missing blob: an old one was deleted; in a run that keeps all, it is a difference."""
         if self._keeps_all:
             self._differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
         else:
@@ -160,7 +160,7 @@ class _Verification:
     # ---------------------------------------------------------------- records
 
     def _read_chain(self, first: int, head: int) -> int:
-        """Read and check the commits from `first` on; -> the first that could not be read, or `head`."""
+        """Read and check the commits from `first` on. Return the first unreadable one, or `head`."""
         chain = Chain(self._ahead, 2)
         listed = set[tuple[int, str]]()
         for start in range(first, head, STEPS_AT_ONCE):
@@ -176,7 +176,7 @@ class _Verification:
         return head
 
     def _read_commits(self, chain: Chain, first: int, last: int) -> int:
-        """-> the first that could not be read, or `last`."""
+        """Read the commits. Return the first unreadable one, or `last`."""
         self._ahead.ask(map(layout.commit_key, range(first, last)))
         for t in range(first, last):
             try:
@@ -201,12 +201,12 @@ class _Verification:
             self._differs(commit.t, key, commit.by, f"has {len(commit.fresh_offers)} fresh offers, needs {commit.m}")
         for offer in commit.offers:
             if (offer.step, offer.slot) in listed:
-                self._differs(commit.t, key, offer.slot, f"counts its work for step {offer.step} once more")
+                self._differs(commit.t, key, offer.slot, f"counts its work for step {offer.step} again")
             listed.add((offer.step, offer.slot))
             self._check_offer(commit, offer)
 
     def _check_offer(self, commit: Commit, listed: Listed) -> None:
-        """The offer stands under its slot's key as the commit lists it, and began from its step's base."""
+        """Check that the offer's record is as the commit lists it, and that it began from its step's base."""
         key, offer = _find_offer(self._ahead, listed)
         if offer is None:
             self._differs(commit.t, key, listed.slot, "is listed, and there is no such offer")
@@ -222,7 +222,7 @@ class _Verification:
     # ---------------------------------------------------------------- snapshots
 
     def _read_snapshots(self, first: int, last: int) -> None:
-        listed = _snapshot_steps(self._store)  # which may lag: commits name snapshots, too, and there is always a first
+        listed = _snapshot_steps(self._store)  # may lag; commits also name snapshots, and snapshot 0 exists
         for t in sorted({0, *listed, *(commit.snapshot for commit in self._chain.values())}):
             if not first <= t <= last:
                 continue
@@ -252,7 +252,7 @@ class _Verification:
         return blob_stands(self._store, blob, size)
 
     def _miss(self, step: int, blob: str, slot: str = "") -> None:
-        """Say of a blob that is not there whether it is shorter than announced, or gone."""
+        """Note whether a missing blob is too short or gone."""
         if self._there(blob, 1):
             self._differs(step, blob, slot, "is shorter than announced")
         else:
@@ -261,7 +261,7 @@ class _Verification:
     # ---------------------------------------------------------------- θ
 
     def _replay_all(self, last: int) -> None:
-        """Replay from the oldest snapshot on; where a mean is lost, from the next snapshot after it."""
+        """Replay from the oldest snapshot on; after a lost mean, from the next snapshot."""
         after = -1
         while (start := min((t for t in self._manifests if t > after), default=None)) is not None:
             if start > after + 1:
@@ -274,7 +274,7 @@ class _Verification:
         self.found.unchecked.append(f"θ of steps {first} to {last}: nothing is left to compute it from")
 
     def _replay_from(self, start: int, last: int) -> int:
-        """-> the last step whose θ is known now; `start` where its snapshot cannot be used."""
+        """Replay. Return the last step whose θ is known now; `start` if its snapshot cannot be used."""
         state = empty_state(self._record, self._outer)
         fragments = self._outer.rules.fragments
         replay = StateReplay(
@@ -294,9 +294,9 @@ class _Verification:
         return replay.step
 
     def _mean(self, commit: Commit, out: np.ndarray) -> None:
-        """Write the mean into `out`: by its deltas, compared with the announced mean; else as it was announced.
+        """Write the mean into `out`: from its deltas, compared with the published mean; else the published mean.
 
-        Raises _LostMean where neither can be read."""
+        Raises _LostMean if neither can be read."""
         try:
             for part, body in self._reducer.parts_of_bodies(commit, out):
                 self._compare_announced(commit, part, body)
@@ -325,7 +325,7 @@ class _Verification:
         if not self._store.get_into(blob, stored.data):
             self._miss(t, blob)
         elif not has_digest(stored.data, announced, self._kind):
-            self._differs(t, blob, "", f"the stored mean has not the digest that was announced, {announced}")
+            self._differs(t, blob, "", f"the stored mean has another digest than the announced {announced}")
 
     def _name_bad_means(self, commit: Commit) -> None:
         for part in range(max(1, len(commit.owners))):
@@ -334,18 +334,18 @@ class _Verification:
                 self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _name_bad_bodies(self, commit: Commit, elements: int) -> None:
-        """Say which listed delta is gone, and which has other bytes than were announced."""
+        """Note which listed deltas are gone, and which have other bytes than their records say."""
         bodies = self._reducer.bodies
         for listed in commit.offers:
             if bodies.record_flaw(listed, elements):
-                continue  # it counts for nothing, with every reader
+                continue  # no reader counts it
             if not self._there(listed.blob, listed.size):
                 self._miss(commit.t, listed.blob, listed.slot)
             elif isinstance(why := bodies.read_body(listed, bodies.grid(elements), None), str):
                 self._differs(commit.t, listed.blob, listed.slot, why)
 
     def _check_state(self, t: int, base: str, state: OuterState) -> None:
-        """Compare θ_t and its momentum with everything that names them."""
+        """Compare θ_t and its momentum with all records of them."""
         self.found.thetas.append(t)
         self.found.digests[t] = base
         wrong = list(self._other_claims(t, base))
@@ -394,7 +394,7 @@ def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
 
 
 def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
-    """step -> session -> the digest of θ that it says it held before that step.  Odd lines are not news."""
+    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without one."""
     said: dict[int, dict[str, str]] = {}
     owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
     keys = [key for key in owners if not layout.is_rollouts(key)]

@@ -1,1 +1,1 @@
-"""Models of a run: the start model in and out, θ of a step exported, forked from, given back."""
+"""Models of a run: publish and fetch the start model; export θ, fork from it, give it back."""

@@ -1,11 +1,11 @@
-"""The mean of a decided step and each listed offer's part in it, for readers without write access.
+"""Read a committed step's mean and each listed offer's contribution, without write access.
 
-    announced mean ──────────────────────▶ ḡ          fewer bytes, so it is asked for first
-    listed deltas ──▶ x₁ … x_N ──▶ Σwx/Σw ─▶ ḡ          where nothing was announced, or it is damaged
+    published mean ──────────────────────▶ ḡ          fewer bytes, so it is read first
+    listed deltas ──▶ x₁ … x_N ──▶ Σwx/Σw ─▶ ḡ          if no mean was published, or it is damaged
 
-A damaged blob stays as it is: a replica that needs it puts it back (rendezvous/means/reduce.py).
+A damaged blob is not repaired here; a replica that needs the blob repairs it (rendezvous/means/reduce.py).
 
-Not promised: x before its codec; the rest that a lossy codec kept back was sent later, if at all.
+Not promised: x before its codec. A lossy codec sends the residual later, or never.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from rendezvous.records.records import Commit, Listed
 
 @dataclass(frozen=True)
 class Contribution:
-    """The contribution of a listed offer.   vector: None where there is none, for the reason that `flaw` has.
+    """The contribution of a listed offer.   vector: None if it cannot be read; `flaw` is the reason.
 
-    counts: does it count for the mean?  False for a body that the rules leave out."""
+    counts: whether it is in the mean; False for a body that the rules leave out."""
 
     listed: Listed
     vector: np.ndarray | None
@@ -32,7 +32,7 @@ class Contribution:
 
 
 def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
-    """Write the mean of `commit` into `out`; -> "announced" or "deltas", by where it was taken from.
+    """Write the mean of `commit` into `out`. Return its source, "announced" or "deltas".
 
     Raises BadCommit, Corrupt.
     """
@@ -45,7 +45,7 @@ def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
 
 
 def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Iterator[Contribution]:
-    """Each listed offer with its pseudogradient as it counted.   A vector is good until the next is asked for."""
+    """Yield each listed offer with its decoded pseudogradient.   The next one overwrites the vector."""
     bodies = reducer.bodies
     vector = np.empty(elements, np.float32)
     for listed in commit.offers:

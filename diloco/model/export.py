@@ -1,9 +1,9 @@
-"""θ of any committed step, from the bucket alone: export, audit, fork.
+"""Read θ of any committed step from the bucket, to export, audit or fork it.
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-The replay is the one by which a replica joins (snapshots/replay.py).  Here no replica joins, and nothing is written: a
-damaged object is avoided where that is possible, and stays as it is (decision 046).
+A replica that joins uses the same replay (snapshots/replay.py).  Here no replica joins, and nothing is written: the
+replay avoids a damaged object if it can, but does not repair it (decision 046).
 Not promised: speed for a step far from a snapshot.
 """
 
@@ -39,15 +39,15 @@ from rendezvous.records.records import Commit
 from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore
 
-BASE = "base.json"  # beside an exported adapter: the model that it belongs to
-MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has its own
+BASE = "base.json"  # in an exported adapter's folder: its base model
+MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has another config
 STATE_PATIENCE_S = 10.0
 
 
 def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
-    """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written.
+    """Write θ_step (default: the newest) as a normal from_pretrained folder. Return the step.
 
-    With [inner.lora] it is the folder of the adapter, as PEFT loads it.   merge: the whole model, adapter included.
+    With [inner.lora] it is an adapter's folder for PEFT.   merge: write the whole model, with the adapter merged.
     """
     run = read_run(url)
     record = model_record(run)
@@ -58,13 +58,13 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
 
 
 def refuse_merge(run: Run, merge: bool) -> None:
-    """Raise ConfigError if there is no adapter to be merged."""
+    """Raise ConfigError if there is no adapter to merge."""
     if merge and run.config.inner.lora is None:
         raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
 
 
 def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to: Path, merge: bool = False) -> None:
-    """Write θ as `export` does.   at: its outer step."""
+    """Write θ like `export`.   at: its outer step."""
     inner = run.config.inner
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
@@ -81,7 +81,7 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
 
 
 def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:
-    """The base model that an exported adapter belongs to, as a file beside it."""
+    """Return the content of base.json: the base model of an exported adapter."""
     files = {name: stored["digest"] for name, stored in record.files.items() if not name.startswith(f"{ADAPTER}/")}
     base = {"model": model, **record.hub, "files": files, "weights": record.base, "outer_step": step}
     return json.dumps(base, indent=2).encode()
@@ -90,7 +90,7 @@ def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:
 def state_at(
     run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_emit
 ) -> tuple[int, OuterState]:
-    """θ and outer momentum before commit `step` (default: after the last one), replayed."""
+    """Replay θ and outer momentum before commit `step` (default: after the last one). Return the step and the state."""
     clock = SystemClock()
     store = PatientStore(run.store, clock, STATE_PATIENCE_S)
     if step is not None:
@@ -118,17 +118,17 @@ def state_at(
 
 
 def keep_of(run: Run) -> int | str:
-    """Return the budget of the run's blobs: fleet.keep, or the one that `diloco gc` has set since."""
+    """Return the limit of the run's blobs: the one that `diloco gc` set, or fleet.keep."""
     return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
 
 
 def what_is_kept(run: Run) -> Reach | None:
-    """Which θ the bucket still gives; None: all of them."""
+    """Return which θ can still be computed from the bucket; None: all of them."""
     return None if keep_bytes(keep_of(run)) is None else read_reach(run.store)
 
 
 def refuse_gone(run: Run, step: int) -> None:
-    """Raise ConfigError if the blobs left in the bucket do not give θ_step any more."""
+    """Raise ConfigError if θ_step can no longer be computed from the bucket."""
     left = what_is_kept(run)
     if left is None or left.covers_step(step):
         return
@@ -139,7 +139,7 @@ def refuse_gone(run: Run, step: int) -> None:
 
 
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
-    """Zeros in the shape of the run's θ, momentum, and memory of "auto" if it has one."""
+    """Make zeros in the shapes of the run's θ and momentum, and of AutoLR's memory if lr = "auto"."""
     sizes = [math.prod(shape) for _, shape, _ in record.layout]
     thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut_fragments(sizes, outer.fragments)]
     optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
@@ -158,7 +158,7 @@ def put_into(model: nn.Module, state: OuterState) -> None:
 
 
 def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
-    """θ₀ of a run whose snapshot 0 has no blob."""
+    """Return the outer state's first arrays, for a run whose snapshot 0 has no blob."""
     config = run.config
     with tempfile.TemporaryDirectory() as scratch:
         folder = start_folder(run, record, Path(scratch))
@@ -168,7 +168,7 @@ def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
 
 
 def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
-    """The start model's folder.   Raises ConfigError where the Hub does not give it."""
+    """Fetch the start model into `folder` and return its path.   Raises ConfigError if the Hub does not give it."""
     try:
         return fetch_model(run.store, record, folder)
     except HubError as error:
@@ -179,13 +179,13 @@ def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
 def model_record(run: Run) -> ModelRecord:
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is None:
-        name = run.config.name  # raises for a run that has no model of its own
+        name = run.config.name  # raises ConfigError for a run by make_diloco, which has no model in its bucket
         raise ConfigError(f"{run.url} ({name}) has no model yet: it is published when the first replicas start")
     return ModelRecord.decode(body)
 
 
 def _copy_others(start: Path, to: Path, left_out: Container[str] = ()) -> None:
-    """Tokenizer, chat template, generation config: everything but the weights and the adapter."""
+    """Copy all files except weights and adapter: tokenizer, chat template, generation config."""
     to.mkdir(parents=True, exist_ok=True)
     for path in sorted(p for p in start.rglob("*") if p.is_file() and not is_weights_file(p.name)):
         name = path.relative_to(start).as_posix()

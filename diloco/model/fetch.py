@@ -1,6 +1,6 @@
-"""Fetch for a replica the files that founding put into the bucket: the start model's folder and the user's files.
+"""Fetch a replica's files from the bucket: the start model's folder and the user's files.
 
-    fetch_model(store, record, folder)   θ₀'s folder, from the bucket or from the Hub, every file by its digest
+    fetch_model(store, record, folder)   θ₀'s folder, from the bucket or from the Hub; each file's digest is checked
     fetch_files(run, folder)             reward.py, prompts.jsonl …
 
 Not promised: space on this machine's disk.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """θ₀'s folder, from the bucket or from the Hub; -> `folder`, a normal from_pretrained folder.   Raises HubError."""
+    """Fetch θ₀ from the bucket or the Hub as a normal from_pretrained folder. Return `folder`.   Raises HubError."""
     if (model := record.hub_model) is not None:
         from inner.models.hub_model import link_hub_files
 
@@ -33,10 +33,10 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
 
 
 def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """Write θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.
+    """Write θ₀'s folder with zeros as weights, for a replica that loads θ from a snapshot. Return `folder`.
 
-    Raises HubError.   It is a from_pretrained folder, so the rest of the model is made as ever.   The zeros are a hole
-    in a file: neither the link nor the disk carries them.
+    Raises HubError.   It is a normal from_pretrained folder.   The zeros are a hole in a file, which needs no transfer
+    and no disk space.
     """
     from diloco.model.zeros import write_zeros
 
@@ -47,12 +47,12 @@ def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path)
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether a start model's file holds weights or their index: safetensors, or PyTorch's own on the Hub."""
+    """Whether a start model's file has weights or their index: safetensors, or PyTorch's format on the Hub."""
     return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
 
 
 def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
-    """Download the user's own files, checked against run.json; -> setting -> local path."""
+    """Download the user's files and check them against run.json. Return setting -> local path."""
     local: dict[str, Path] = {}
     for setting, stored in run.record.files.items():
         name = f"{hex_of(stored['digest'])}/{stored['key'].rpartition('/')[2]}"
@@ -61,9 +61,9 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
 
 
 def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
-    """Return the very bytes that were checked, not those of a second read.   stored: key and digest.
+    """Read a file, check its digest and return the checked bytes.   stored: key and digest.
 
-    Raises Corrupt after three reads without those bytes."""
+    Raises Corrupt after three reads with other bytes."""
     body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])
@@ -76,10 +76,10 @@ def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
 
 
 def save_below(folder: Path, name: str, body: bytes) -> Path:
-    """Write folder/name; -> its path.   Raises BadKey if that is not in `folder`, by its name or by a link."""
+    """Write folder/name and return its path.   Raises BadKey if a name or a link leads out of `folder`."""
     path = folder / plain_key(name)
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise BadKey(f"{name!r} leads out of {folder}, through a link that lies there; use an empty folder")
+        raise BadKey(f"{name!r} leads out of {folder}, through a link in that folder; use an empty folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(body)
     return path

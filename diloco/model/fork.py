@@ -1,18 +1,17 @@
-"""A run that begins where another one stands: `diloco train CONFIG --run NEW --from OLD[@STEP]`.
+"""Start a run from a step of another one: `diloco train CONFIG --run NEW --from OLD[@STEP]`.
 
     OLD   ●──●──● θ_t ──●──●          only read
                   │  its start model, θ_t, and with --momentum the outer momentum
                   ▼
     NEW           ● θ_0 ──●──●        run.json has the parent
 
-    written in this order: run.json · model/… · snapshots/0 · model/manifest.json, for which replicas wait
+    written in this order: run.json · model/… · snapshots/0 · model/manifest.json (replicas wait for it)
 
-The clock of OLD goes on: the order of the data, inner.schedule, and the warm-up of sessions that come to a run in its
-middle are those of OLD's step t.  All slots go on where the one that had come farthest in its data was.  With nothing
-changed NEW takes the steps that OLD would take if all its replicas were replaced at t.  NEW's own steps are counted
-from 0.
+NEW continues OLD's count of steps: its data order, its inner.schedule and the warm-up of late sessions are those
+of OLD's step t.  Every slot continues from the largest data position of OLD's slots.  With the same settings, NEW takes
+the steps that OLD would take if all its replicas were replaced at t.  NEW numbers its own steps from 0.
 
-Not promised: moments of the inner optimizers, which are in no bucket; the noise of sampling, which is a session's own.
+Not promised: moments of the inner optimizers, which no bucket has; the sampling noise, which each session draws.
 """
 
 import shlex
@@ -39,7 +38,7 @@ PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Fork:
-    """arrays: of NEW's state before its first step.   base: their digest."""
+    """The start of NEW.   arrays: its outer state before the first step.   base: their digest."""
 
     parent: Parent
     origin: Run
@@ -49,7 +48,7 @@ class Fork:
 
 
 def read_fork(spelling: str, config: RunConfig, momentum: bool = False) -> Fork:
-    """θ of the step that `spelling` names (URL, or URL@STEP), for a run with this config.   Raises ConfigError."""
+    """Read θ of the step that `spelling` (URL, or URL@STEP) names, for this config.   Raises ConfigError."""
     url, at, digits = spelling.rpartition("@")
     named = bool(at) and digits.isdecimal()
     origin = read_run(current_url(url if named else spelling))
@@ -72,7 +71,7 @@ def read_fork(spelling: str, config: RunConfig, momentum: bool = False) -> Fork:
 
 
 def begin(run: Run, fork: Fork, clock: Clock) -> None:
-    """Put the start into the run's bucket, unless it is there.  The manifest goes last: replicas wait for it."""
+    """Write the start into the run's bucket, unless it is there.  The manifest is last, as replicas wait for it."""
     store = PatientStore(run.store, clock, PATIENCE_S)
     if store.get(layout.MODEL_MANIFEST) is not None:
         return

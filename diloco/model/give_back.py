@@ -1,12 +1,13 @@
 """`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
 
-    the rules of collecting replicas (rendezvous/keeping/garbage.py), another budget, a store that only notes ──▶ Plan
-    Plan ──▶ a control record with `keep`, so that readers of the run know ──▶ DELETE, oldest first
+    the replicas' rules of deletion (rendezvous/keeping/garbage.py), SIZE, a store that only notes keys ──▶ Plan
+    Plan ──▶ a control record with `keep`, which tells readers ──▶ DELETE, oldest first
 
-Blobs that a replica may need to heal stay under any SIZE, and so do registers: commits, offers, manifests, logs.  After
-a kill in the middle, the same command goes on; the record came first, so no reader takes missing blobs for damage.
+Blobs that a replica may need to heal stay under any SIZE, and so do small records: commits, offers, manifests, logs.
+After a kill in the middle, the same command continues. The control record is written first, so readers do not take
+missing blobs for damage.
 
-Not promised: bytes of objects that no record names (a body whose writer died): they are counted as objects.
+Not promised: sizes of objects that no record names (a body whose writer died); only their number is known.
 """
 
 import shlex
@@ -29,15 +30,15 @@ from rendezvous.records.records import Commit, Mean, Snapshot, WireError
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
 PATIENCE_S = 20.0
-AT_ONCE = 1000  # keys in a DELETE
+AT_ONCE = 1000  # most keys in a DELETE
 KINDS = ("delta", "mean", "snapshot")
 R = TypeVar("R", Commit, Mean, Snapshot)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """keys: of blobs that go, oldest first.   freed: kind -> bytes, as far as records name them.   unnamed: blobs that
-    none names.   before, after: the steps whose θ can be computed.   head: the first open step."""
+    """A plan of deletions.   keys: of blobs, oldest first.   freed: kind -> bytes by the records.   unnamed: number of
+    blobs without a record.   before, after: the steps whose θ can be computed.   head: the first open step."""
 
     keep: str
     keys: tuple[str, ...]
@@ -49,17 +50,17 @@ class Plan:
 
     @property
     def lost(self) -> list[int]:
-        """The steps whose θ cannot be computed any more afterwards."""
+        """The steps whose θ cannot be computed after the deletion."""
         return [t for t in range(self.head + 1) if self.before.covers_step(t) and not self.after.covers_step(t)]
 
 
 class _Sketch:
-    """A store whose `delete` only notes; what is noted is gone for its readers."""
+    """A store whose `delete` only notes keys; readers of this store do not see these objects."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
         self._store = store
-        self.gone = dict[str, None]()  # in the order of deleting
+        self.gone = dict[str, None]()  # in the order of deletion
 
     def get(self, key: str) -> bytes | None:
         return None if key in self.gone else self._store.get(key)
@@ -81,7 +82,7 @@ class _Sketch:
 
 
 def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
-    """Say what would go.   Raises ConfigError where nothing may."""
+    """Plan the deletions.   Raises ConfigError if nothing may be deleted."""
     budget = _budget(run, keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
     manifest = store.get(layout.MODEL_MANIFEST)
@@ -103,7 +104,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
 
 
 def collect(run: Run, plan: Plan, clock: Clock) -> None:
-    """Write down that this was collected, and delete what the plan names.   Replicas go on with fleet.keep."""
+    """Write `keep` to a control record, then delete the plan's blobs.   Replicas still use fleet.keep."""
     write_control(run.store, clock, keep=plan.keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
     for at in range(0, len(plan.keys), AT_ONCE):
@@ -125,7 +126,7 @@ def _budget(run: Run, keep: str) -> int:
 
 
 def _refuse_live(run: Run, store: Store, head: int) -> None:
-    """Replicas of a run that keeps everything rely on it."""
+    """Raise ConfigError for a running run with keep = "all", whose replicas rely on all blobs."""
     wanted = read_control(store)
     if keep_bytes(wanted.keep or run.config.fleet.keep) is None and not wanted.stop and head < wanted.steps:
         raise ConfigError(
@@ -138,11 +139,11 @@ def _stands(store: Store, key: str) -> bool:
     return store.get_into(key, memoryview(bytearray(1)), 0)
 
 
-# ---------------------------------------------------------------------- how much that is
+# ---------------------------------------------------------------------- sizes
 
 
 def _weigh(store: Store, keys: Iterable[str]) -> tuple[dict[str, int], int]:
-    """-> kind -> bytes, and how many keys no record names."""
+    """Return kind -> bytes, and how many keys no record names."""
     weight = _Weight(store)
     freed: dict[str, int] = dict.fromkeys(KINDS, 0)
     unnamed = 0
@@ -158,7 +159,7 @@ def _weigh(store: Store, keys: Iterable[str]) -> tuple[dict[str, int], int]:
 
 @dataclass
 class _Weight:
-    """Sizes of a step's blobs, by the records that name them."""
+    """Sizes of a step's blobs, from the records that name them."""
 
     store: Store
     _known: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict[tuple[str, int], dict[str, int]])
@@ -198,7 +199,7 @@ def _decode(kind: type[R], body: bytes | None) -> R | None:
 
 
 def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
-    """Return the plan in words.   best: the step with the best evaluation, if there is one."""
+    """Return the plan as text.   best: the step with the best evaluation, if there is one."""
     if not plan.keys:
         return [f"nothing goes: what is there fits into {plan.keep}, or a replica may need it"]
     parts = [f"{size / 1e6:,.1f} MB of {kind}s" for kind, size in plan.freed.items() if size]

@@ -1,9 +1,9 @@
-"""The last sweep of a run, by its supervisor, which has its credentials and outlives its replicas.
+"""Delete a run's old blobs a last time, by its supervisor, which has the credentials and ends after all replicas.
 
     replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
                                                                 └ killed before it did: no replica sweeps after it
 
-No torch here.   Not promised: a sweep where no supervisor runs (a library run, or a supervisor that was killed).
+Imports no torch.   Not promised: this sweep without a supervisor (a library run, or a killed supervisor).
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from rendezvous.clock import Clock
 from rendezvous.keeping.garbage import sweep_ended_run
 from rendezvous.store import PatientStore
 
-PATIENCE_S = 10.0  # for an answer of the store
+PATIENCE_S = 10.0  # limit for an answer of the store
 
 
 def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
-    """Collect the blobs of a done run beyond fleet.keep; -> how many blobs went, or had gone.
+    """Delete a finished run's blobs beyond fleet.keep. Return how many are deleted, now or earlier.
 
     Raises RendezvousError.
     """

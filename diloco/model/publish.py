@@ -1,10 +1,10 @@
-"""Put the start model into the bucket: heavy, so in a child process of the launcher.
+"""Put the start model into the bucket, in a child process of the launcher, because it needs torch and memory.
 
     publish    model/{nonce}/… and then model/manifest.json: θ₀'s folder and the parameter layout
-               of a model on the Hub the manifest alone: its commit and digests (start_model.py)
-               with [inner.lora] the adapter, model/{nonce}/adapter/…, and its layout
+               for a model on the Hub, only the manifest: its commit and digests (start_model.py)
+               with [inner.lora], the adapter, model/{nonce}/adapter/…, and its layout
 
-Not promised: one upload.  Two launchers may both upload; the first manifest stands.
+Not promised: a single upload.  Two launchers may both upload; the first manifest is valid.
 """
 
 import shlex
@@ -35,7 +35,7 @@ PUBLISH_PATIENCE_S = 20.0
 
 
 def publish(url: str) -> int:
-    """Entry point of a child process: put θ₀ into the bucket unless it is there; -> an exit code."""
+    """Put θ₀ into the bucket unless it is there. Return an exit code: this is a child process's entry point."""
     from diloco.process import exitcodes
     from inner import InnerError
 
@@ -46,7 +46,7 @@ def publish(url: str) -> int:
     except GaveUp as error:
         print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP
-    except (InnerError, ConfigError) as error:  # of the user's files and settings; the model is not to blame
+    except (InnerError, ConfigError) as error:  # an error in the user's files or settings, not in the model
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     except (StoreError, OSError) as error:
@@ -60,7 +60,7 @@ def publish(url: str) -> int:
 
 
 def publish_model(run: Run, clock: Clock) -> ModelRecord:
-    """Build or load the start model, check the user's code, upload what the Hub has not; the manifest goes last."""
+    """Build or load the start model, check the user's code, upload files that the Hub lacks, then the manifest."""
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is not None:
         return ModelRecord.decode(body)
@@ -83,7 +83,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
 
 
 def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
-    """Check a start model whose files were not on this machine before.
+    """Check a start model, unless it is built in or a local folder.
 
     Raises InnerError for a model that no replica could train."""
     config = run.config.inner
@@ -97,7 +97,7 @@ def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
 
 
 def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
-    """Named, if every replica gets the same bits from the Hub; else carried."""
+    """Return a record that names the Hub's model if all replicas get the same bits from it; else upload the model."""
     config = run.config.inner
     if not is_on_hub(config):
         return _carry_model(run, config, scratch / "model", clock)
@@ -109,7 +109,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
         return _carry_model(run, config, scratch / "model", clock)
     folder = link_hub_files(found, scratch / "hub")
     model, drawn = load_start(folder, config.dtype)
-    if drawn:  # weights that no file has: every replica would draw others
+    if drawn:  # some weights are in no file: every replica would draw different ones
         return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
     files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}
     if config.lora is not None:

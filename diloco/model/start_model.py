@@ -1,18 +1,18 @@
-"""θ₀ of a run: where its weights come from, and that every replica has the same bits.
+"""θ₀ of a run: the source of its weights, and checks that every replica has the same bits.
 
     built in code, a folder or a .gguf ─▶ model/{nonce}/… in the bucket, in the run's dtype          files by SHA-256
-    a model of the Hub                 ─▶ nothing but its name and commit in model/manifest.json     files by SHA-256
-                                          every replica takes them itself, from its own HF cache or from the Hub
-    [inner.lora]                       ─▶ model/{nonce}/adapter/… besides; θ₀ is the adapter alone, and the digest of
-                                          the base is compared where a session begins and where it ends
+    a model of the Hub                 ─▶ only its name and commit in model/manifest.json            files by SHA-256
+                                          every replica reads the files from its own HF cache or from the Hub
+    [inner.lora]                       ─▶ also model/{nonce}/adapter/…; θ₀ is only the adapter, and each session
+                                          compares the digest of the base at its begin and its end
 
     model ─▶ trainable parameters in flat order, as fp32 ─▶ digest      in the manifest; compared before training
-                                                         ─▶ snapshot 0  the same, and zeros for all else
+                                                         ─▶ snapshot 0  the same, and zeros for the rest
 
-The digest is of the trained parameters, after the replica's own reading, rounding and gathering: other releases that
-round in another way are found before they train.
+The digest is of the trained parameters after the replica has read, rounded and gathered them. So a release that rounds
+differently is found before it trains.
 
-Not promised: that the Hub keeps a commit; a run that must not hang on it has a folder as its inner.model.
+Not promised: that the Hub keeps a commit. If your run must not depend on that, use a folder as inner.model.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from inner.settings.lora import LoraSettings
 
 T = TypeVar("T")
-AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then
+AGAIN_S = 5.0  # between two tries; the Hub's client itself retries for half a minute
 
 
 def theta_digest(model: nn.Module, kind: str) -> str:
-    """Digest of all trainable parameters as fp32, in flat order."""
+    """Compute the digest of all trainable parameters as fp32, in flat order."""
     return digest_of((as_bytes(flat) for flat in _flat_parameters(model)), kind)
 
 
@@ -53,13 +53,13 @@ def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
 
 
 def has_more_than_trained(model: nn.Module) -> bool:
-    """Whether it has weights that no outer state holds: frozen ones, or buffers that its files carry."""
+    """Whether the model has weights outside the outer state: frozen weights, or buffers in its files."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return not all(p.requires_grad for p in parameters.values()) or bool(model.state_dict().keys() - parameters.keys())
 
 
 def refuse_other_bits(announced: str, model: nn.Module) -> None:
-    """WrongRun if θ₀ here is not θ₀ of the run.   announced: "" in a run of an older release."""
+    """Raise WrongRun if this θ₀ is not the run's θ₀.   announced: "" in a run of an older release."""
     if not announced:
         return
     kind = announced.partition(":")[0]
@@ -73,7 +73,7 @@ def refuse_other_bits(announced: str, model: nn.Module) -> None:
 
 
 def refuse_other_base(announced: str, model: nn.Module) -> None:
-    """WrongRun if the base of the adapter here is not that of the run.   announced: "" where the whole model learns."""
+    """Raise WrongRun if the adapter's base is not the run's base.   announced: "" if the whole model is trained."""
     if announced and (found := frozen_digest(model)) != announced:
         raise WrongRun(
             f"the base model of this replica's adapter has other bits than the run's: digest {found}, the run has "
@@ -83,10 +83,10 @@ def refuse_other_base(announced: str, model: nn.Module) -> None:
 
 
 def refuse_changed_base(announced: str, model: nn.Module) -> None:
-    """Diverged if the base was changed since the session began."""
+    """Raise Diverged if the base has changed since the session began."""
     if announced and (found := frozen_digest(model)) != announced:
         raise Diverged(
-            f"the base model, which only the adapter should change the answers of, was changed in this session: digest "
+            f"the base model was changed in this session, though only the adapter is trained: digest "
             f"{found}, {announced} when it began. Something writes to frozen weights: a merge of the adapter, or the "
             "user's own code"
         )
@@ -95,7 +95,7 @@ def refuse_changed_base(announced: str, model: nn.Module) -> None:
 def first_arrays(
     folder: Path, dtype: str, outer: OuterConfig, lora: "LoraSettings | None" = None
 ) -> dict[str, np.ndarray]:
-    """The outer state as it is before the first outer step, from the start model's folder."""
+    """Return the outer state before the first outer step, from the start model's folder."""
     model, _ = load_start(folder, dtype, lora)
     params = [p for _, p in trainable_parameters(model)]
     flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]
@@ -104,7 +104,7 @@ def first_arrays(
 
 
 def next_steps_text(model: HubModel) -> str:
-    """Tell a person what to do where the Hub does not give the start model."""
+    """Return the next steps for the user if the Hub does not give the start model."""
     download = f"hf download {model.name} --revision {model.commit}"
     return (
         f"Next: give this machine a way to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
@@ -114,7 +114,7 @@ def next_steps_text(model: HubModel) -> str:
 
 
 def from_hub(session: Session, model: HubModel, act: Callable[[], T], check: Callable[[], None]) -> T:
-    """Call `act` until the Hub gives what it needs; -> its result.   check: called before each pause, and may raise.
+    """Call `act` until the Hub answers, and return its result.   check: called before each pause; may raise.
 
     Raises GaveUp after the run's give_up_s without an answer, RendezvousError after a refusal.
     """

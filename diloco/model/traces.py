@@ -1,4 +1,4 @@
-"""The student's work in a run, frozen: rollouts from the log → states that stronger models can be asked about.
+"""Export rollouts from a run's log as states, about which stronger models can be asked.
 
     log/{slot}-{generation}/{n}.rollouts.jsonl       line 1: outer step, tools; then one rollout a line
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
@@ -6,10 +6,10 @@
 
     diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.replay.pairs          docs/replay.md
 
-No torch here.
+This file does not import torch.
 
-Not promised: every rollout. A run keeps a fair sample (`fleet.log_rollouts` per replica and outer step); what a replica
-did since its last outer step is lost with a `kill -9`.
+Not promised: every rollout. A run logs a fair sample (`fleet.log_rollouts` per replica and outer step). A `kill -9`
+loses the replica's rollouts since its last outer step.
 """
 
 import warnings
@@ -27,15 +27,15 @@ from rendezvous.store import Store
 
 
 def run_states(store: Store) -> list[TraceState]:
-    """The states of all rollouts that a run wrote down, by replica and time."""
+    """Return the states of all rollouts in a run's log, by replica and time."""
     return [state for key in _state_keys(store) for state in _read_states(store, key)]
 
 
 def freeze(store: Store, to: Path) -> dict[str, int]:
-    """Write the states to `to`; -> counts. ConfigError if there is nothing to write."""
+    """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
     if not _state_keys(store):
         raise ConfigError(
-            "this run has written no rollouts down: it is supervised, has fleet.log_rollouts = 0, or took no outer "
+            "this run has logged no rollouts: it is supervised, has fleet.log_rollouts = 0, or took no outer "
             "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
         )
     states = run_states(store)
@@ -52,7 +52,7 @@ def _state_keys(store: Store) -> list[str]:
 def _read_states(store: Store, key: str) -> Iterator[TraceState]:
     owner = layout.log_owner(key)
     if owner is None:
-        return  # no replica has written this
+        return  # not written by a replica
     slot, generation = owner
     n = int(Path(key).name.partition(".")[0])
     lines = (store.get(key) or b"").decode(errors="replace").splitlines()

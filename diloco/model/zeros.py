@@ -1,8 +1,8 @@
 """A safetensors file of zeros with a model's layout: a header, and a hole of the arrays' size.
 
-    u64: length of the header │ header: JSON │ hole: zeros that take no place on a disk
+    u64: length of the header │ header: JSON │ hole: zeros that take no disk space
 
-Not promised: a file system without holes; there the zeros are written.
+Not promised: holes on every file system; if there are none, the zeros are written.
 """
 
 import json

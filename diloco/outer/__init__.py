@@ -1,1 +1,1 @@
-"""The outer loop: θ as one flat vector, what it moved by, the outer step; managers/ put it under torchft."""
+"""The outer loop: flat θ, its change Δ and the outer step; managers/ connect it to torchft."""

@@ -1,15 +1,16 @@
-"""Distance of LoRA's averaged factors from the average of its products: one layer, at every outer step.
+"""Difference between the product of LoRA's averaged factors and the average of the products, in one layer.
 
-    Aᵢ = A − ΔAᵢ      Bᵢ = B − ΔBᵢ      of each body that the commit lists, as every reader decodes it;  Σ wᵢ = 1
+    Aᵢ = A − ΔAᵢ      Bᵢ = B − ΔBᵢ      of each decoded pseudogradient that the commit lists;  Σ wᵢ = 1
     C  = Σ wᵢ BᵢAᵢ − B̄Ā = Σ wᵢ (Bᵢ − B̄)(Aᵢ − Ā)
     cross term = ‖C‖_F / ‖Σ wᵢ BᵢAᵢ‖_F                 0 with freeze_a, for all Bᵢ
 
-The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first part of
-a sharded step, whose owner alone logs the number there; in a direct step all replicas do, the same one.  No request is
-made for it, and no matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), with all replicas' columns side by side in U.
+The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first shard of
+a sharded step. In such a step, only the owner of that shard logs the number; in a direct step all replicas log the
+same number.  It costs no request, and no matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), where U holds all
+replicas' columns.
 
-Not promised: a number for each step (rendezvous/means/body_sample.py says when there is none), or that other layers are
-like the first.
+Not promised: a number for each step (rendezvous/means/body_sample.py says when there is no number); similar numbers
+for other layers.
 """
 
 import math
@@ -36,14 +37,14 @@ class FactorPair:
         return self.start + math.prod(self.a_shape) + math.prod(self.b_shape)
 
     def split(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(…, elements) -> A, B."""
+        """Split (…, elements) into A and B."""
         cut = math.prod(self.a_shape)
         lead = values.shape[:-1]
         return values[..., :cut].reshape(*lead, *self.a_shape), values[..., cut:].reshape(*lead, *self.b_shape)
 
 
 def first_pair(layout: Sequence[tuple[str, Sequence[int]]]) -> FactorPair | None:
-    """The first layer whose factors are both trained.   layout: names and shapes in flat order."""
+    """Return the first layer with both factors trained.   layout: names and shapes in flat order."""
     start = 0
     for (name, shape), (next_name, next_shape) in pairwise(layout):
         if A_NAME in name and next_name == name.replace(A_NAME, B_NAME) and len(shape) == len(next_shape) == 2:
@@ -58,7 +59,7 @@ def trains_only_b(names: Sequence[str]) -> bool:
 
 
 def cross_term(a: np.ndarray, b: np.ndarray, weights: Sequence[float]) -> float | None:
-    """a: (N, r, in), b: (N, out, r), of each replica.   None where the mean product is zero or not finite."""
+    """Compute the cross term.   a: (N, r, in), b: (N, out, r).   None if the mean product is zero or not finite."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
     w = np.asarray(weights, np.float64)
@@ -72,7 +73,7 @@ def cross_term(a: np.ndarray, b: np.ndarray, weights: Sequence[float]) -> float 
 
 
 def _norm_of_sum(b: np.ndarray, a: np.ndarray) -> float:
-    """‖Σ bᵢ aᵢ‖_F."""
+    """Compute ‖Σ bᵢ aᵢ‖_F."""
     u = np.concatenate(list(b), axis=1)
     v = np.concatenate(list(a), axis=0)
     return math.sqrt(max(0.0, float(np.sum((u.T @ u) * (v @ v.T)))))

@@ -1,9 +1,9 @@
 """The cuts of a model's flat vector into fragments.
 
-    sizes of parameters    w₀ │ w₁ │ w₂ ┊ w₃ │ w₄        in flat order; a parameter is never torn
+    sizes of parameters    w₀ │ w₁ │ w₂ ┊ w₃ │ w₄        in flat order; a parameter is never cut
     F = 2                  [ ─────────── ] [ ─────── ]   about equal numbers of elements
 
-No torch here.   Not promised: equal fragments; one parameter may be large.
+This file does not import torch.   Not promised: equal fragments, as one parameter may be large.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from diloco.run.config import OuterError
 
 
 def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
-    """`fragments` runs of consecutive parameters with about equal numbers of elements."""
+    """Cut consecutive parameters into `fragments` slices of about equal numbers of elements."""
     if fragments > len(sizes):
         raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
     parts: list[slice] = []

@@ -2,18 +2,18 @@
 
     torchft                                                        here
     flat ◀── gather ── model                                       (flat is θ)
-    Δ = original − flat                 a new tensor               Δ = θ − model, in memory that stays
+    Δ = original − flat                 a new tensor               Δ = θ − model, in reused memory
     local = clone(flat)                 a new tensor, for α        (α = 0)
     flat ◀── original, outer step, clone(flat) ──▶ original        outer step on θ
 
-So torchft does not run unmodified here: `_save_grads`, `_save_local_parameters`, `_merge_parameters`,
-`restore_parameters` and `save_parameters` are ours, all internal to torchft 0.2.  Hooks, schedule, order and arithmetic
-are torchft's own, and so are the bits (a test compares both classes).  Above 32 MB malloc takes fresh pages for
-every new tensor and gives them back, which was most of a sync on a CPU.  One fragment is under way at a time, so all
-share the memory of the largest Δ.
+So torchft does not run unmodified here. Five methods, all internal to torchft 0.2, are ours: `_save_grads`,
+`_save_local_parameters`, `_merge_parameters`, `restore_parameters` and `save_parameters`.  Hooks, schedule, order and
+arithmetic are torchft's own. The resulting bits are the same (a test compares both classes).  Above 32 MB, malloc takes
+fresh pages for every new tensor and gives them back; this took most of the time of a sync on a CPU.  Only one fragment
+is synced at a time, so all fragments share the memory of the largest Δ.
 
-Not promised: anything for α > 0, whose merge needs the local values after the step, or for a Manager whose collectives
-may still write to Δ when its outer step is over (Gloo, aborted).  They get torchft's class as it is.
+Not promised: α > 0, whose merge needs the local values after the step; a Manager whose collectives may still write
+to Δ after its outer step (an aborted Gloo collective).  These cases use torchft's unmodified class.
 """
 
 from typing import Any
@@ -28,14 +28,14 @@ __all__ = ["DiLoCo", "InPlaceDiLoCo"]
 
 
 class InPlaceDiLoCo(DiLoCo):
-    """`DiLoCo` over FlatFragments."""
+    """torchft's `DiLoCo`, with InPlaceFragments over FlatFragments."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         _refuse_another_torchft()
         room = torch.empty(max(f.original_parameters["flat"].numel() for f in self._fragments))
         for fragment in self._fragments:
-            fragment.__class__ = InPlaceFragment  # torchft has no way to say which class it shall make
+            fragment.__class__ = InPlaceFragment  # torchft has no setting for this class
             fragment.lean(room)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -52,14 +52,14 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
         self._grads["flat"] = self._part.delta(self._theta, self._delta)
 
     def _nothing(self) -> None:
-        """Do nothing: flat is θ, and stays it."""
+        """Do nothing: flat is always θ."""
 
     _save_local_parameters = _merge_parameters = _nothing
     restore_parameters = save_parameters = _nothing  # pyright: ignore[reportAssignmentType]
 
 
 def _refuse_another_torchft() -> None:
-    """A method that was renamed would read Δ from a vector that is θ: zero, for ever."""
+    """Raise OuterError if torchft renamed a method. Its own method would compute Δ = θ − θ = 0, silently."""
     replaced = [
         name for name in vars(InPlaceFragment) if name not in ("lean", "_nothing") and not name.startswith("__")
     ]

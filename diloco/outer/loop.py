@@ -6,14 +6,14 @@
                              ḡ = 0: θ and m stay
 
     gather   flat = the model's values, without the rounding of its dtype (diloco/outer/flat.py)
-    lean     for α = 0 on a bucket, Δ is taken straight from the model and θ is stepped in place: five methods of
-             torchft's fragment are replaced (diloco/outer/in_place.py).  Else torchft's DiLoCo runs unmodified
+    lean     for α = 0 on a bucket, Δ is read straight from the model and θ is stepped in place: five methods of
+             torchft's fragment are replaced (diloco/outer/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
-Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
-never, one outer optimizer each (a shared one would apply stale inner gradients).
+Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. It has tied weights once and
+no frozen weights. Each has its own outer optimizer (a shared one would apply stale inner gradients).
 
-Not promised: anything about inner steps after the last sync when the `with` ends; they stay in the model only.
+Not promised: to share the inner steps after the last sync. When the `with` ends, only this model has them.
 """
 
 import math
@@ -39,13 +39,13 @@ from rendezvous.errors import Leaving
 
 
 class OuterRounds(Protocol):
-    """The side of a Manager that an OuterLoop calls, beside torchft's eight names; rounds.py and lighthouse.py have it.
+    """The methods that an OuterLoop calls on a Manager beside torchft's eight; see rounds.py and lighthouse.py.
 
-    leaving, fenced: this session should end soon; why: in words.   behind: the next sync is due at once.
-    h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
-    watchdog: hears when the inner loop has the training thread, and when not.
-    stats: what the inner loop has measured since it was asked last.
-    round_began: when the inner steps of this round began, by the rounds' clock; their seconds in the log are from it.
+    leaving, fenced: this session should end soon; why: the reason as text.   behind: the next sync is due at once.
+    h_cap: useful number of inner steps.   done_with_delta: after an outer step, nothing reads or writes its Δ.
+    watchdog: the loop tells it when inner steps begin and end.
+    stats: the inner loop's numbers since the last call.
+    round_began: the time when this round's inner steps began, by the rounds' clock; the log counts seconds from it.
     """
 
     done_with_delta: bool
@@ -64,32 +64,32 @@ class OuterRounds(Protocol):
     @property
     def h_cap(self) -> int: ...
     def join(self, loop: "OuterLoop") -> None:
-        """Heal the loop: afterwards its θ is the run's, as far as that can be known yet."""
+        """Heal the loop: load the run's newest known θ."""
         ...
 
     def progress(self, inner: int, rate: float) -> None:
-        """Note the progress of this round: `inner` steps are done, `rate` seconds each."""
+        """Note this round's progress: `inner` steps are done, at `rate` seconds per step."""
         ...
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Make Δ durable for the open step."""
+        """Offer Δ for the open step, durably."""
         ...
 
     def finish_round(self) -> int | None:
-        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""
         ...
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """Apply the steps that were decided without us; `late(step)` comes before each."""
+        """Apply the steps that were committed without this replica; call `late(step)` before each."""
         ...
 
     def close(self, reason: str) -> None:
-        """Say goodbye; reason "done" is the regular end."""
+        """Leave the run.   reason: "done" for the regular end."""
         ...
 
 
 class OuterManager(Protocol):
-    """A Manager with torchft's eight names, which has the rounds that go with them."""
+    """A Manager with torchft's eight names, and its OuterRounds."""
 
     @property
     def rounds(self) -> OuterRounds: ...
@@ -97,7 +97,7 @@ class OuterManager(Protocol):
 
 
 class OuterLoop:
-    """Context manager of make_diloco: hooks on the inner optimizer for as long as the block lasts."""
+    """The context manager of make_diloco; inside the block, the inner optimizer has its hooks."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class OuterLoop:
         self.optimizer = optimizer
         self.outer = outer
         self.boundary = boundary
-        self.rules = rules = outer.rules  # the manager may name another codec, where that is "auto"
+        self.rules = rules = outer.rules  # if the codec is "auto", the manager may choose another one
         self.model = model
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
@@ -133,14 +133,14 @@ class OuterLoop:
         self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
         self._mark = time.monotonic()
         self._numbers: dict[str, list[float | Tensor]] = {}  # logged since the last sync
-        self._logs = False  # has anything been logged?
-        self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
+        self._logs = False  # whether log() was called
+        self._stale: int | None = None  # the fragment whose θ a caught-up step has changed
         self._hooks: list[Any] = []
         self._guard: ModelGuard | None = None
 
     @property
     def overlaps(self) -> bool:
-        """Whether inner steps go on while a fragment travels."""
+        """Whether inner steps continue during a fragment's transfer."""
         return self.prepare_at < self.interval
 
     def mathematics(self) -> dict[str, Any]:
@@ -172,17 +172,17 @@ class OuterLoop:
         return kind is Leaving
 
     def committed(self) -> int:
-        """Outer steps taken."""
+        """Return the number of outer steps taken."""
         return self.manager.current_step()
 
     def position(self) -> int:
-        """Inner steps of one replica by the run's count: those of committed rounds, and those of this one."""
+        """Return one replica's inner steps by the run's count: of all committed rounds and of this round."""
         return self.committed() * self.interval + self.diloco._local_step
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work beside the inner steps, an evaluation say: its seconds count neither for the pace nor `sync_seconds`,
-        nor in the log as seconds of inner steps."""
+        """Exclude the block, for example an evaluation, from the pace, from `sync_seconds` and from the logged
+        seconds of inner steps."""
         began = time.monotonic()
         try:
             yield
@@ -192,8 +192,8 @@ class OuterLoop:
             self.rounds.round_began += seconds
 
     def log(self, **numbers: "float | Tensor") -> None:
-        """Numbers of this inner step, e.g. loss=loss: shown by `diloco status` and the report, as means between two
-        syncs ("samples": the sum).  A tensor is read at the sync, so nothing waits for a device.   Raises OuterError.
+        """Log numbers of this inner step, e.g. loss=loss. `diloco status` and the report show the mean of each round
+        ("samples": the sum).  A tensor is read at the sync, so log() does not wait for a device.   Raises OuterError.
         """
         if taken := sorted(TAKEN & set(numbers)):
             raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
@@ -215,7 +215,7 @@ class OuterLoop:
         return {name: value for name, value in means.items() if math.isfinite(value)}
 
     def theta(self) -> Iterator[tuple[str, Tensor]]:
-        """θ as committed, by the names and in the shapes of the model's parameters.  To be read, not to be kept."""
+        """Yield the committed θ by the model's parameter names and shapes.  Later steps overwrite these tensors."""
         names = iter(trainable_parameters(self.model))
         for fragment, theta in zip(self.fragments, self.thetas, strict=True):
             at = 0
@@ -226,7 +226,7 @@ class OuterLoop:
     # ---------------------------------------------------------------- hooks
 
     def _before_torchft(self, *_: object) -> None:
-        """Count, shorten the round if there is a reason, and gather what torchft is about to read."""
+        """Count the step, end the round early if necessary, and gather the fragment that torchft reads next."""
         self.rounds.watchdog.rest()
         self.h = [h + 1 for h in self.h]
         local = self.diloco._local_step + 1
@@ -234,7 +234,7 @@ class OuterLoop:
         if local < self.prepare_at and self._sync_now(local):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
-            self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
+            self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before its mean arrives
         if local == self.prepare_at and self._guard is not None:
             self._guard.check()
         if not self.lean and (local == self.prepare_at or (local == self.interval and self.alpha > 0)):
@@ -248,14 +248,14 @@ class OuterLoop:
         return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
 
     def _time_is_up(self, local: int) -> bool:
-        """Whether this boundary is the nearest one to `sync_seconds`."""
+        """Whether this boundary is the one nearest to `sync_seconds`."""
         if self.rules.sync_seconds <= 0:
             return False
         spent = time.monotonic() - self._mark
         return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
 
     def _after_torchft(self, *_: object) -> None:
-        """Go on after torchft's outer step: model ← θ, then the steps that were decided without this replica."""
+        """Continue after torchft's outer step: model ← θ, then apply the steps committed without this replica."""
         fragment = self.rounds.finish_round()
         if fragment is not None:
             self.scatter(fragment)
@@ -265,7 +265,7 @@ class OuterLoop:
         self.rounds.watchdog.resume()
 
     def _offer_late(self, step: int) -> None:
-        """Offer the inner steps that a missed step's fragment has seen, before that step is applied."""
+        """Offer this replica's inner steps for a missed step, before that step is applied."""
         self._rewrite_stale()
         fragment = step % self.rules.fragments
         if self.h[fragment]:
@@ -277,7 +277,7 @@ class OuterLoop:
     # ---------------------------------------------------------------- the model
 
     def scatter(self, fragment: int) -> None:
-        """Write model ← this fragment, as torchft left it (θ, or θ merged with α)."""
+        """Write model ← this fragment after torchft's step (θ, or θ merged by α)."""
         self._scatter_fragment(fragment, merged=self.alpha > 0)
 
     def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
@@ -285,8 +285,8 @@ class OuterLoop:
         self.h[fragment] = 0
 
     def rewrite(self, fragment: int) -> None:
-        """Write model ← θ, which was moved without torchft."""
-        if not self.lean:  # there they are one
+        """Write model ← θ, after θ changed without torchft."""
+        if not self.lean:  # a lean fragment's flat vector is θ
             self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
         self._scatter_fragment(fragment, merged=False)
 

@@ -2,9 +2,9 @@
 
     manager = StoreManager("s3://bucket/run", slot="r00")
     with make_diloco(model, optimizer, manager, sync_every=50) as run:
-        for batch in loader: ...        # as before; leaves the block when the run is done, or this replica should go
+        for batch in loader: ...        # as before; the block ends when the run is done, or this replica should leave
 
-Not promised: a loop whose steps differ between replicas in number; the outer step counts optimizer steps.
+Not promised: replicas with different numbers of steps in a loop; the outer step counts optimizer steps.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,12 @@ def make_diloco(
         with make_diloco(model, optimizer, manager, sync_every=50) as run:
             for batch in loader: ...        # unchanged; run.log(loss=loss) shows it in `diloco status`
 
-    optimizer: the inner one; its `step` drives everything.   manager: a StoreManager, or a torchft.Manager
-    (use_async_quorum=False) where replicas can reach each other.
-    outer: H, F, the outer step, …; or these settings by name, with outer_lr and outer_momentum for its lr and momentum.
+    optimizer: the inner one; its `step` starts each sync.   manager: a StoreManager, or a torchft.Manager
+    (use_async_quorum=False) if replicas can reach each other.
+    outer: H, F, the outer step, …; or pass these settings by name (outer_lr and outer_momentum for lr and momentum).
     boundary: inner steps that no sync may interrupt (a generation batch); sync_every/fragments is a multiple of it.
-    Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for a model or settings
-    that do not fit (the latter are a ConfigError too), WrongRun if the URL holds another run; the block swallows
+    At entry the replica heals: the model gets the run's θ.  Raises OuterError for a wrong model or wrong settings
+    (the latter are a ConfigError too), and WrongRun if the URL holds another run. The block swallows
     `Leaving` (see `manager.left`).
     """
     if outer is not None and settings:
@@ -55,11 +55,11 @@ def as_outer_manager(manager: Any) -> Any:
     return LighthouseManager(manager)
 
 
-_KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # beside an inner optimizer that has its own
+_KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # the inner optimizer has an lr of its own
 
 
 def outer_config(settings: dict[str, Any]) -> OuterConfig:
-    """Make it from make_diloco's keywords.   Raises OuterConfigError."""
+    """Make an OuterConfig from make_diloco's keywords.   Raises OuterConfigError."""
     for keyword, name in _KEYWORDS.items():
         if name in settings:
             raise OuterConfigError(

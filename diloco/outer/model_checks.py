@@ -1,9 +1,9 @@
-"""Check that the flat vectors hold everything that training changes.  Nothing else is averaged: it would differ from
-replica to replica.
+"""Check that the flat vectors hold everything that training changes.  The outer step averages only these vectors, so
+replicas would differ in the rest.
 
     when the loop is made      complex or fp16 parameters · batch statistics · an optimizer that lacks parameters
-    when it is entered         frozen_digest: weights and buffers that nothing averages are the same in all replicas
-    at every sync              parameters frozen, unfrozen or replaced since · buffers that training has moved
+    when it is entered         frozen_digest: weights and buffers that are not averaged are equal in all replicas
+    at every sync              parameters frozen, unfrozen or replaced since · buffers that training has changed
 
 Not promised: state outside of the module (an optimizer's, a scheduler's, a data loader's), and buffers that a module
 does not save.
@@ -19,11 +19,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from diloco.outer.flat import trainable_parameters
 from diloco.run.config import OuterError
 
-SHOWN = 3  # names in an error
+SHOWN = 3  # most names in an error
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise OuterError for a model, or an optimizer of it, whose training flat fp32 vectors would not hold."""
+    """Raise OuterError for a model or an optimizer whose training state does not fit into flat fp32 vectors."""
     parameters = trainable_parameters(model)
     if complex_ := [n for n, p in parameters if p.is_complex()]:
         raise OuterError(
@@ -69,7 +69,7 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are part of the state_dict."""
+    """Yield the buffers that are in the state_dict."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -82,7 +82,7 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class ModelGuard:
-    """Compares a model with its state at the entry of the loop.  Costs a walk over its modules, no bytes."""
+    """A comparison of a model with its state at the loop's entry.  It walks over the modules and copies nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -90,13 +90,13 @@ class ModelGuard:
         self._buffers = self._buffer_versions()
 
     def check(self) -> None:
-        """Raise OuterError if training changes something that no vector holds."""
+        """Raise OuterError if training changed something that no flat vector holds."""
         now = self._parameter_versions()
         if changed := [n for n in {**self._trainable, **now} if self._trainable.get(n) != now.get(n)]:
             raise OuterError(
                 f"{_names_of(changed)} were frozen, unfrozen or replaced after make_diloco: each replica would train "
-                "its own. Do that before make_diloco, or end the loop and make a new one (a new run: its layout is "
-                "another)"
+                "others. Do that before make_diloco, or end the loop and make a new one (for a new run, as its layout "
+                "differs)"
             )
         versions = self._buffer_versions()
         if moved := [n for n in {**self._buffers, **versions} if self._buffers.get(n) != versions.get(n)]:

@@ -1,13 +1,13 @@
-"""AdamW's moments from one session of a slot to the next, where the first leaves with notice and they are small.
+"""Pass small AdamW moments to a slot's next session, if the session before leaves with notice.
 
     r01-1   m, v, step of each trained parameter ─▶ beside its codec's residual ─▶ exit
     r01-2                                          residual ─▶ its own AdamW, before its first inner step
 
-One vector per kind, in flat order, as fp32, which holds bfloat16 moments, too.  An adapter's moments are a few
-megabytes; those of a whole model are twice the model, and stay.
+Each kind is one fp32 vector in flat order; fp32 also holds bfloat16 moments.  An adapter's moments are a few
+megabytes. A whole model's moments are twice the model, and are not passed on.
 
-Not promised: moments of other optimizers than torch's Adam and AdamW, or of a replica that was killed; a
-session's warm-up of the rate is the same with them.
+Not promised: moments of other optimizers than torch's Adam and AdamW, or of a killed replica; a shorter lr
+warm-up for a session that has them.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """Return Adam's moments; {} where it has none yet, for too many bytes, or for another optimizer."""
+    """Return Adam's moments; {} if there are none yet, or too many bytes, or another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW) or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}
@@ -41,7 +41,7 @@ def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray
 
 @torch.no_grad()
 def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np.ndarray]) -> str:
-    """Give the optimizer these moments; -> "", or why they do not fit it, and then it is as it was."""
+    """Set the optimizer's moments. Return "", or why they do not fit; then nothing is changed."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW):
         return f"they are AdamW's, and this optimizer is {type(optimizer).__name__}"

@@ -2,9 +2,9 @@
 
     m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)        ḡ = 0: θ and m stay
 
-The optimizers hold m; `OuterState` shows θ, m and what "auto" has learned to the rendezvous, fragment by fragment.
+The optimizers hold m. `OuterState` gives the rendezvous θ, m and the state of "auto" of each fragment.
 
-Not promised: the bits of torch.optim.SGD(nesterov=True), which fuses a rounding (≤ 2 ulp).
+Not promised: the bits of torch.optim.SGD(nesterov=True), which rounds once less (≤ 2 ulp).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from diloco.outer.safety import AutoLR, is_zero
 from diloco.run.config import OuterError
 from rendezvous.records.state import all_arrays, base_of
 
-_CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
+_CACHED = 1 << 17  # elements; three pieces of this size fit into the CPU's cache
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
         m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)
 
-    Every operation is rounded by itself: fused multiply-adds would give other bits on other CPUs.
+    Every operation is rounded separately, because fused multiply-adds would give other bits on other CPUs.
     """
     for t, m, g in zip(*(x.split(_CACHED) for x in (theta, momentum, mean)), strict=True):
         m.mul_(mu).add_(g)
@@ -35,17 +35,17 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
 
 class Nesterov(torch.optim.Optimizer):
-    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
+    """The optimizer of one flat parameter by `nesterov`: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
-    An empty round is not a round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
-    lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
+    A zero mean changes nothing: θ, the momentum and the state of "auto" stay the same.
+    lr: a number, or "auto" (safety.AutoLR), which chooses it for every mean.
     """
 
     def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:
         self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
         super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
         self.flat = flat
-        self.stood = False  # was the last mean zero?
+        self.stood = False  # whether the last mean was zero
         self.state[flat]["momentum"] = torch.zeros_like(flat)
 
     @property
@@ -53,7 +53,7 @@ class Nesterov(torch.optim.Optimizer):
         return self.state[self.flat]["momentum"]
 
     def apply(self, theta: Tensor, mean: Tensor) -> None:
-        """One step on `theta` with `mean` as the gradient; none, of anything, if that is zero (decision 015)."""
+        """Take one step on `theta` with `mean` as the gradient. A zero mean changes nothing (decision 015)."""
         self.stood = is_zero(mean.numpy())
         if self.stood:
             return
@@ -68,17 +68,16 @@ class Nesterov(torch.optim.Optimizer):
 
 
 class OuterState:
-    """θ, outer momentum and what "auto" has learned of every fragment: the very tensors that torchft and our
-    optimizers step.
+    """θ, outer momentum and the state of "auto", for every fragment. torchft and our optimizers step the same tensors.
 
-    The `State` that the rendezvous digests, snapshots and heals.
+    It is the `State` that the rendezvous digests, snapshots and heals.
     """
 
     def __init__(self, thetas: Sequence[Tensor], optimizers: Sequence[Nesterov]) -> None:
         self.thetas, self.optimizers = list(thetas), list(optimizers)
 
     def digest(self) -> str:
-        """Digest of all fragments, as a commit's `base` would be."""
+        """Return the digest of all fragments, computed like a commit's `base`."""
         return base_of(self, len(self.thetas))
 
     def size(self, fragment: int) -> int:

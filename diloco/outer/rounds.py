@@ -1,15 +1,15 @@
-"""The outer rounds of one replica on a bucket: what an OuterLoop asks for beside torchft's eight names.
+"""The outer rounds of one replica on a bucket: the calls of an OuterLoop beside torchft's eight names.
 
-    join(loop)       ──▶  afterwards the loop's θ is the run's                 snapshot, commits
+    join(loop)       ──▶  load the run's θ into the loop                       snapshot, commits
     average(Δ)       ──▶  offer; then, when the caller waits: settle, mean     blob, offer.json ─▶ commit.json, blobs
     finish_round()   ──▶  advance, report (step_report.py)                     snapshot, next step; the log
-    catch_up(late)   ──▶  the steps that were decided meanwhile
-    progress, close  ──▶                                                       beat, goodbye
+    catch_up(late)   ──▶  apply the steps that were committed meanwhile
+    progress, close  ──▶                                                       heartbeat, last heartbeat
 
-Where inner steps go on while a fragment travels, `average` makes the round in a thread of its own, and `finish_round`
-takes the outer step once it has landed.
+If inner steps continue during a fragment's transfer, `average` runs the round in a thread of its own, and
+`finish_round` takes the outer step after the thread has ended.
 
-Not promised: more than one round under way; torchft waits for one before it begins the next.
+Not promised: two rounds at the same time; torchft waits for one before it begins the next.
 """
 
 import threading
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """The handle that allreduce returns.  After `wait` the tensor is final and every callback has run."""
+    """The handle that allreduce returns.  After `wait`, the tensor is final and every callback has run."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -53,7 +53,7 @@ class Work:
 
 
 class InFlightRound:
-    """A round under way in a thread of its own, while inner steps go on."""
+    """A round that runs in a thread of its own while inner steps continue."""
 
     def __init__(self, fly: Callable[[], Commit]) -> None:
         self._fly = fly
@@ -73,7 +73,7 @@ class InFlightRound:
         return self._error is not None
 
     def land(self, timeout_s: float | None = None) -> Commit | None:
-        """Return the round's commit, or None if it is not there in time.   Raises the error that ended the round."""
+        """Return the round's commit, or None after `timeout_s`.   Raises the error that ended the round."""
         self._thread.join(timeout_s)
         if self._error is not None:
             raise self._error
@@ -83,8 +83,8 @@ class InFlightRound:
 class StoreRounds:
     """The OuterRounds (diloco/outer/loop.py) of one claimed slot.
 
-    founds: `join` writes run.json where there is none; else `diloco train` has written it.
-    theta_0: the outer state's arrays as the run began, where every replica has them from elsewhere
+    founds: `join` writes run.json if it is missing. If False, `diloco train` has written it.
+    theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket
     (diloco/model/start_model.py).
     """
 
@@ -95,31 +95,31 @@ class StoreRounds:
     ) -> None:
         self.session = session
         self.watchdog = session.watchdog
-        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round, asked at each offer
-        self.left = False  # did the `with` end because this replica was asked to go?
+        self.stats: Callable[[], dict[str, float]] = dict  # the inner loop's numbers of a round, read at each offer
+        self.left = False  # whether the `with` ended because this replica was asked to leave
         self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
         self._founds = founds
         self._theta_0 = theta_0
         self._report: StepReport | None = None
-        self._samples: list[float] = []  # of each fragment, since its last offer
+        self._samples: list[float] = []  # samples of each fragment since its last offer
         self._commit: Commit | None = None  # settled, not yet advanced
-        self._ahead = True  # may the next step be decided already?  If not, the beat will show it
+        self._ahead = True  # whether the next step may be committed already
         self._spent: dict[str, float] = {}
         self.round_began = session.clock.now()
 
     # ---------------------------------------------------------------- before the first round
 
     def join(self, loop: "OuterLoop") -> None:
-        """Heal the loop: afterwards its θ is the run's.   Raises WrongRun."""
+        """Heal the loop: load the run's θ.   Raises WrongRun."""
         rv = self.session.rv
         self.loop = loop
         if self._founds:
             self._found_run(loop)
         if loop.rules.codec == AUTO:
             raise OuterConfigError(
-                'outer.codec = "auto" is decided when a run is founded, and this manager was given a claimed slot of a '
-                "run that stands. Name the codec of that run (run.json has it)"
+                'outer.codec = "auto" is decided when a run is created, and this manager has a claimed slot of an '
+                "existing run. Name the codec of that run (run.json has it)"
             )
         rv.set_rules(loop.rules)
         self._report = StepReport(self.session, loop)
@@ -134,7 +134,7 @@ class StoreRounds:
         self.round_began = self.session.clock.now()
 
     def _pack_moments(self) -> dict[str, np.ndarray]:
-        """The optimizer's moments, for the next session of this slot."""
+        """Return the optimizer's moments for the next session of this slot."""
         from diloco.outer.moments import moments_digest, read_moments
 
         assert self.loop is not None, "join comes first"
@@ -144,7 +144,7 @@ class StoreRounds:
         return moments
 
     def _unpack_moments(self, loop: "OuterLoop") -> None:
-        """Give the optimizer the moments that the session before has left, if it has."""
+        """Load the moments that the slot's previous session left, if there are any."""
         found = self.session.rv.inherited
         if not found:
             return
@@ -159,7 +159,7 @@ class StoreRounds:
             )
 
     def _found_run(self, loop: "OuterLoop") -> None:
-        """Write run.json, or compare with the one that stands, which names the codec."""
+        """Write run.json, or compare with the existing one. Take the codec from it."""
         rv = self.session.rv
         stands = agree_on_run(
             rv.store, self.session.clock, loop.mathematics(), layout_of(loop.model),
@@ -173,7 +173,7 @@ class StoreRounds:
     # ---------------------------------------------------------------- a round
 
     def average(self, delta: np.ndarray) -> Callable[[], None]:
-        """Offer Δ; -> the call that waits for the decision and writes the mean over it."""
+        """Offer Δ. Return the call that waits for the commit and writes the mean over Δ."""
         loop = self.loop
         assert loop is not None, "join comes first"
         offer = self._prepare_offer(delta, loop.h[self.session.rv.fragment])
@@ -184,18 +184,18 @@ class StoreRounds:
         def run_round() -> Commit:
             offer()
             commit = self._settle_mean(delta)
-            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # delays no inner step
+            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # delays no inner step here
             return commit
 
         self.in_flight = flight = InFlightRound(run_round)
         return lambda: self._keep_commit(flight.land())
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Make Δ durable for the open step; leaves if this replica is asked to go."""
+        """Offer Δ for the open step, durably.   Raises Leaving if this replica was asked to leave."""
         self._prepare_offer(delta, h)()
 
     def _prepare_offer(self, delta: np.ndarray, h: int) -> Callable[[], None]:
-        """Take the stats that go with Δ now; -> the call that makes it durable."""
+        """Take the stats of Δ now. Return the call that offers Δ."""
         stats = {**self.stats(), "moved": moved_share(delta)}
         began = self.session.clock.now()
         self._spent = {"inner_s": began - self.round_began}
@@ -210,7 +210,7 @@ class StoreRounds:
         return offer
 
     def _samples_inside(self, stats: dict[str, float]) -> float:
-        """Samples behind the Δ that is offered: those of every round since its fragment's last."""
+        """Return how many samples the offered Δ has: of all rounds since its fragment's last offer."""
         self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
         fragment = self.session.rv.fragment
         inside = self._samples[fragment]
@@ -232,11 +232,11 @@ class StoreRounds:
         self.in_flight = None
 
     def current_step(self) -> int:
-        """Outer steps taken; already one more once a round is settled."""
+        """Return the outer steps taken, including a settled one."""
         return self.session.rv.step + (self._commit is not None)
 
     def finish_round(self) -> int | None:
-        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""
         if self._commit is None:
             return None
         commit = self._commit
@@ -256,7 +256,7 @@ class StoreRounds:
     # ---------------------------------------------------------------- between rounds, and the end
 
     def progress(self, inner: int, rate: float) -> None:
-        """Goes into the next beat: `inner` steps done of this round, `rate` seconds each."""
+        """Put into the next heartbeat: `inner` steps are done in this round, at `rate` seconds per step."""
         status = self.session.rv.members.status
         status.inner = inner
         status.rate = rate
@@ -265,7 +265,7 @@ class StoreRounds:
             self.in_flight.land()
 
     def close(self, reason: str) -> None:
-        """Say goodbye; the last write of this generation."""
+        """Leave the run: the last write of this generation."""
         reason = "done" if self.session.rv.is_done else reason
         self.left = reason != "done"
         self._land_in_time()
@@ -274,7 +274,7 @@ class StoreRounds:
         self.session.end()
 
     def _land_in_time(self) -> None:
-        """End a round under way once its offer is durable; its commit is left to the others."""
+        """Stop a running round as soon as its offer is durable. The other replicas write its commit."""
         if self.in_flight is not None and not self.in_flight.failed:
             self.session.rv.ask_to_leave()
             with suppress(Leaving):
@@ -288,7 +288,7 @@ class StoreRounds:
 
     @property
     def why(self) -> str:
-        """Reason for which this replica leaves, if it does."""
+        """Why this replica leaves."""
         return self.session.why
 
     @property

@@ -1,23 +1,23 @@
 """Judge the outer step: numbers about the means and the pseudogradients, and warnings that follow from them.
 
     ρ_t    = cos(ḡ_t, ḡ_{t−F})                          successive means of one fragment       (Memory)
-    η_eff  = η · (1 + μ/(1 − μρ))                       what a step of Nesterov is worth       (effective_step)
+    η_eff  = η · (1 + μ/(1 − μρ))                       length of a Nesterov step              (effective_step)
     η      = TARGET / (1 + μ/(1 − μρ̂))                  outer lr = "auto"                      (AutoLR)
     c      = (‖Σwᵢ·ḡ‖² − Σ wᵢ²‖Δᵢ‖²) / Σ_{i≠j} wᵢwⱼ‖Δᵢ‖‖Δⱼ‖   mean cosine between two replicas   (pairwise)
 
-ρ is that of a sample of the mean (wire.sampled): at most 2^17 elements, so it costs a millisecond, and remembering
-the last mean costs half a megabyte and not one more copy of the model.  Its error is about 1/√2^16 = 0.4 %.
+ρ is computed from a sample of the mean (wire.sampled) with at most 2^17 elements. So it costs a millisecond, and the
+last mean's sample needs half a megabyte, not a copy of the model.  The error of ρ is about 1/√2^16 = 0.4 %.
 
-Why "auto" has the same bits on all replicas: it depends on committed means alone, whose bytes are agreed on.  A
+"auto" has the same bits on all replicas, because it depends only on committed means, whose bytes are agreed on.  A
 product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
-fused multiply-add; `math.fsum` of the lanes is correctly rounded; what follows is single IEEE operations of Python,
-and η is rounded to fp32.  AutoLR's memory belongs to the outer state: in its digest and in snapshots.
+fused multiply-add. `math.fsum` of the lanes is correctly rounded. The rest is single IEEE operations of Python,
+and η is rounded to fp32.  AutoLR's memory is part of the outer state, its digest and its snapshots.
 
-The law: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step η·(ḡ_t + μ·m_t)
-is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  η/(1 − μρ) is heavy ball's law, and up to 67 % less.
+The formula of η_eff: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step
+η·(ḡ_t + μ·m_t) is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  The heavy-ball formula, η/(1 − μρ), gives up to 67 % less.
 
-Not promised: that means of a run are AR(1), nor that a high ρ is bad or a low one good.  The numbers are for looking,
-and only AutoLR acts on them, when asked to.  (The norm gate acts too, in agreement/rules.py: it belongs to a commit.)
+Not promised: that a run's means are AR(1); that a high ρ is bad or a low ρ is good.  The numbers are for you to read;
+only lr = "auto" uses them.  (The norm gate also changes a step; it is in agreement/rules.py, as part of a commit.)
 """
 
 import math
@@ -31,17 +31,17 @@ from rendezvous.agreement.rules import Rules, says_samples
 from rendezvous.records.records import Commit, Listed
 from rendezvous.records.wire import evenly_sampled
 
-TARGET = 1.0  # η_eff that "auto" aims at: along its mean, a step goes as far as plain averaging would (decision 016)
-_LANES = 1 << 14  # fp64: two such vectors stay in the cache.  Part of the definition of `dot`: never change it
-_MEMORY = 8  # means over which ρ̂ forgets
-FEW_MOVED = 1e-3  # of the elements of a 16-bit model
+TARGET = 1.0  # the η_eff that "auto" aims at: that of plain averaging (decision 016)
+_LANES = 1 << 14  # two such fp64 vectors fit into the cache.  It is part of the definition of `dot`: never change it
+_MEMORY = 8  # ρ̂ averages over about so many means
+FEW_MOVED = 1e-3  # share of a 16-bit model's elements
 
 
 # ---------------------------------------------------------------------- arithmetic
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
-    """⟨a, b⟩ of flat fp32 vectors, in fp64, in the same bits on every machine.
+    """Compute ⟨a, b⟩ of flat fp32 vectors in fp64, with the same bits on every machine.
 
     Element i is added to lane i mod 2^14, in ascending order; the lanes are then summed exactly and rounded once.
     """
@@ -57,14 +57,14 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def norm(a: np.ndarray) -> float:
-    """‖a‖₂ to look at: fast, and not the same bits everywhere."""
+    """Compute ‖a‖₂ for display: fast, but with different bits on different machines."""
     with np.errstate(over="ignore", invalid="ignore"):
         square = float(np.dot(a, a))
     return math.sqrt(square) if math.isfinite(square) else math.sqrt(abs(dot(a, a)))
 
 
 def cosine(product: float, a_norm: float, b_norm: float) -> float | None:
-    """⟨a, b⟩/(‖a‖·‖b‖) within [−1, 1]; None where it means nothing (a zero vector, a number that is not finite)."""
+    """Compute ⟨a, b⟩/(‖a‖·‖b‖) in [−1, 1]; None if it is undefined (a zero vector, a number that is not finite)."""
     scale = a_norm * b_norm
     if not (math.isfinite(product) and math.isfinite(scale)) or scale == 0.0:
         return None
@@ -72,9 +72,9 @@ def cosine(product: float, a_norm: float, b_norm: float) -> float | None:
 
 
 def is_zero(mean: np.ndarray) -> bool:
-    """Whether every element is 0 or −0: by the bytes, independent of the CPU's treatment of subnormals.
+    """Whether every element is 0 or −0. Compares bytes, so the CPU's treatment of subnormals does not matter.
 
-    mean: flat fp32.  Where it is not zero, that costs a look at its first 2^14 elements, as a rule.
+    mean: flat fp32.  For a nonzero mean, the first 2^14 elements usually decide.
     """
     bits = mean.view(np.uint32)
     return not any((bits[at : at + _LANES] << 1).any() for at in range(0, bits.size, _LANES))
@@ -83,14 +83,14 @@ def is_zero(mean: np.ndarray) -> bool:
 def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) -> float:
     """Return Nesterov's distance along the newest mean, in units of that mean: η·(1 + μ·(1 − (μρ)^n)/(1 − μρ)).
 
-    rho: cosine of successive means.   means: n, how many are in the momentum, the newest one counted; after many the
-    power is 0.  0 ≤ μ < 1.
+    rho: cosine of successive means.   means: n, the number of means in the momentum, including the newest; for a
+    large n the power is 0.  0 ≤ μ < 1.
     """
     return lr * (1.0 + mu * (1.0 - (mu * rho) ** means) / (1.0 - mu * rho))
 
 
 def moved_share(delta: np.ndarray) -> float:
-    """The share of elements that are not 0, in a sample."""
+    """Return the share of nonzero elements, in a sample."""
     some = evenly_sampled(delta)
     return float(np.count_nonzero(some)) / max(1, some.size)
 
@@ -99,13 +99,13 @@ def moved_share(delta: np.ndarray) -> float:
 
 
 class Memory:
-    """A sample of the last mean of one fragment that was not zero, for ρ."""
+    """A sample of one fragment's last nonzero mean, for ρ."""
 
     def __init__(self, size: int) -> None:
         self.mean = np.zeros(evenly_sampled(np.broadcast_to(np.float32(0), size)).size, np.float32)
 
     def rho(self, mean: np.ndarray) -> float | None:
-        """ρ of `mean` with the one before, which it then replaces; None if one of them is zero or not finite."""
+        """Return the cosine of `mean` and the stored mean, then store `mean`; None if one is zero or not finite."""
         some = np.ascontiguousarray(evenly_sampled(mean))
         now = dot(some, some)
         before = dot(self.mean, self.mean)
@@ -117,10 +117,10 @@ class Memory:
 
 
 class AutoLR:
-    """lr = "auto" for one fragment: η = target/(1 + μ/(1 − μρ̂)), so that η_eff stays near `target`.
+    """The rule lr = "auto" for one fragment: η = target/(1 + μ/(1 − μρ̂)), so that η_eff stays near `target`.
 
-    ρ̂ begins at 1 (the careful end) and is the average of that and of the ρ seen, over about the last 8; a negative
-    ρ counts as 0, so that η lies in [target·(1−μ), target/(1+μ)].  A zero mean teaches nothing.
+    ρ̂ begins at 1 (the smallest η), and is an average of this 1 and about the last 8 values of ρ. A negative
+    ρ counts as 0, so η is in [target·(1−μ), target/(1+μ)].  A zero mean does not change ρ̂.
     """
 
     def __init__(self, size: int, *, mu: float, target: float = TARGET) -> None:
@@ -129,7 +129,7 @@ class AutoLR:
         self.target = target
         self.mu = mu
         self.memory = Memory(size)
-        self.learned = np.array([1.0, 1.0])  # ρ̂, and how many values it is the average of
+        self.learned = np.array([1.0, 1.0])  # ρ̂, and of how many values it is the average
 
     @property
     def rho_hat(self) -> float:
@@ -137,11 +137,11 @@ class AutoLR:
 
     @property
     def lr(self) -> float:
-        """η as it stands, an fp32 number."""
+        """The current η, an fp32 number."""
         return float(np.float32(self.target / (1.0 + self.mu / (1.0 - self.mu * self.rho_hat))))
 
     def step(self, mean: np.ndarray) -> float:
-        """Learn from a committed mean; -> the η to apply that very mean with."""
+        """Update ρ̂ from a committed mean. Return the η for the step with this mean."""
         rho = self.memory.rho(mean)
         if rho is not None:
             observed = max(0.0, rho)
@@ -150,7 +150,7 @@ class AutoLR:
         return self.lr
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The state that a snapshot must hold and a digest must cover: live views, in this order."""
+        """Return the arrays for snapshots and digests, in this order: views, not copies."""
         return {"last_mean": self.memory.mean, "rho": self.learned}
 
 
@@ -158,9 +158,9 @@ class AutoLR:
 
 
 def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
-    """The mean cosine between two replicas' pseudogradients, weighted by wᵢ‖Δᵢ‖·wⱼ‖Δⱼ‖; None for one alone.
+    """Compute the mean cosine of two replicas' pseudogradients, weighted by wᵢ‖Δᵢ‖·wⱼ‖Δⱼ‖; None for one replica.
 
-    From ‖Σ wᵢΔᵢ‖² = Σ wᵢ²‖Δᵢ‖² + Σ_{i≠j} wᵢwⱼ⟨Δᵢ, Δⱼ⟩: it takes norms only, no second pass over the blobs.
+    By ‖Σ wᵢΔᵢ‖² = Σ wᵢ²‖Δᵢ‖² + Σ_{i≠j} wᵢwⱼ⟨Δᵢ, Δⱼ⟩ it needs only norms, not a second pass over the blobs.
     """
     lengths = [w * n for w, n in zip(weights, norms, strict=True)]
     own = math.fsum(x * x for x in lengths)
@@ -168,12 +168,12 @@ def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm:
     return cosine((math.fsum(weights) * mean_norm) ** 2 - own, total * total - own if len(lengths) > 1 else 0.0, 1.0)
 
 
-# ---------------------------------------------------------------------- what does less than it seems to
+# ---------------------------------------------------------------------- steps that do less than they seem to
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes a step do less than it seems to.   first: in how many steps in a row before it is said."""
+    """A reason why a step does less than it seems to.   first: successive steps with it before the first warning."""
 
     kind: str
     text: str
@@ -181,7 +181,7 @@ class Finding:
 
 
 def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool = False) -> list[Finding]:
-    """Judge one replica's round by its inner loop's measurements (lr, grad_norm, moved), h and Δ.
+    """Judge one replica's round by the inner loop's numbers (lr, grad_norm, moved), by h and by Δ.
 
     small: the model's weights have 16 bits.
     """
@@ -201,7 +201,7 @@ def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool
 
 
 def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules: Rules) -> list[Finding]:
-    """Judge an outer step by its commit.   desired: replicas that the operator asked for."""
+    """Judge an outer step by its commit.   desired: how many replicas the operator wants."""
     found = [Finding("identical", _twins_text(same)) for same in _identical_groups(commit.fresh_offers, cos_pair)]
     found += [Finding("gated", _too_long_text(o), 1) for o in commit.offers if o.factor != 1.0]
     if len(commit.fresh_offers) == 1 < desired:
@@ -216,12 +216,12 @@ def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules:
 
 
 def empty_round(t: int) -> Finding:
-    """The outer step that was not taken (decision 015)."""
+    """Return the finding for an outer step that was not taken (decision 015)."""
     return Finding("empty_round", f"outer step {t}: the mean was zero, so θ and the outer momentum stay as they are", 1)
 
 
 def _identical_groups(offers: Sequence[Listed], cos_pair: float | None) -> list[list[Listed]]:
-    """Offers of different slots with the same bytes, or the same norms and one direction; zeros are equal by right."""
+    """Group offers of different slots with equal bytes, or with equal norm and direction. Zeros do not count."""
     nonzero = [o for o in offers if not o.zero]
     counts = Counter(o.digest for o in nonzero)
     groups = [[o for o in nonzero if o.digest == d] for d, n in counts.items() if n > 1]
@@ -247,52 +247,52 @@ def _too_long_text(o: Listed) -> str:
 
 
 class Tracker:
-    """The numbers of every outer step, and words where one finding lasts.
+    """The numbers of every outer step, and warnings about lasting findings.
 
-    Observes only: a replica that heals begins without a ρ, and nothing that is agreed on depends on this.
+    It only observes: a replica that heals begins without a ρ, and no agreement of the replicas depends on this class.
     """
 
     def __init__(self, sizes: Sequence[int], mu: float, rules: Rules) -> None:
         self._memories = [Memory(n) for n in sizes]
         self._mu = mu
         self._rules = rules
-        self._last = [-1] * len(sizes)  # the step whose mean is remembered
-        self._empty = False  # was the mean that was looked at last zero?
-        self._means = 0  # in the momentum of the fragment that was looked at last
+        self._last = [-1] * len(sizes)  # fragment -> the step whose mean is in its Memory
+        self._empty = False  # whether the newest mean was zero
+        self._means = 0  # in the momentum of the newest mean's fragment
         self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of the newest listed delta
         self._lasting: Counter[str] = Counter()
         self.numbers: dict[str, float] = {}
 
     def mean(self, commit: Commit, mean: np.ndarray) -> None:
-        """Look at a mean before it is applied."""
+        """Compute the numbers of a mean, before it is applied."""
         fragment = commit.t % len(self._memories)
         rho = self._memories[fragment].rho(mean)
         if self._last[fragment] != commit.t - len(self._memories):
-            rho = None  # steps were caught up with in between
+            rho = None  # steps in between were caught up
         self._last[fragment] = commit.t
         self._means = commit.t // len(self._memories) + 1
         self._empty = is_zero(mean)
         numbers: dict[str, float | None] = {"rho": rho, "mean_norm": norm(mean)}
-        if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was announced
+        if self._rules.codec != "topk":  # a top-k body is much shorter than the Δ whose norm the offer names
             weights = [o.weight for o in commit.offers]
             norms = [o.norm for o in commit.offers]
             numbers["cos_pair"] = pairwise_cosine(weights, norms, numbers["mean_norm"] or 0.0)
         self.numbers = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
 
     def step(self, lr: float) -> dict[str, float]:
-        """The numbers of the step just taken, for the log, without those that have no value (ρ of the first mean)."""
+        """Return the new step's numbers for the log, without undefined ones (ρ of the first mean)."""
         rho = self.numbers.get("rho")
         worth = {} if rho is None else {"effective_step": effective_step(lr, self._mu, rho, self._means)}
         return {**self.numbers, "outer_lr": lr, **worth}
 
     def findings(self, commit: Commit, desired: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
-        """The findings worth a warning after this commit, and for how many steps in a row.   mine: of this replica."""
+        """Return the findings to warn about, each with its number of steps in a row.   mine: of this replica."""
         found = commit_findings(commit, desired, self.numbers.get("cos_pair"), self._rules)
         empty = [empty_round(commit.t)] if self._empty else []
         return self.lasting_findings([*found, *empty, *self._repeated_offers(commit), *mine])
 
     def _repeated_offers(self, commit: Commit) -> list[Finding]:
-        """Slots whose fresh pseudogradient is bit by bit the one that they sent before."""
+        """Find slots whose fresh pseudogradient has the same bits as their previous one."""
         fragment = commit.t % len(self._memories)
         found: list[Finding] = []
         for o in commit.fresh_offers:
@@ -303,7 +303,7 @@ class Tracker:
         return found
 
     def lasting_findings(self, found: Sequence[Finding]) -> list[tuple[Finding, int]]:
-        """Findings worth a word now, with the number of steps in a row: at 3, 6, 12, 24, 50, 100, 150, …"""
+        """Return the findings to warn about, with their numbers of steps in a row: 3, 6, 12, 24, 50, 100, 150, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
         return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or _is_due(n)]

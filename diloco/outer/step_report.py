@@ -1,11 +1,11 @@
-"""One replica reports each outer step: an event with its numbers, and a warning where less was done than it seems.
+"""Report each outer step of one replica: an event with its numbers, and a warning if it did less than it seems.
 
     commit, mean ──note_mean──▶ ρ, norms, cosines (safety.py) ──emit_step──▶ log: step … warning … nothing_learned
                                 LoRA's cross term (cross_term.py)
 
-A replica warns of its own offer, and the committer of the commit, so each is said once in a fleet.
+A replica warns about its own offer, and the committer warns about the commit, so a fleet has each warning once.
 
-Not promised: numbers of the steps that were decided without this replica; their participants have them.
+Not promised: numbers of steps without this replica; their participants log them.
 """
 
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ class StepReport:
         self._factors = FactorWatch(session, loop)
 
     def note_mean(self, commit: Commit, mean: np.ndarray) -> None:
-        """Look at a committed mean, before the outer step is taken with it."""
+        """Compute the numbers of a committed mean, before its outer step is taken."""
         self._tracker.mean(commit, mean)
         self._factors.note_mean(commit)
 
     def emit_step(self, commit: Commit, spent: Mapping[str, float]) -> None:
-        """Write a step that was just taken into the log.   spent: activity -> seconds."""
+        """Log a step that was just taken.   spent: activity -> seconds."""
         rv = self._session.rv
         offer = rv.last_offer
         fragment = commit.t % rv.rules.fragments
@@ -66,13 +66,13 @@ class StepReport:
             self._session.flush()
 
     def _own_findings(self, mine: Offer, fragment: int) -> list[Finding]:
-        if self._session.rv.idle_steps:  # all of them have zeros: that is said as such
+        if self._session.rv.idle_steps:  # all replicas have zeros: another event reports that
             return []
         small = any(p.dtype.itemsize < 4 for p in self._loop.fragments[fragment].live)
         return replica_findings(mine.stats, mine.h, mine.zero, small)
 
     def _warn_of_findings(self, commit: Commit, own: list[Finding]) -> None:
-        """Each replica warns of its own offer, and the committer of the commit."""
+        """Warn about this replica's offer, and about the commit if this replica wrote it."""
         rv = self._session.rv
         for finding, steps in self._tracker.findings(commit, rv.wanted.replicas, own):
             if finding in own or commit.by == rv.name:
@@ -80,7 +80,7 @@ class StepReport:
 
 
 class FactorWatch:
-    """The cross term of LoRA's averaged factors, if this replica has read all bodies of the layer."""
+    """The cross term of LoRA's averaged factors, if this replica has read all replicas' factors of the layer."""
 
     def __init__(self, session: Session, loop: "OuterLoop") -> None:
         layout = [(name, tuple(p.shape)) for name, p in trainable_parameters(loop.model)]
@@ -96,7 +96,7 @@ class FactorWatch:
             )
 
     def note_mean(self, commit: Commit) -> None:
-        """Compute it, before the outer step is taken."""
+        """Compute the cross term before the outer step is taken."""
         self._number = 0.0 if self._is_exact else None
         if self._pair is None or (sample := self._reducer.sample.take(commit)) is None:
             return
@@ -105,12 +105,12 @@ class FactorWatch:
         self._number = cross_term(*self._pair.split(theta - deltas), weights)
 
     def take_number(self) -> dict[str, float]:
-        """Return the cross term by name; {} where there is none."""
+        """Return {"cross_term": number}, or {} if there is no number."""
         return {} if self._number is None else {"cross_term": self._number}
 
 
 def likely_cause(stats: dict[str, float]) -> str:
-    """Say why a fleet's pseudogradients may all be zero, from the inner loop's measurements."""
+    """Say why all pseudogradients may be zero, by the inner loop's numbers."""
     if stats.get("lr") == 0:
         return "the learning rate is 0: look at inner.lr and its schedule"
     if stats.get("reward_std") == 0 or ("reward" in stats and stats.get("grad_norm") == 0):

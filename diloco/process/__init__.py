@@ -1,1 +1,1 @@
-"""The needs of any process of a run: a session with its beats, a journal, marks, exit codes, room on disk."""
+"""Parts that any process of a run needs: session, heartbeats, journal, run marks, exit codes, disk space."""

@@ -1,15 +1,16 @@
-"""The position from which a replacement goes on in its slot's data: the counted inner steps, read from the chain.
+"""Compute the position at which a replacement continues its slot's data: the inner steps that commits count.
 
     commit   0          1          2          3                      F = 1: the sum of the slot's h
     r01      1: h 100   –          1: h 60    2: h 100  ──▶ 260      generation: inner steps inside its Δ
-                                                                     –: its work of that step is lost, and is read again
+                                                                     –: its work of that step is lost; rows read again
 
-    of several fragments each Δ holds the inner steps since its fragment's last, so each tells how far its session was:
-    the farthest counts.  While a fragment travels, `delay` steps are taken that no Δ of it holds.
+    With several fragments, a Δ has the inner steps since its fragment's last Δ. So each Δ gives a position, and the
+    largest counts.  During a fragment's transfer, `delay` steps are taken that are in none of its Δ.
 
-The chain alone: outer steps × sync_every would count what a slow replica, or one with sync_seconds, has never read.
+The position uses only commits. Outer steps × sync_every would count rows that a slow replica, or one with
+sync_seconds, never read.
 
-Not promised: rows of an offer that came too late to be listed; as much is read once more.
+Not promised: the rows of an offer that came too late to be listed; they are read again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def read_offers(store: Readable, until: int, together: Together) -> dict[str, list[Listed]]:
-    """Slot -> its offers that the commits before outer step `until` list, in their order."""
+    """Return slot -> its offers in the commits before outer step `until`, in order."""
     keys = [layout.commit_key(t) for t in range(until)]
     bodies = fetch_together(together, store.get, keys)
     found: dict[str, list[Listed]] = {}
@@ -37,9 +38,9 @@ def read_offers(store: Readable, until: int, together: Together) -> dict[str, li
 
 
 def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
-    """Return how many inner steps of its data one slot's counted offers cover."""
+    """Return how many inner steps of a slot's data its counted offers cover."""
     began = reached = generation = 0
-    at: dict[int, int] = {}  # where this generation stood with its last counted offer of each fragment
+    at: dict[int, int] = {}  # fragment -> this generation's position at its last counted offer
     for offer in offers:
         if offer.generation != generation:
             began, at, generation = reached, {}, offer.generation
@@ -51,5 +52,5 @@ def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
 
 
 def farthest(offers: Mapping[str, Iterable[Listed]], outer: "OuterConfig") -> int:
-    """Return the same number for the slot that has come farthest."""
+    """Return the largest such number of all slots."""
     return max((counted_inner_steps(of_slot, outer) for of_slot in offers.values()), default=0)

@@ -1,10 +1,10 @@
-"""No space left on this machine's disk: say so in the heartbeat, wait for space, go on.
+"""Wait for space on this machine's full disk, and report it in the heartbeat.
 
     retry_when_full(session, "the start model", fetch)
         ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
     full_disk_words(error, "the start model")      for processes that do not wait: command, container, publishing child
 
-Not promised: space that is free when asked for and gone when used.
+Not promised: that free space stays free until it is used.
 """
 
 import os
@@ -23,7 +23,7 @@ AGAIN_S = 2.0  # between two tries
 
 
 def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-    """Try `act` until there is space for it; -> its result.   check: called before each wait, and may raise.
+    """Call `act` until there is space for it, and return its result.   check: called before each wait; may raise.
 
     Raises GaveUp after the run's give_up_s without space."""
     began = session.clock.now()
@@ -37,14 +37,14 @@ def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: 
 
 
 def is_full(error: OSError) -> bool:
-    """Python looks for a temporary folder by writing a few bytes, and where none finds room it says "not found"."""
+    """Whether the error means a full disk. Python raises FileNotFoundError if no temporary folder has space."""
     return error.errno in FULL or (
         isinstance(error, FileNotFoundError) and "No usable temporary" in str(error.strerror)
     )
 
 
 def full_disk_words(error: OSError, what: str) -> str:
-    """The thing that there is no space for, and where."""
+    """Return the message that there is no space for `what`, and in which folder."""
     where = os.path.dirname(error.filename) if isinstance(error.filename, str) else _temporary_folder(error)
     return f"no space left on this machine's disk for {what} ({where})"
 
@@ -62,7 +62,7 @@ def _wait_for_space(session: "Session", what: str, error: OSError, waited: float
 
 
 def _temporary_folder(error: OSError) -> str:
-    """Return the folder of this process's temporary files, or the list of folders that tempfile has tried."""
+    """Return the folder of this process's temporary files, or the folders that tempfile tried."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:

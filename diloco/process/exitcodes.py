@@ -1,19 +1,19 @@
 """Exit codes of a replica's process, for the process or platform that started it.
 
-Anything not listed (a signal, …) is a crash: start the slot again.
+Any other end (a signal, …) is a crash: start the slot again.
 """
 
 DONE = 0  # the run has all its outer steps
-CRASHED = 1  # an unforeseen error, also in its heartbeat's thread
+CRASHED = 1  # an unexpected error, also in its heartbeat's thread
 USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
 FENCED = 3  # another process holds this slot; do not start again
-LEFT = 4  # asked to go; its work is durable
-DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collected; starting again heals
+LEFT = 4  # asked to leave; its work is durable
+DIVERGED = 5  # its θ was not the commits' θ, or an object that it needed was deleted; starting again heals
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
-RESUME = 7  # it left because its platform's time limit is near; start the slot again
-HUNG = 8  # an inner step stood still (diloco/process/watchdog.py); starting again may help
-NO_REWARD = 9  # the reward gave no numbers any more; starting again helps once the service behind it is back
-GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
+RESUME = 7  # the replica left because its platform's time limit is near; start the slot again
+HUNG = 8  # an inner step hung (diloco/process/watchdog.py); starting again may help
+NO_REWARD = 9  # the reward gave no more numbers; starting again helps when its service is back
+GAVE_UP = 75  # EX_TEMPFAIL: no progress for too long; the same command resumes the run
 
 NAMES = {
     DONE: "done",

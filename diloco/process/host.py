@@ -1,9 +1,9 @@
-"""The place of this process, in the words of claims and heartbeats.
+"""The name of this process's place, for claims and heartbeats.
 
     laptop~5f0c3a9d1e27      this machine since it booted, and its PID namespace (rendezvous/machine.py)
-    modal/r01.3              inside a rented container: the launch that it serves
+    modal/r01.3              inside a rented container: its launch
 
-Not promised: a name that outlives a boot.
+Not promised: the same name after a reboot.
 """
 
 import os
@@ -15,12 +15,12 @@ DEVICE_ENV = "DILOCO_DEVICE"
 
 
 def host_name() -> str:
-    """Return the place by which this process is found: the launch that a rented container serves, or this machine."""
+    """Return the place of this process: the launch of a rented container, or this machine."""
     return os.environ.get(PLACE_ENV) or machine_name()
 
 
 def host_words(host: str) -> str:
-    """A host's name as people know it."""
+    """Return a host's name for display, without the boot's digits."""
     return host.partition("~")[0]
 
 

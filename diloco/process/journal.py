@@ -1,12 +1,12 @@
-"""The log that one session of a replica writes for people: one small object of JSON lines per outer step.
+"""The log of one replica's session for human readers: one small object of JSON lines per outer step.
 
     log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
     log/{slot}-{generation}/000000.rollouts.jsonl, …             rollouts of one outer step (inner/rollouts/sample.py)
 
-A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
+A `kill -9` loses only the events since the last outer step.  A failed write never ends a replica.
 
-Logs are untrusted: any process with write access may have put an object there, and half a line is not a line.  Readers
-count and pass over a line that is not an event, by the types of the fields that they use.
+Logs are untrusted: any process with write access may have written an object there, and a line may be incomplete.
+Readers check the types of the fields that they use. They count and skip a line that is not an event.
 
 Not promised: that an event is true.  Logs are not signed, also under a run key.
 """
@@ -27,11 +27,11 @@ from rendezvous.records.records import Count, Step, UnixTime, Usd, Word
 from rendezvous.records.schema import check_json_value, check_of, from_json
 from rendezvous.store import Readable, Store
 
-MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44; squares and sums of these are numbers
+MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44, and the squares and sums of such numbers are finite
 
 
 class Journal:
-    """Collect events; `flush` makes them an object.  Warnings also go to stderr, at once."""
+    """A collector of events; `flush` writes them as one object.  Warnings also go to stderr, at once."""
 
     def __init__(self, store: Store, clock: Clock, slot: str, generation: int) -> None:
         self._store = store
@@ -55,13 +55,13 @@ class Journal:
             self._lines.append(line)
 
     def add_sample(self, step: int, sample: dict[str, Any]) -> None:
-        """Keep what the inner loop's `sample` gave; the next flush writes it."""
+        """Keep a result of the inner loop's `sample`; the next flush writes it."""
         if sample:
             with self._lock:
                 self._pending_samples.append({"step": step, **sample})
 
     def flush(self) -> None:
-        with self._writing:  # one at a time, and `emit` does not wait for it
+        with self._writing:  # one flush at a time; `emit` does not wait for it
             self._flush_samples()
             with self._lock:
                 lines = self._lines
@@ -101,14 +101,14 @@ def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Log:
-    """One object of a log.   passed_over: lines that are not events."""
+    """One object of a log.   passed_over: number of lines that are not events."""
 
     events: list[dict[str, Any]]
     passed_over: int = 0
 
 
 def read_log(store: Readable, key: str) -> Log:
-    """The events of one log object."""
+    """Read the events of one log object."""
     lines = (store.get(key) or b"").decode(errors="replace").splitlines()
     events = [e for line in lines if (e := event_of(line)) is not None]
     return Log(events, len(lines) - len(events))
@@ -116,7 +116,7 @@ def read_log(store: Readable, key: str) -> Log:
 
 @dataclass(frozen=True)
 class Event:
-    """The fields that readers go by; the others are for people."""
+    """The fields that programs use; other fields are for human readers."""
 
     at: UnixTime
     event: Word
@@ -144,7 +144,7 @@ class Event:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the event in a line of a log; None if it has none.  Numbers without finite squares are left out."""
+    """Return the event in a line of a log; None for other lines.  Numbers without finite squares are left out."""
     try:
         raw = json.loads(line, parse_constant=lambda name: math.nan)
         if not isinstance(raw, dict):
@@ -159,12 +159,12 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def is_reckonable(value: Any) -> bool:
-    """Whether sums and squares of it can be taken.  They cannot for some floats alone: NaN, infinity, 1e308."""
+    """Whether sums and squares of `value` are finite; False only for some floats: NaN, infinity, 1e308."""
     return not isinstance(value, float) or abs(value) <= MOST
 
 
 def rollout_line(line: str) -> dict[str, Any]:
-    """The object in one line of rollouts.   Raises ValueError for anything else, also for a number out of reach."""
+    """Return the object in one line of rollouts.   Raises ValueError for other lines and for too large numbers."""
     raw = json.loads(line, parse_constant=_reach, parse_float=_reach, parse_int=_whole)
     if not isinstance(raw, dict):
         raise ValueError("it is not an object")
@@ -172,7 +172,7 @@ def rollout_line(line: str) -> dict[str, Any]:
 
 
 def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
-    """Return (outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
+    """Return (outer step, hints of tools) from the first line of a rollouts object.   Raises ValueError."""
     head = rollout_line(line)
     tools = head.get("tools")
     return check_of(Step)(head.get("step")), tools if isinstance(tools, dict) else {}
@@ -191,7 +191,7 @@ def _whole(text: str) -> int:
 
 
 def _check_numbers(step: dict[str, Any]) -> None:
-    """All that a replica says of its outer step is numbers, but for θ's digest and its device."""
+    """Raise ValueError unless a "step" event has only numbers, apart from θ's digest and the device."""
     for name, value in step.items():
         if name not in ("event", "slot", "theta", "device", "reward") and not isinstance(value, int | float):
             raise ValueError(f"its {name} is not a number")
@@ -202,7 +202,7 @@ def _check_numbers(step: dict[str, Any]) -> None:
 
 
 def _round_numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Seven digits are enough; a Unix time among them keeps its milliseconds.  NaN and infinity are left out."""
+    """Round to seven digits; a Unix time keeps its milliseconds.  NaN and infinity are left out."""
     short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
     finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
     return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}

@@ -1,17 +1,17 @@
-"""The output of a process: no text steers the terminal, and no lost reader (`| head`) or full disk ends the process.
+"""Safe output of a process: text cannot control the terminal; a closed pipe (`| head`) or full disk is no error.
 
     print, warnings, logging, tracebacks ──▶ PlainOutput ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a file, a terminal
                                               └ inner/printable.py                        └ no space, no reader: lost
 
-A command shows texts that other people wrote into a bucket: `print_plainly` stands at its one way out.
+A command prints texts that other users wrote into a bucket, so all its output passes through `print_plainly`.
 
-Python raises ENOSPC or EPIPE out of `print`, keeps the text, and fails again at each flush, also at the end of the
-process.  A replica, or the supervisor of a fleet, would end because it prints.  So text that does not arrive is
-dropped, and nothing but its absence shows that.
+Without this, Python raises ENOSPC or EPIPE in `print`, keeps the text, and fails again at each flush, also at the end
+of the process.  So a replica or a supervisor would end because it prints.  This file drops text that cannot be
+written, without a report.
 
-    SIGHUP    sent when a terminal is closed: like a SIGTERM, unless it is ignored already (`nohup`)
+    SIGHUP    sent when a terminal is closed: handled like SIGTERM, unless it is ignored already (`nohup`)
 
-Not promised: text that did not arrive.
+Not promised: text that could not be written.
 """
 
 import errno
@@ -23,11 +23,11 @@ from typing import Any, TextIO, cast
 from inner.printable import printable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
+GONE = (errno.EPIPE, errno.EIO)  # EPIPE: the reader of a pipe has ended; EIO: the terminal was closed
 
 
 class _LossyFile(io.FileIO):
-    """A file that takes every byte, and passes on those that it can."""
+    """A file that accepts every byte, and drops those that it cannot write."""
 
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
         try:
@@ -39,7 +39,7 @@ class _LossyFile(io.FileIO):
 
 
 class PlainOutput:
-    """A stream of texts that steer no terminal.   raw: for the program's own escapes."""
+    """A stream that removes terminal escapes from text.   raw: for the program's own escapes."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -52,7 +52,7 @@ class PlainOutput:
 
 
 def print_plainly() -> None:
-    """Make this process print plain text from now on, in its last traceback as well."""
+    """Make this process print plain text from now on, also in its last traceback."""
     for name in ("stdout", "stderr"):
         here = getattr(sys, name)
         if here is not None and not isinstance(here, PlainOutput):
@@ -60,12 +60,12 @@ def print_plainly() -> None:
 
 
 def raw_output(out: TextIO) -> TextIO:
-    """The stream below, for escapes that the program writes itself."""
+    """Return the underlying stream, for the program's own escapes."""
     return out.raw if isinstance(out, PlainOutput) else out
 
 
 def survive_lost_output() -> None:
-    """Make this process's printing succeed from now on, also without space on the disk or a reader of the pipe."""
+    """Make this process's prints succeed from now on, even with a full disk or a closed pipe."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         here = getattr(sys, name)
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
@@ -74,7 +74,7 @@ def survive_lost_output() -> None:
 
 
 def asking_signals() -> list[signal.Signals]:
-    """The signals by which a person, a platform or a closed terminal asks a process to end."""
+    """Return the signals by which a user, a platform or a closed terminal asks a process to end."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hangs_up]
 

@@ -1,9 +1,9 @@
-"""Files that this process writes beside others: a link that another process put under a name is never followed.
+"""Open files in shared folders without following a link that another process put there.
 
-    open_own(path, flags)    a file of its own name: no link, FIFO, device or directory, no second name for another file
-    state_folder("x", "y")   XDG_STATE_HOME/diloco/x/y (~/.local/state/…), each folder ours and closed to others
+    open_own(path, flags)    a regular file with one name: no link, hard link, FIFO, device or directory
+    state_folder("x", "y")   XDG_STATE_HOME/diloco/x/y (~/.local/state/…); only this user owns and may write each folder
 
-Not promised: anything against an owner of the folder, or root, that changes it while we look.
+Not promised: protection from root or the folder's owner, if one of them changes it during the check.
 """
 
 import json
@@ -18,13 +18,13 @@ APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class ForeignFile(OSError):
-    """Something else stands under a name of ours."""
+    """The error for another program's object under a path of ours."""
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """A file descriptor of a regular file; a new one is for its owner alone.   Raises OSError, never blocks.
+    """Open a regular file; only its owner can read a new one. Return a descriptor.   Raises OSError, never blocks.
 
-    A file that is to be written has this name alone; one that is read may just be getting it (`os.link`).
+    A file to be written must have only this name. A file to be read may have two for a moment (`os.link`).
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     about = os.fstat(fd)
@@ -44,20 +44,20 @@ def appended(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file with `open_own`; None if there is none, or it cannot be read."""
+    """Read a JSON file with `open_own`; None if it is missing or cannot be read."""
     with suppress(OSError, ValueError, RecursionError), open(open_own(path), "rb") as file:
         return json.loads(file.read())
     return None
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write a JSON file completely or not at all."""
     part = part_of(path, value)
     part.replace(path)
 
 
 def part_of(path: str | Path, value: Any) -> Path:
-    """A new file beside `path` with the value as JSON, to be given its name."""
+    """Write the value as JSON into a new file beside `path`, which the caller renames to `path`."""
     part = Path(f"{path}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
     with open(open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
@@ -66,7 +66,7 @@ def part_of(path: str | Path, value: Any) -> Path:
 
 
 def make_plain(folder: Path) -> Path:
-    """Make a folder that does not exist yet.   Raises ForeignFile if a link stands in its place."""
+    """Make a folder if it is missing.   Raises ForeignFile if a link is in its place."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink():
         raise ForeignFile(
@@ -76,7 +76,7 @@ def make_plain(folder: Path) -> Path:
 
 
 def make_private(*folders: Path) -> Path:
-    """Make these, one inside the other; -> the last.   Raises ForeignFile if others may write, or own one."""
+    """Make nested folders and return the last.   Raises ForeignFile if other users own one or may write there."""
     for folder in folders:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
@@ -88,7 +88,7 @@ def make_private(*folders: Path) -> Path:
 
 
 def state_folder(*names: str) -> Path:
-    """Return the folder's path; `make_state_folder` makes it."""
+    """Return the state folder's path, without making it."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
     return base.joinpath("diloco", *names)

@@ -1,4 +1,4 @@
-"""Processes of this machine, named so that a recycled pid is never taken for the old one.
+"""Processes of this machine, with names that a reused pid does not match.
 
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
 
@@ -17,7 +17,7 @@ from rendezvous.machine import is_alive, start_ticks
 
 
 def command_line(pid: int) -> list[str]:
-    """The words that a process was started with; [] if there is none, or we may not look."""
+    """Return the arguments of a process; [] if there is no such process, or reading is not allowed."""
     with suppress(OSError):
         if sys.platform.startswith("linux"):
             return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -27,21 +27,21 @@ def command_line(pid: int) -> list[str]:
 
 
 def process_name(pid: int) -> str:
-    """ "PID:START", as a replica's --parent wants it."""
+    """Return "PID:START", the form of a replica's --parent."""
     return f"{pid}:{start_ticks(pid) or 0}"
 
 
 def is_named_alive(name: str) -> bool:
-    """Whether the process of this "PID:START" is there.  Without a known start, any process of that pid counts."""
+    """Whether the process "PID:START" is alive.  Without a known start, any process with that pid counts."""
     pid, _, started = name.partition(":")
     ticks = int(started or 0)
     return is_alive(int(pid), ticks) if ticks else start_ticks(int(pid)) is not None
 
 
 def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: bool = False) -> bool:
-    """Signal that process (or the whole group that it leads); False if it is gone, or nothing proves that it is ours.
+    """Signal a process (or the group that it leads). Return False if it has ended, or if its run is not proved.
 
-    run: the URL that it must say it works for; None for a child of this process, which needs no proof.
+    run: the URL that the process's mark must name; None for a child of this process, which needs no proof.
     """
     if not is_alive(pid, started) or not (run is None or run_marks.works_for(pid, run)):
         return False
@@ -53,7 +53,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
 
 
 def describe_exit(exit_code: int | None, ours: bool = True) -> str:
-    """-9 -> "killed by SIGKILL", 3 -> "exit code 3 (fenced)".   ours: it is a replica's, whose codes have names."""
+    """Describe -9 as "killed by SIGKILL", 3 as "exit code 3 (fenced)".   ours: a replica's, whose codes have names."""
     if exit_code is None:
         return "gone; its exit code was not seen"
     if exit_code >= 0:

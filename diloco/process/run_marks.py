@@ -1,14 +1,14 @@
-"""The runs that a process works for, as this machine's kernel tells it: no other process can write that down.
+"""Marks of the runs that a process works for. The kernel shows them, and no other process can write them.
 
     mark(url)            ─▶ an anonymous file of this process, with one digest for each run
-    works_for(pid, url)  ◀─ /proc/PID/fd/…, which the process's own user alone (and root) can read
-                            True, False (it works for other runs), None: it does not say
+    works_for(pid, url)  ◀─ /proc/PID/fd/…, which only the process's own user (and root) can read
+                            True, False (it works for other runs), None: it has no mark
 
-A claim, a card or a log names a process; another writer may have forged those, or copied them with the whole run.  So a
-process is signalled only if its own mark says that it works for this run: its URL, on the server that the environment
+A claim, a card or a log names a process, but another writer may have forged them, or copied them with the whole run.
+So a process is signalled only if its own mark names this run: its URL, on the server that the environment
 names.
 
-Not promised: a mark where there is no memfd_create (macOS); nothing is proved there, and so nothing is killed.
+Not promised: a mark without memfd_create (macOS). Nothing is proved there, so no process is killed.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STO
            "HF_S3_ENDPOINT", "MODAL_ENVIRONMENT")  # fmt: skip
 
 _lock = threading.Lock()
-_held: dict[int, tuple[int, set[bytes]]] = {}  # this process's pid -> its file, and what stands there
+_held: dict[int, tuple[int, set[bytes]]] = {}  # this process's pid -> its file, and the marks in it
 
 
 def mark(url: str) -> None:
-    """Say that this process works for the run at `url`, as long as it lives."""
+    """Mark that this process works for the run at `url`, until it ends."""
     if not hasattr(os, "memfd_create"):
         return
-    with _lock, suppress(OSError):  # too many open files: then it is not proved, and not killed
+    with _lock, suppress(OSError):  # too many open files: no mark, so it is never killed
         pid = os.getpid()
-        if pid not in _held:  # after a fork the parent's file is still here, and is the parent's
+        if pid not in _held:  # after a fork, the file here is the parent's
             _held.clear()
             _held[pid] = os.memfd_create(NAME), set()
         file, marks = _held[pid]
@@ -40,7 +40,7 @@ def mark(url: str) -> None:
 
 
 def works_for(pid: int, url: str) -> bool | None:
-    """Whether the process says that it works for the run at `url`.   None: it says nothing, or we may not look."""
+    """Whether the process's marks name the run at `url`.   None: no marks, or reading is not allowed."""
     marks = _marks_of(pid)
     return _digest_of(url) in marks if marks else None
 

@@ -1,10 +1,10 @@
-"""A session's folder for its downloads, and the folders that killed sessions left behind.
+"""A session's folder for its downloads. It also removes the folders of killed sessions.
 
-    TMPDIR/replica-x7f3/             model, code, the loop's files: as much as the model, again and again
+    TMPDIR/replica-x7f3/             model, code, the loop's files: a model's size for each session
                     .alive           locked while its process lives;  kill -9 ──▶ the lock is free, the files stay
-    Scratch()  ──▶  removes every replica-*/ beside it whose .alive is there and free, then makes its own
+    Scratch()  ──▶  removes every other replica-*/ whose .alive exists and is free, then makes its own
 
-A folder without an .alive is left alone: it may be in the making, or another program's.
+A folder without an .alive is not removed: it may be new, or another program's.
 
 Not promised: that a folder on a file system without flock is ever removed.
 """
@@ -22,7 +22,7 @@ ALIVE = ".alive"
 
 
 class Scratch:
-    """A folder that goes when its block ends, or with the next session on this machine after a kill."""
+    """A folder that is removed when its block ends; after a kill, the machine's next session removes it."""
 
     def __init__(self) -> None:
         remove_left_behind(Path(tempfile.gettempdir()))
@@ -38,16 +38,16 @@ class Scratch:
 
 
 def _locked_file(folder: Path) -> IO[bytes]:
-    """Make the lock file; it is locked before it has its name, so it is never free while its session lives."""
+    """Make the lock file. It is locked before it gets its name, so it is never free while its session runs."""
     lock = (folder / f"{ALIVE}-new").open("wb")
-    with suppress(OSError):  # no flock here: no other process can lock it either
+    with suppress(OSError):  # without flock, no other process can lock it either
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.rename(lock.name, folder / ALIVE)
     return lock
 
 
 def remove_left_behind(temporary: Path) -> None:
-    """Remove the folders of sessions that are dead.   What cannot be removed stays."""
+    """Remove the folders of ended sessions.   Ignore errors."""
     for alive in temporary.glob(f"{PREFIX}*/{ALIVE}"):
         with suppress(OSError), alive.open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,18 +1,17 @@
-"""One session of a slot: claimed, beating, able to be asked to leave.  A replica has this before it imports torch.
+"""One session of a slot. It claims the slot, writes heartbeats and can leave.  It exists before torch is imported.
 
     Session(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
 
-The thread ticks the membership (agreement/membership.py) and watches what keeps us here: the process that launched
-us, if there is one to watch, and the budget's lease, if there is one:
+In each turn, the thread ticks the membership (agreement/membership.py) and checks three reasons to end the session:
 
-    control: until ──▶ passed, and not put off ──▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
+    control: until ──▶ passed, not extended ─────▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
     launcher gone ───────────────────────────────▶ the same, and its inner step may end first
-    watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
+    watchdog: an inner step that hangs ──────────▶ log where it hangs, end the process
 
-Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its
-next inner step or while it waits; by force after ORPHAN_GRACE_S, and at once if a turn never comes back.
+A part of a turn that fails does not stop the other parts.  If the thread fails, the session ends at its next inner
+step or in its wait; by force after ORPHAN_GRACE_S, and at once if a turn hangs.
 
-Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
+Not promised: an end at the exact second; the inner step ends first, and this machine's clock may be wrong.
 """
 
 import faulthandler
@@ -38,14 +37,14 @@ from rendezvous.stores.signed import SignedStore
 if TYPE_CHECKING:
     from rendezvous.weights.writer import WeightsWriter
 
-ORPHAN_GRACE_S = 40.0  # a lone session that has not left by then ends itself; an inner step and its upload go first
-UPLOAD_S = 300.0  # for the upload of the last offer
+ORPHAN_GRACE_S = 40.0  # time to leave, for an inner step and its upload; then the process ends by force
+UPLOAD_S = 300.0  # time for the upload of the last offer
 WEIGHTS_PATIENCE_S = 10.0
-LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
+LAST_WORDS_S = 10.0  # time to write the session's end into the bucket
 
 
 class Session:
-    """A claimed, beating slot.   rv: its side of the agreement.
+    """A claimed slot with heartbeats.   rv: its Rendezvous.
 
     hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
@@ -72,10 +71,10 @@ class Session:
         self._parent_alive = parent_alive
         self._alone_since = 0.0
         self._alone_at: tuple[str, int, int] | None = None
-        self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
+        self._early: list[tuple[str, dict[str, Any]]] = []  # emitted before there was a journal
         if isinstance(store, SignedStore):
             store.emit = self.emit
-        run_marks.mark(store.url)  # before its claim can be read
+        run_marks.mark(store.url)  # before other processes can read the claim
         self._ended = threading.Event()
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
@@ -111,7 +110,7 @@ class Session:
         threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
 
     def _weights_writer(self) -> "WeightsWriter":
-        """Make the writer of weights.  Its store has little patience: lost weights are followed by the next step's."""
+        """Make the writer of weights.  Its store retries only briefly, because the next step has newer weights."""
         from rendezvous.weights.writer import WeightsWriter
 
         store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
@@ -125,7 +124,7 @@ class Session:
         self.on_event(event, fields)
 
     def add_sample(self, sample: dict[str, Any]) -> None:
-        """A few rollouts of the outer step that this replica is in."""
+        """Add a few rollouts of this replica's current outer step to the log."""
         if self._journal is not None:
             self._journal.add_sample(self.rv.step, sample)
 
@@ -134,21 +133,21 @@ class Session:
             self._journal.flush()
 
     def flush_soon(self) -> None:
-        """Flush the log with the next beat, by its thread: writing takes a request, and the caller does not wait."""
+        """Flush the log with the next heartbeat, in its thread, so that the caller does not wait for a request."""
         self._flush_due = True
 
     def ask_to_leave(self, why: str = "asked to leave") -> None:
-        """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
+        """Make the session offer its work at the next inner step, and leave.  Safe in a signal handler."""
         self.rv.ask_to_leave()
         self.why = why
 
     def end(self) -> None:
-        """Stop beating.  The slot stays claimed; a successor takes the next generation."""
+        """Stop the heartbeats.  The slot stays claimed; a successor takes the next generation."""
         self.flush()
         self._ended.set()
 
     def check_alive(self) -> None:
-        """Raise HeartbeatLost if the thread has ended, for any reason.  Costs nothing: asked at each inner step."""
+        """Raise HeartbeatLost if the thread has ended, for any reason.  It is cheap: called at each inner step."""
         if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
             self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
         self.rv.members.check_alive()
@@ -164,7 +163,7 @@ class Session:
             self._end_without_heartbeat(error)
 
     def _watch_turns(self) -> None:
-        """End the process if a turn does not come back: it would beat no more, and no lease would end it."""
+        """End the process if a turn hangs, because heartbeats and lease checks would stop."""
         pause = max(1.0, self.timing.beat)
         while not self._ended.wait(pause):
             if self._turn.has_overstayed(pause):
@@ -192,7 +191,7 @@ class Session:
             self._leave_abandoned("its launcher is gone", what, ORPHAN_GRACE_S + self._pace_s())
         elif 0 < self.rv.members.wanted.until <= self.clock.wall():
             what = "the end that the budget sets was not put off"
-            self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # money has a limit
+            self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # no extra time: it costs money
         else:
             self._alone_since, self._alone_at = 0.0, None
 
@@ -207,7 +206,7 @@ class Session:
                 os._exit(exitcodes.CRASHED)
 
     def _end_hung(self, stood_s: float) -> None:
-        """Say where the main thread stands, which cannot be asked any more, and end the process."""
+        """Log where the main thread hangs, and end the process, because that thread no longer reacts."""
         where = where_it_stands()
         limit = self.watchdog.limit_s
         status = self.rv.members.status
@@ -228,7 +227,7 @@ class Session:
         self.flush()
 
     def _pace_s(self) -> float:
-        """Return the seconds for the inner step that goes on, and for the upload once it has ended."""
+        """Return the seconds for the current inner step, and also for the upload after its end."""
         return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
 
     def _place(self) -> tuple[str, int, int]:
@@ -236,7 +235,7 @@ class Session:
         return status.phase, status.step, status.inner
 
     def _leave_abandoned(self, why: str, what: str, grace_s: float) -> None:
-        """Ask to leave; after `grace_s` end by force, and say what was lost."""
+        """Ask the session to leave. After `grace_s`, end it by force, and log what was lost."""
         now = self.clock.now()
         if not self._alone_since:
             self._alone_since, self._alone_at = now, self._place()
@@ -245,7 +244,7 @@ class Session:
         elif now - self._alone_since > grace_s:
             phase, step, inner = self._place()
             lost = f"{inner} inner steps and the one that it was in are lost" if phase == "train" else "nothing is lost"
-            text = f"it was to leave and has not within {grace_s:.0f} s, so it ends in outer step {step}: {lost}"
+            text = f"it did not leave within {grace_s:.0f} s, so it is ended in outer step {step}: {lost}"
             print(f"{self._slot}: {text}", file=sys.stderr, flush=True)
             self.emit("warning", kind="cut_off", text=text)
             self._say_last_words()
@@ -271,7 +270,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 def ensure_slot(
     store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
 ) -> None:
-    """Write a run's first control record, or one that has `slot` among its slots, where there is none."""
+    """Write a run's first control record if there is none, or one with `slot` if the newest lacks it."""
     desired = read_control(store)
     needed = layout.slot_index(slot) + 1
     if desired.records == 0:

@@ -1,21 +1,21 @@
-"""An inner loop's words about the user's code, passed on: to the heartbeat, to the log.
+"""Pass the inner loop's messages about the user's code to the heartbeat and to the log.
 
     inner/host.py: Host  ◀── SessionHost ──▶ session.rv.members.status · session.emit · session.watchdog
 
-Each note shows the watchdog that nothing hangs: a reward that is tried again with pauses has time limits of its own.
+Each note resets the watchdog, because a reward that is retried with pauses has time limits of its own.
 
-Not promised: that a note is seen. The next phase of the replica writes over it.
+Not promised: that a note is seen. The next phase of the replica overwrites it.
 """
 
 from typing import Any
 
 from diloco.process.session import Session
 
-STEP_S = 0.5  # between two looks whether this replica is asked to leave
+STEP_S = 0.5  # between two checks whether this replica was asked to leave
 
 
 class SessionHost:
-    """An inner.host.Host."""
+    """The inner.host.Host of a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

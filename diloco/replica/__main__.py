@@ -1,4 +1,4 @@
-"""`python -m diloco.replica RUN_URL --slot r00`: one replica of a run."""
+"""Run one replica of a run: `python -m diloco.replica RUN_URL --slot r00`."""
 
 import sys
 

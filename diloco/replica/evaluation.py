@@ -1,14 +1,14 @@
-"""Held-out evaluation inside a run: every replica answers its share of the prompts under the same θ.
+"""Held-out evaluation inside a run: every replica answers its share of the prompts with the same θ.
 
     commit t ──▶ θ_{t+1} on all replicas that it lists ──▶ prompts i, i + n, i + 2n, … ──▶ event "evaluated" in the log
                  n replicas, in the order of their names       rewards: count, Σ, Σ²        read by runlog/evaluation.py
 
-No extra machine and no extra synchronisation: θ is the committed one, and the share follows from the commit, which
-all replicas have.  A replica that is lost in the middle of it takes its share with it; the mean is of the prompts that
-were scored.
-The event reaches the bucket with the next beat, long before the replica's next offer (decision 038).
+It needs no extra machine and no synchronisation: all replicas have the committed θ and the commit, which determines
+the shares.  If a replica is lost during the evaluation, its share is missing, and the mean is over the scored
+prompts.
+The event reaches the bucket with the next heartbeat, long before the replica's next offer (decision 038).
 
-Not promised: an evaluation of a step that a replica caught up with, or healed to: it never stood there.
+Not promised: an evaluation of a step that the replica caught up or healed over, as it never had that θ.
 """
 
 import math
@@ -25,14 +25,14 @@ Sums = dict[str, list[float]]  # name -> [prompts, Σ of their means, Σ of the 
 
 class Scorer(Protocol):
     def score(self, rows: Sequence[Row], *, greedy: bool, seed: int) -> dict[str, list[float]]:
-        """name -> a number for each row, NaN where none is known."""
+        """Return name -> one number per row, NaN if unknown."""
         ...
 
 
 class Evaluator:
-    """rows: the held-out prompts.   batch: prompts that the scorer takes at once.   seed: the run's.
+    """The evaluation by one replica.   rows: held-out prompts.   batch: prompts per call.   seed: the run's.
 
-    stands_at: the run's committed outer step.   must_go: is this replica to end?  Asked between batches."""
+    stands_at: returns the run's committed outer step.   must_go: whether to stop; called between batches."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Evaluator:
             self._looked_at = -1
 
     def is_due(self) -> bool:
-        """Whether the run has come to a step that is to be evaluated.  Costs nothing: asked after every inner step."""
+        """Whether the run has reached a step with an evaluation.  It is cheap: called after every inner step."""
         return self._stands_at() != self._looked_at and self._config.is_due(
             self._stands_at(), self._session.rv.wanted.steps
         )
 
     def evaluate(self) -> None:
-        """Score this replica's share, and write the sums into the log."""
+        """Score this replica's share and log the sums."""
         step = self._looked_at = self._stands_at()
         share = share_of(self._session, step)
         if share is None:
@@ -84,7 +84,7 @@ class Evaluator:
         self._session.flush_soon()
 
     def _score_share(self, step: int, rows: list[Row]) -> tuple[int, dict[str, Sums]]:
-        """-> how many of the rows were scored before this replica had to go, and their sums by kind."""
+        """Return how many rows were scored before this replica had to stop, and their sums by kind."""
 
         def may_go_on(scored: int) -> bool:
             self._session.rv.members.status.note = f"evaluates θ_{step}: {scored} of {len(rows)} prompts"
@@ -104,9 +104,9 @@ def score_prompts(
     seed: int,
     may_go_on: Callable[[int], bool] = lambda scored: True,
 ) -> tuple[int, dict[str, Sums]]:
-    """-> how many rows were scored, and kind -> name -> sums.
+    """Return how many rows were scored, and kind -> name -> sums.
 
-    may_go_on(rows scored so far): asked before each batch; False ends it with the rows scored so far."""
+    may_go_on(rows scored so far): called before each batch; False ends the evaluation there."""
     values: dict[str, dict[str, list[float]]] = {}
     for start in range(0, len(rows), batch):
         if not may_go_on(start):
@@ -121,7 +121,7 @@ def score_prompts(
 def _score_batch(
     scorer: Scorer, rows: Sequence[Row], config: EvalConfig, seed: int
 ) -> dict[str, dict[str, list[float]]]:
-    """kind -> name -> a number per row, the mean of its samples."""
+    """Return kind -> name -> one number per row, the mean of its samples."""
     found: dict[str, dict[str, list[float]]] = {}
     if config.greedy:
         found["greedy"] = scorer.score(rows, greedy=True, seed=seed)
@@ -132,9 +132,9 @@ def _score_batch(
 
 
 def share_of(session: Session, step: int) -> tuple[int, int] | None:
-    """Return (i, n): this replica scores prompts i, i + n, …; None if it has no part in θ_step.
+    """Return (i, n): this replica scores prompts i, i + n, …; None if it did not take part in θ_step.
 
-    The commit that made θ_step lists its participants; without one (θ₀, no bucket) the wanted slots take their place.
+    The commit of θ_step lists the participants. Without a commit (θ₀, no bucket), all wanted slots take part.
     """
     commit = session.rv.chain.read(step - 1) if step else None
     slots = sorted({offer.slot for offer in commit.fresh_offers}) if commit else [*session.rv.wanted.slot_names]
@@ -142,7 +142,7 @@ def share_of(session: Session, step: int) -> tuple[int, int] | None:
 
 
 def _means(samples: Sequence[Sequence[float]]) -> list[float]:
-    """Per row the mean over its samples, without those that are NaN; NaN if all are."""
+    """Compute the mean of each row's samples that are not NaN; NaN if all are."""
     return [_mean([x for x in of_row if not math.isnan(x)]) for of_row in zip(*samples, strict=True)]
 
 
@@ -155,6 +155,6 @@ def _sums_by_kind(values: dict[str, dict[str, list[float]]]) -> dict[str, Sums]:
 
 
 def sums_of(values: Sequence[float]) -> list[float]:
-    """[how many are known, their sum, the sum of their squares]."""
+    """Return [number of known values, their sum, the sum of their squares]."""
     known = [value for value in values if not math.isnan(value)]
     return [len(known), math.fsum(known), math.fsum(value * value for value in known)]

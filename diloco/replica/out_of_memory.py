@@ -1,10 +1,10 @@
-"""The last words of a replica whose GPU has no memory left.
+"""The error message of a replica whose GPU has no memory left.
 
-    torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB …    in an inner step, say
-    torch.AcceleratorError: CUDA error: out of memory                           before there is a context
-        └─▶ what was asked for, what is free, what this process and what others hold, what to change
+    torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB …    for example in an inner step
+    torch.AcceleratorError: CUDA error: out of memory                           before there is a CUDA context
+        └─▶ the sizes that were requested, are free, and are used by this process and others; what to change
 
-Not promised: words for host memory; the kernel kills a process without asking (executors/platforms/machine/oom.py).
+Not promised: host memory; there the kernel kills the process without an error (executors/platforms/machine/oom.py).
 """
 
 import re
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def error_words(error: Exception) -> str:
-    """The error as its type and text, or in words of its own where it is about the GPU's memory."""
+    """Return the error's type and text; for GPU memory a message of our own."""
     plain = f"{type(error).__name__}: {error}"
     if not (isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in plain):
         return plain
@@ -29,7 +29,7 @@ def error_words(error: Exception) -> str:
 
 
 def memory_words(asked: str, memory: tuple[int, int, int] | None) -> str:
-    """asked: "2.00 GiB", "" if not known.   memory: bytes that are free, there are, and this process holds."""
+    """Return the message.   asked: "2.00 GiB", "" if unknown.   memory: bytes free, in total, of this process."""
     if memory is None:
         return f"out of GPU memory: {TAKEN}"
     free, total, own = (number / GIB for number in memory)
@@ -40,8 +40,8 @@ def memory_words(asked: str, memory: tuple[int, int, int] | None) -> str:
 
 
 def _memory_here() -> tuple[int, int, int] | None:
-    """None where the device does not answer: then not even a context has memory."""
+    """Return bytes (free, total, own); None if CUDA fails because even a context does not fit."""
     try:
         return (*torch.cuda.mem_get_info(), torch.cuda.memory_reserved())
-    except Exception:  # of any kind that a broken context raises
+    except Exception:  # a broken context raises errors of many kinds
         return None

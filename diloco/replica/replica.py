@@ -1,11 +1,11 @@
-"""One replica: a process that is given a run's URL and a slot, and nothing else.
+"""One replica: a process whose only input is a run's URL and a slot.
 
     python -m diloco.replica RUN_URL --slot r00
 
-    claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ goodbye
-    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without.
+    claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
+    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
 
-The exit code says why it ended (diloco/process/exitcodes.py).  Not promised: several devices per replica.
+The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices per replica.
 """
 
 import argparse
@@ -67,12 +67,12 @@ if TYPE_CHECKING:
     from inner.data.order import Share
 
 SLOW_CODEC = (
-    "the compiled kernels of the codecs are not here ({why}): packing, means and sums take about three times as long, "
+    "the compiled kernels of the codecs are missing ({why}): packing, means and sums take about three times as long, "
     "with the same bits. Install a C compiler there (gcc, libc6-dev)"
 )
 ZEROS = "zeros"  # the folder of a start model without its weights
-OPEN_S = 60.0  # for the first answer of the store
-LOOP_FOLDER = "inner"  # of a replica's scratch folder: what the inner loop's libraries write
+OPEN_S = 60.0  # limit for the first answer of the store
+LOOP_FOLDER = "inner"  # in a replica's scratch folder: files of the inner loop's libraries
 REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
 
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = open_patiently(url, SystemClock())
-    with suppress(StoreError):  # no answer now is not a reason to go: the session below is patient
+    with suppress(StoreError):  # without an answer, go on: the session below retries
         if (end := too_late(run, SystemClock())) is not None:
             return _print_end(slot, end[1], end[0])
     try:
@@ -104,11 +104,11 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
         signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
     try:
         train = _train_session if run.config.script is None else _run_script
-        return train(replace(run, store=session.rv.store), session)  # that one is patient
+        return train(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
-        from diloco.replica.out_of_memory import error_words  # it brings torch
+        from diloco.replica.out_of_memory import error_words  # it imports torch
 
         session.emit("crashed", error=error_words(error))
         session.flush()
@@ -120,9 +120,9 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
-    """The run.  A store that gives no answer is asked again, as later, when the session has a patient one.
+    """Return the run.  Retry if the store does not answer; later the session's store retries by itself.
 
-    The exit code for "no answer" is GAVE_UP, which ends the whole run.
+    The reason: without an answer the exit code is GAVE_UP, which ends the whole run.
     """
     until = clock.now() + patience_s
     while True:
@@ -135,20 +135,20 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 
 
 def _is_preflight(session: Session) -> bool:
-    """Whether the user's files may be wrong for all replicas: no outer step is committed, and no training has begun.
+    """Whether an error may concern all replicas: no outer step is committed, and this one has not begun to train.
 
-    A later failure is a moment's trouble, or one of this machine, and costs this session alone (decision 025)."""
+    A later error is taken for a temporary one, or one of this machine. It ends only this session (decision 025)."""
     return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
-    """Return (exit code, why) if a replica that starts now has nothing left to do; asked before its slot is claimed.
+    """Return (exit code, why) if a replica that starts now has nothing left to do. Call it before the claim.
 
-    A machine from a queue may come late; nothing heavy has been imported or downloaded by then.
+    A queue may start a machine late. At this point, no large import or download has happened.
     """
     store = (
         run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
-    )  # the journal is to say it, once
+    )  # later the journal warns, once
     desired = read_control(store)
     if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
         return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
@@ -182,9 +182,9 @@ def _run_script(run: Run, session: Session) -> int:
 def _fetch_inputs(
     run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
 ) -> tuple[Path, dict[str, Path]]:
-    """θ₀'s folder, without its weights where a snapshot takes their place; and the user's own files.
+    """Return θ₀'s folder (without weights if a snapshot replaces them) and the user's files.
 
-    Makes the loop's folder, too: space for it is waited for.
+    Also make the loop's folder, because the caller retries when the disk is full.
     """
     (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
     files = fetch_files(run, scratch / "code")
@@ -194,7 +194,7 @@ def _fetch_inputs(
 
 
 def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
-    """Call `fetch` as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
+    """Call `fetch`. Repeat it if the start model is on the Hub; the bucket's store retries by itself."""
     if (model := record.hub_model) is None:
         return fetch()
     from diloco.model.start_model import from_hub
@@ -203,7 +203,7 @@ def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Pa
 
 
 def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
-    """The whole start model after all, beside `folder`, which has none of its weights; `folder` if it has them."""
+    """Fetch the whole start model if `folder` lacks the weights; else return `folder`."""
     if folder.name != ZEROS:
         return folder
     fetch = lambda: fetch_model(run.store, record, folder.with_name("model"))  # noqa: E731
@@ -212,7 +212,7 @@ def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's.   scratch: for the loop's files."""
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's files.   scratch: for the loop."""
 
     model_dir: Path
     files: dict[str, Path]
@@ -220,9 +220,9 @@ class Inputs:
 
 
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
-    """Whether a replica that starts now needs no θ₀: it loads the newest snapshot alone.
+    """Whether a replica that starts now does not need θ₀, because it loads the newest snapshot.
 
-    It falls back on snapshot 0, which is in the bucket too; for a model on the Hub, on its weights, which are fetched
+    If that fails, it uses snapshot 0, which is in the bucket too; for a model on the Hub, it fetches the weights
     then.   An adapter always needs θ₀'s files.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
@@ -236,7 +236,7 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
 
 
 def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
-    import torch  # heavy imports only now: the slot is claimed and beating
+    import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
     from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from diloco.outer.flat import layout_of
@@ -296,14 +296,14 @@ def _manager(
 def _build_loop(
     run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
 ) -> "tuple[InnerLoop, Path]":
-    """The inner loop, and the folder of its model: one with weights, if some of them are in no snapshot."""
+    """Return the inner loop and its model's folder, with weights if the snapshots lack some."""
     from diloco.model.start_model import has_more_than_trained
     from inner import build_inner
     from inner.models.precision import PrecisionWarning
 
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
+            warnings.simplefilter("ignore", PrecisionWarning)  # the journal also prints it
             return build_inner(run.config.inner, folder, inputs.files, seeds, warmup, scratch=inputs.scratch)
 
     model_dir = inputs.model_dir
@@ -326,7 +326,7 @@ def _run_inner(
                 evaluator.evaluate()
 
     def stop() -> bool:
-        evaluate_if_due()  # right after the outer step, θ_T's included
+        evaluate_if_due()  # right after the outer step, also after the last one
         return manager.done
 
     evaluate_if_due()
@@ -337,7 +337,7 @@ def _run_inner(
 def _make_evaluator(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
-    """Make the evaluator; None without [eval]."""
+    """Make the evaluator. Return None if the config has no [eval]."""
     config = run.config.eval
     if config is None:
         return None
@@ -354,16 +354,16 @@ def _make_evaluator(
 
 
 def seeds_of(run: Run, session: Session) -> Seeds:
-    """Data order: fixed by (run, slot).  Noise: of this session."""
+    """Return the seeds: of the data order by (run, slot), of the noise by session."""
     config, slot = run.config, session.rv.slot
     noise = derive_seed(config.seed, slot, session.rv.generation)
     return Seeds(derive_seed(config.seed, slot), noise, share=share_of(config, slot))
 
 
 def data_position(run: Run, session: Session, step: int) -> int:
-    """The inner step at which a session that stands at outer step `step` enters the order of its slot's data."""
+    """Return the inner step from which a session at outer step `step` reads its slot's data."""
     config, before = run.config, run.record.parent.inner_steps
-    if config.rendezvous != BUCKET:  # no chain says what was read
+    if config.rendezvous != BUCKET:  # there are no commits to count by
         return before + step * (config.outer.sync_every // config.outer.fragments)
     if session.rv.generation == 1:
         return before
@@ -374,9 +374,9 @@ def data_position(run: Run, session: Session, step: int) -> int:
 
 
 def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) -> None:
-    """Begin with the whole generation that the position is in; the log says from where on which rows are read.
+    """Begin at the generation batch that contains the position. Log the share and the first inner step.
 
-    Windows of a text are drawn from all of it: they have no share."""
+    Windows of a text have no share, because they are drawn from the whole text."""
     start = seeds.start // loop.boundary * loop.boundary
     loop.start_at(start)
     if run.config.inner.loop != "supervised" and (share := seeds.share) is not None:
@@ -384,8 +384,8 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
 
 
 def share_of(config: RunConfig, slot: str) -> "Share":
-    """The slot's part of the rows, of as many as the run was founded with replicas.  Slots that were added later deal
-    the rows out once more, in another order."""
+    """Return the slot's share of the rows: one of as many as the run had replicas at first.  Slots that were added
+    later share all rows again, in another order."""
     from inner.data.order import Share
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)
@@ -412,7 +412,7 @@ def _leave_now(session: Session) -> None:
 
 
 def _end_session(session: Session, error: RendezvousError) -> int:
-    """Turn an error of the rendezvous into an exit code and the journal's last event."""
+    """Return the exit code for an error of the rendezvous, and log the session's last event."""
     codes: list[tuple[type[RendezvousError], int, str]] = [
         (Leaving, exitcodes.LEFT, "left"),
         (Fenced, exitcodes.FENCED, "fenced"),
@@ -439,7 +439,7 @@ def _print_end(slot: str, error: Exception | str, code: int) -> int:
 
 
 def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
-    """Print a line per outer step: it shows a reader of the output that the replica is well."""
+    """Print a line per outer step, so that a reader of the output sees progress."""
     if event == "step":
         print(step_line(session.rv.name, fields, session.rv.wanted.steps), flush=True)
 
@@ -454,7 +454,7 @@ def _finite_only(stats: dict[str, float]) -> dict[str, float]:
 
 
 def _parent_check(parent: str) -> Callable[[], bool]:
-    """Make a check that the process of "PID:STARTTIME" is still there; always True for ""."""
+    """Make a check whether the process "PID:STARTTIME" is alive; for "", the check is always True."""
     if not parent:
         return lambda: True
     return lambda: is_named_alive(parent)
@@ -465,6 +465,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str]:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
-    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process without which this replica leaves")
+    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
     typed = parser.parse_args(argv)
     return typed.url, typed.slot, typed.parent

@@ -1,1 +1,1 @@
-"""A run's settings and records, and how one is founded."""
+"""A run's settings and records, and a run's creation."""

@@ -1,13 +1,13 @@
 """run.toml in, one frozen object out; the same object goes into the bucket as run.json.
 
-    run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      what the run computes
-                  │  └─────── fleet ──────────▶ control/000000.json     what the operator wants now
-                  └ OuterConfig ── rules ─────▶ rendezvous              what a commit is decided by
+    run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      settings that determine the result
+                  │  └─────── fleet ──────────▶ control/000000.json     the operator's desired state
+                  └ OuterConfig ── rules ─────▶ rendezvous              the rules for commits
                         ▲
     make_diloco(…) ─────┘   the same object, checked where it is made
 
-Two commands with equal mathematics are the same run; `fleet` may differ from one to the next.
-Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
+Two commands with equal mathematics belong to the same run; their `fleet` may differ.
+Unknown or contradictory settings are errors that name the next thing to do.  This file does not import torch.
 """
 
 import re
@@ -29,22 +29,22 @@ from inner.tasks.spec import is_task
 from rendezvous.agreement.rules import WEIGHTINGS, Rules, Timing
 from rendezvous.codecs import NAMES as CODECS
 
-AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/run/sizing.py)
+AUTO = "auto"  # a codec that is chosen when the run is created (diloco/run/sizing.py)
 BUCKET = "bucket"
 # settings of [inner] without an effect on the learned weights
 NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run as it stands."""
+    """The error for a configuration that cannot be run."""
 
 
 class OuterError(RuntimeError):
-    """The model or the settings do not fit the outer loop."""
+    """The error for a model or settings that do not fit the outer loop."""
 
 
 class OuterConfigError(ConfigError, OuterError):
-    """A setting of the outer step is invalid: a ConfigError for a run.toml, an OuterError for make_diloco's caller."""
+    """The error for an invalid setting of the outer step: a ConfigError in a run.toml, an OuterError in make_diloco."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OuterConfig(Table):
     """The outer step: DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
 
     This is the only declaration of these settings and their only check, for run.toml and for `make_diloco`.
-    Raises OuterConfigError.  An int does for a float; a bool is not a number.
+    Raises OuterConfigError.  A float may be given as an int; a bool is not a number.
     """
 
     path: ClassVar[str] = "outer"
@@ -108,7 +108,7 @@ class OuterConfig(Table):
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
-        """Make it from settings by name.   Raises OuterConfigError for an unknown name, with the nearest one."""
+        """Make an OuterConfig from settings by name.   Raises OuterConfigError, which proposes the nearest name."""
         return cls.from_dict(table)
 
     @property
@@ -197,11 +197,11 @@ class LogConfig(Table):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.   folder: where relative paths in [inner] start (not part of the run).
+    """The config of one run.   folder: base of relative paths in [inner] (not part of the run).
 
-    gathered: kind -> the one file that `gather_data` made: of prompts from several files, the Hub or a task; of
-    modules that the user's code imports.
-    overrides: dotted name -> value that `--set` put into the place of the file's; run.json names them.
+    gathered: kind -> the single file that `gather_data` made from prompts (several files, the Hub, a task) or from
+    the modules that the user's code imports.
+    overrides: dotted name -> value of `--set`, which replaces the file's value; run.json lists them.
     """
 
     name: str = setting("run", "What `status` and the report call the run.")
@@ -225,7 +225,7 @@ class RunConfig:
         return None
 
     def mathematics(self) -> dict[str, Any]:
-        """The settings that may never change under one URL: digests of the user's files, not their names."""
+        """Return the settings that may never change under one URL. Names of user files are not among them."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
         entry_points = {
             kind: entry_point(name) if is_code(kind) else ""
@@ -233,14 +233,14 @@ class RunConfig:
             if kind not in (EVAL, MODULES)
         }
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
-        if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
+        if weights := self.inner.rewards.weights:  # function -> weight; their files count by digests
             fixed["reward_weights"] = weights
         if models := self.inner.rewards.models:
             fixed["reward_models"] = models
-        if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
+        if self.eval is not None:  # changes no weight, but mixed settings would make two curves of one
             unnamed = ("prompts",) if self.eval.task else ("prompts", "task", *TASK_ONLY)
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
-        return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
+        return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # its address may change
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
@@ -263,13 +263,13 @@ class RunConfig:
         return config
 
     def user_files(self) -> dict[str, Path]:
-        """Kind -> path of the user's file; for rewards and environment the part before the colon.
+        """Return kind -> path of the user's file; for rewards and environment, the part before the colon.
 
-        Raises ConfigError for prompts that `gather_data` must make one file first."""
+        Raises ConfigError for prompts that are not a single file before `gather_data`."""
         return {kind: self.path_of(kind, name) for kind, name in self._named_files().items()}
 
     def path_of(self, kind: str, name: Any) -> Path:
-        """The user's file of this kind, which the config calls `name`."""
+        """Return the path of the user's file of this kind.   name: its name in the config."""
         if kind in self.gathered:
             return self.gathered[kind]
         if not is_one_file(name):
@@ -284,7 +284,7 @@ class RunConfig:
         return named if self.eval is None else {**named, EVAL: self.eval.source}
 
     def check(self) -> None:
-        """Contradictions between settings; the single sections check themselves."""
+        """Raise ConfigError for contradictions between sections; each section checks itself."""
         check_boundary(self.outer, self.inner.boundary)
         _check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
         if self.eval is not None and self.inner.loop == "supervised":
@@ -292,7 +292,7 @@ class RunConfig:
         self.check_files()
 
     def check_files(self) -> None:
-        """Check that the user's files are there, and that datasets are spelled as such.   Raises ConfigError."""
+        """Raise ConfigError if a user file is missing or a dataset's name is not valid."""
         for kind, named in self._named_files().items():
             for name in named if isinstance(named, list) else [named]:
                 self._check_source(kind, name)
@@ -303,7 +303,7 @@ class RunConfig:
                 raise ConfigError(self._absent_words(kind, name, path))
             return
         if is_task(name):
-            return  # its table has checked the name, and `gather_data` asks the package
+            return  # its table checked the name; `gather_data` checks the package
         from inner.data.hub_data import HubDataset
 
         try:
@@ -318,7 +318,7 @@ class RunConfig:
             return (
                 f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
             )
-        if path.suffix == ".py":  # there is an object behind the colon
+        if path.suffix == ".py":  # the name after the colon was given
             return (
                 f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Write file.py:name, with a path "
                 "relative to the config file"
@@ -335,11 +335,11 @@ KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run.toml.  Raises ConfigError with the reason and the next thing to do.
 
-    overrides: "inner.lr=2e-6", …: settings that go before the file's (`--set`).
+    overrides: "inner.lr=2e-6", …: settings that replace the file's (`--set`).
     """
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark in front
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError:
         from diloco.unreadable import file_hint
 
@@ -360,11 +360,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read_override(text: str) -> tuple[str, Any]:
-    """ "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> ("inner.model", "a/b").   Raises ConfigError."""
+    """Parse "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> (…, "a/b").   Raises ConfigError."""
     name, equals, value = (part.strip() for part in text.partition("="))
     try:
         if not (name and equals and value) or "\n" in value:
-            raise ValueError("a name, an = and a value belong there")
+            raise ValueError("it needs a name, an = and a value")
         found = _read_value(value)
     except ValueError as error:
         raise ConfigError(
@@ -380,7 +380,7 @@ def _read_override(text: str) -> tuple[str, Any]:
 
 
 def _read_value(value: str) -> Any:
-    """A value of TOML; text needs no quotes, since its type is checked like a file's.   Raises ValueError."""
+    """Parse a TOML value. Text needs no quotes; its type is checked later.   Raises ValueError."""
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -394,7 +394,7 @@ def _nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, Any]:
-    """The tables with one setting more.   change: (dotted name, value)."""
+    """Return the tables with one more setting.   change: (dotted name, value)."""
     name, value = change
     key, _, rest = name.partition(".")
     below = raw.get(key)
@@ -403,7 +403,7 @@ def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, 
 
 
 def _check_turns(outer: OuterConfig) -> None:
-    """Each fragment has its turn after the same number of inner steps, and its delay ends before the next turn."""
+    """Raise OuterConfigError unless H is a multiple of F, and the delay is below H/F."""
     h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
     if h % f:
         raise OuterConfigError(
@@ -415,7 +415,7 @@ def _check_turns(outer: OuterConfig) -> None:
 
 
 def check_boundary(outer: OuterConfig, boundary: int) -> None:
-    """A sync must not fall inside a generation batch.   boundary: inner steps of one.   Raises OuterConfigError."""
+    """Raise OuterConfigError if a sync falls inside a generation batch.   boundary: inner steps of one batch."""
     interval = outer.sync_every // outer.fragments
     if boundary < 1 or interval % boundary:
         raise OuterConfigError(
@@ -426,7 +426,7 @@ def check_boundary(outer: OuterConfig, boundary: int) -> None:
 
 
 def check_lighthouse(outer: OuterConfig) -> None:
-    """Gloo sends fp32, and replicas there do not say how many samples they have.   Raises OuterConfigError."""
+    """Raise OuterConfigError for settings that a lighthouse does not support: Gloo sends fp32, without samples."""
     if outer.codec != "fp32":
         raise OuterConfigError(
             f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
@@ -438,7 +438,7 @@ def check_lighthouse(outer: OuterConfig) -> None:
     for name in ("norm_gate", "max_carry", "age_discount"):
         value = getattr(outer, name)
         usual = getattr(OuterConfig(), name)
-        if value not in (usual, 0):  # 0 is what a lighthouse does
+        if value not in (usual, 0):  # with a lighthouse, each acts as 0
             raise OuterConfigError(
                 f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
                 "counts. Leave the line away, or use the bucket"
@@ -461,7 +461,7 @@ def _check_rendezvous(rendezvous: str, outer: OuterConfig, *, broadcasts: bool) 
 
 
 def keep_bytes(keep: int | str) -> int | None:
-    """ "20 GB" -> 20_000_000_000; "all" -> None; "window" -> 0.   Raises ConfigError."""
+    """Parse "20 GB" -> 20_000_000_000; "all" -> None; "window" -> 0.   Raises ConfigError."""
     text = str(keep).strip()
     if text in ("all", "window"):
         return None if text == "all" else 0
@@ -476,9 +476,9 @@ def keep_bytes(keep: int | str) -> int | None:
 
 
 def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with `fleet.keep` in the place of an earlier release's `fleet.retention` ("all", "window").
+    """Return the tables with `fleet.keep` in place of an earlier release's `fleet.retention` ("all", "window").
 
-    A run of an adapter is small: all of it stays if nothing else is said.
+    The default for an adapter's run is "all", because such a run is small.
     """
     fleet = raw.get("fleet", {})
     inner = raw.get("inner", {})
@@ -490,7 +490,7 @@ def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The tables of [inner] without these settings.   names: "table.key"."""
+    """Return the tables of [inner] without these settings.   names: "table.key"."""
     left = {k: dict(v) if isinstance(v, Mapping) else v for k, v in inner.items()}
     for name in names:
         table, _, key = name.partition(".")

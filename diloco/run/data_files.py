@@ -1,14 +1,14 @@
-"""Prompts that are several files, datasets of the Hub or rows of a task, made one file, which the run carries; and
-the modules that the user's code imports from beside it.
+"""Make one file, which the run stores, from prompts in several files, Hub datasets or a task; and from the modules
+beside the user's code that it imports.
 
     prompts = ["hub:openai/gsm8k/main:train", "more.jsonl"]          [eval] prompts = "hub:openai/gsm8k/main:test"
         │ read, checked row by row                                       │
         ▼                                                                ▼
     ~/.cache/diloco/data/<digest>/prompts.jsonl                      …/eval.jsonl
-    RunConfig: "hub:openai/gsm8k@<commit>/main:train", and where that file is
+    RunConfig: "hub:openai/gsm8k@<commit>/main:train", and the path of that file
 
-A replica reads the run's file: it needs neither the Hub nor a token, and all read the same bytes.  The file's digest
-is part of the run; it depends on the rows alone.
+A replica reads the run's file. So it needs neither the Hub nor a token, and all replicas read the same bytes.  The
+file's digest is part of the run; it depends only on the rows.
 
 Not promised: a dataset that does not fit into this machine's memory.
 """
@@ -37,11 +37,11 @@ from inner.tasks.make import make_rows
 from inner.tasks.spec import TaskSpec, refuse_absent
 from inner.usercode.reward_model import pin_reward_model
 
-SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
+SPLITS = {"prompts": "train", EVAL: "test"}  # the default splits
 
 
 def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
-    """Return the config with pinned datasets and reward models, after writing all rows to files on this machine's disk.
+    """Write all rows to files on this machine's disk. Return the config with pinned datasets and reward models.
 
     Raises ConfigError for rows that cannot be read."""
     inner, evaluation = _pin_reward_models(config.inner), config.eval
@@ -63,7 +63,7 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
 
 
 def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Return the config with one .zip of the modules beside the user's code that it imports, if there are any."""
+    """Return the config with a .zip of the modules beside the user's code that this code imports, if any."""
     paths = [config.path_of(kind, name) for kind, name in config.inner.named_files.items() if is_code(kind)]
     if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
         return config
@@ -84,9 +84,9 @@ def _pin_reward_models(inner: InnerConfig) -> InnerConfig:
 def gather_rows(
     kind: str, spelling: str | list[str], folder: Path, data: DataSettings, say: Callable[[str], None]
 ) -> tuple[str | list[str], Path]:
-    """Write all rows into one .jsonl, as they were read; -> the prompts setting with commits filled in, and that file.
+    """Write all rows, unchanged, into one .jsonl. Return the prompts setting with commits filled in, and its path.
 
-    folder: the folder at which relative paths start.
+    folder: the base of relative paths.
     """
     pinned = list[str]()
     rows = list[Any]()
@@ -110,7 +110,7 @@ def gather_rows(
 def _gather_task(
     kind: str, spec: TaskSpec, data: DataSettings, say: Callable[[str], None], known: Sequence[Any] = ()
 ) -> Path:
-    """One .jsonl of the task's rows, without those that are `known`."""
+    """Write a .jsonl of the task's rows, except prompts in `known`, and return its path."""
     setting = setting_of(kind, spec.task)
     try:
         refuse_absent(setting, spec.task)
@@ -139,7 +139,7 @@ def _training_prompts(config: RunConfig) -> list[Any]:
 
 
 def _open_source(kind: str, spelling: str, folder: Path) -> tuple[str, Iterator[Numbered]]:
-    """-> its spelling with the commit, if it is on the Hub; its rows."""
+    """Return the source's name (with the commit, for the Hub) and its rows."""
     setting = setting_of(kind)
     if not spelling.startswith(PREFIX):
         return spelling, read_rows(f"{setting} = {spelling!r}", folder / spelling)
@@ -154,24 +154,24 @@ def _as_json(what: str, where: str, row: Any) -> str:
             return str(value)
         raise InnerError(
             f"{what}, {where} holds a {type(value).__name__}, which no reward could read from the run. Save the "
-            "dataset without that column, as Parquet, say, and name the file."
+            "dataset without that column, for example as Parquet, and name the file."
         )
 
     text = json.dumps(row, ensure_ascii=False, default=as_text)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a pair, which JSON can write and UTF-8 cannot
+    except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
         text = json.dumps(row, default=as_text)
     return text + "\n"
 
 
 def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
-    """The file with these bytes, below this user's cache, of which nothing is ever taken away."""
+    """Write these bytes into this user's cache, which is never cleaned, and return the path."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.{ending}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone with its file where the disk is full
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # removed with its file if the disk is full
             unfinished = Path(folder, path.name)
             unfinished.write_bytes(body)
             os.replace(unfinished, path)

@@ -1,8 +1,8 @@
-"""[eval] of a run.toml: held-out prompts, and when they are answered.  No torch here.
+"""[eval] of a run.toml: held-out prompts, and the steps that are evaluated.  This file does not import torch.
 
-    θ₀ ─ every ─▶ θ₅ ─ every ─▶ θ₁₀ …  θ_T         each evaluated by all replicas together, a share each
+    θ₀ ─ every ─▶ θ₅ ─ every ─▶ θ₁₀ …  θ_T         evaluated by all replicas, each with its share
 
-Not promised: that `check_held_out` finds prompts that differ in a space: it compares them as they are.
+Not promised: that `check_held_out` finds prompts that differ only in a space.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from inner.tasks.spec import TaskSpec
 
 
 class EvalError(InnerError):
-    """[eval] cannot be used as it stands."""
+    """The error for an [eval] that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class EvalConfig(Table):
 
     @property
     def source(self) -> str | list[str]:
-        """Source of the prompts, as the config names it: files, datasets, or a task."""
+        """The prompts' source in the config: files, datasets or a task."""
         return self.task or self.prompts
 
     def task_spec(self, inner: InnerConfig) -> TaskSpec:
-        """Return the spec of the task's rows; call it only where there is a task.   inner: of the same run, for the
+        """Return the spec of the task's rows; call it only if `task` is set.   inner: of the same run, for the
         options."""
         same = inner.data.task_options if inner.data.task == self.task else {}
         options = same if self.task_options is None else self.task_options
         return TaskSpec(str(self.task), self.task_size, self.task_seed, options)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether θ_step is to be evaluated.   last: number of the run's outer steps, 0 if unknown."""
+        """Whether to evaluate θ_step.   last: number of the run's outer steps, 0 if unknown."""
         return step % self.every == 0 or step == last
 
 

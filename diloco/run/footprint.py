@@ -1,21 +1,21 @@
-"""Memory of one replica, bytes that one outer step leaves in the bucket, seconds of a sync: from sizes alone.
+"""Compute a replica's memory, an outer step's bytes in the bucket and a sync's seconds, from sizes alone.
 
-    P parameters, N replicas, F fragments (a step moves P/F of them), S = bytes of one pseudogradient in the codec
+    P parameters, N replicas, F fragments (a step syncs P/F of them), S = bytes of one pseudogradient in the codec
 
     bucket, each step      N·S  pseudogradients  +  the mean:   S     reduced in shards (long bodies, 3 replicas)
-                                                                4·P/F announced in fp32, if that is half of N·S or less
-                                                                0     else
+                                                                4·P/F published in fp32, if at most half of N·S
+                                                                0     otherwise
             each snapshot  8·P  θ and momentum, fp32, every snapshot_every steps or as fleet.keep asks
                                 (rendezvous/keeping/budget.py: snapshot_period, largest_window)
             once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
-                           0 for a model of the Hub: every replica takes it from there
-    with [inner.lora] P is the adapter's, and the base lies on the device and, if the Hub has it not, in the bucket
+                           0 for a model of the Hub: every replica downloads it from there
+    with [inner.lora] P is the adapter's; the base is on the device and, if it is not on the Hub, in the bucket
 
-    device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
+    device  weights + gradients + Adam's two moments, each in the model's dtype  (not: activations, generation engine)
     host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
 Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
-No torch here.
+This file does not import torch.
 """
 
 from dataclasses import dataclass
@@ -30,22 +30,22 @@ from rendezvous.agreement.rules import Rules, reduces_sharded
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.keeping.budget import Sizes, largest_window, snapshot_period
 
-LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
+LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, as rented machines have to a bucket of their region
 HOST = 20
-BROADCAST = 3.5  # bf16 of θ, and what is being written of it at most
+BROADCAST = 3.5  # θ in bf16, and at most the copy that is being written
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
-ADAPTER_WIDTH = 4  # an adapter is fp32 on every base
+ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
 
-    compute_s: a guess of the time between two syncs.   period: outer steps between snapshots, under the run's budget.
-    needed: the least budget with room for the blobs that a reader may need then; these stay under any fleet.keep.
-    floor, int8_floor: the same with a snapshot at every step, and with that codec.
-    back: bytes that one more step costs whose mean stays.
+    compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
+    needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
+    floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
+    back: bytes per further step whose mean stays.
     """
 
     parameters: int
@@ -66,9 +66,9 @@ class Footprint:
 
 
 def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
-    """Compute the footprint of a run; codec = "auto" counts as the codec that would be chosen at LINK.
+    """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
-    trained: parameters of an adapter, if the rest of the model stays as it is."""
+    trained: number of the adapter's parameters; None if the whole model is trained."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -105,12 +105,12 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
 
 
 def delta_bytes(parameters: int, codec: str) -> int:
-    """One pseudogradient; exact for codecs of fixed size but for a block's padding."""
+    """Return one pseudogradient's bytes; for codecs of fixed size, exact up to a block's padding."""
     return ceil(4 * parameters / codecs.nominal_ratio(codec))
 
 
 def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:
-    """Bytes that one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
+    """Return the bytes of one outer step in the bucket, if all replicas take part: pseudogradients and mean."""
     left = step_sizes(parameters, replicas, codec, fragments)
     return left.deltas + left.mean
 
@@ -121,7 +121,7 @@ def step_sizes(parameters: int, replicas: int, codec: str, fragments: int = 1) -
 
 
 def mean_bytes(part: int, replicas: int, codec: str) -> int:
-    """Return the bytes of one step's mean of `part` elements, as rendezvous/means/reduce.py writes it down."""
+    """Return the bytes of one step's mean of `part` elements, as rendezvous/means/reduce.py writes it."""
     body = delta_bytes(part, codec)
     if reduces_sharded([body] * replicas, codec, Rules().shard_from):
         return body
@@ -129,12 +129,12 @@ def mean_bytes(part: int, replicas: int, codec: str) -> int:
 
 
 def snapshot_bytes(parameters: int) -> int:
-    """θ and outer momentum, in fp32."""
+    """Return the bytes of θ and outer momentum, in fp32."""
     return 8 * parameters
 
 
 def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
-    """Return the footprint in words.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
+    """Return the footprint as text.   keep: bytes that stay in the bucket (fleet.keep); None: all."""
     f = found
     link = f"{LINK * 8 / 1e9:g} Gbit/s"
     kept = f"{byte_size(f.in_all)} after {steps} steps"
@@ -151,7 +151,7 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
 
 
 def kept_text(found: Footprint, steps: int, keep: int) -> str:
-    """Say what stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
+    """Say what stays if fleet.keep is smaller than the run, how often snapshots are, and how far back they reach."""
     of_all = f"of {byte_size(found.in_all)} in {steps} steps"
     every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
     if keep >= found.needed:
@@ -162,7 +162,7 @@ def kept_text(found: Footprint, steps: int, keep: int) -> str:
 
 
 def _floor_advice(found: Footprint, keep: int) -> str:
-    """The next thing to do where the budget is below the floor."""
+    """Return the next thing to do if fleet.keep is below the floor."""
     room = f'fleet.keep = "{byte_size(_rounded_up(found.floor))}" is the least that has room for it'
     if found.int8_floor >= found.floor:
         return f"; {room}"
@@ -171,6 +171,6 @@ def _floor_advice(found: Footprint, keep: int) -> str:
 
 
 def _rounded_up(size: int) -> int:
-    """Round up to the three digits that `in_bytes` writes, so that the size it writes is enough."""
+    """Round up to three digits, as many as `byte_size` writes, so that the size in the text is enough."""
     unit = 10 ** max(0, len(str(size)) - 3)
     return -(-size // unit) * unit

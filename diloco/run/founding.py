@@ -1,9 +1,9 @@
-"""Found a run in a bucket, or find the one that is there.
+"""Found (create) a run in a bucket, or open the existing one.
 
-    open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      light: no torch
+    open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      without torch
     then       model/publish.py: θ₀, in a child process
 
-The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
+The first writer of run.json decides.  The same command again resumes the run; other mathematics raise WrongRun.
 """
 
 import shlex
@@ -29,7 +29,7 @@ from rendezvous.store import PatientStore, Readable, Store, put_once
 from rendezvous.stores.open import open_store, urls_above
 from rendezvous.stores.signed import run_key, under_key
 
-LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
+LAUNCH_PATIENCE_S = 5.0  # the user waits for an error message, so retry only briefly
 
 
 def open_run(
@@ -42,17 +42,17 @@ def open_run(
     min_replicas: int | None = None,
     parent: Parent | None = None,
 ) -> Run:
-    """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError.
+    """Create the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError.
 
-    parent: None for the one that it has, if it has one.
+    parent: None for the parent that run.json names, if any.
     """
-    fleet = replace(  # a quorum that the config names is never lowered by a smaller --replicas
+    fleet = replace(  # a smaller --replicas never lowers a quorum that the config names
         config.fleet,
         replicas=replicas or config.fleet.replicas,
         steps=steps or config.fleet.steps,
         min_replicas=min_replicas or config.fleet.min_replicas,
     )
-    config = replace(config, fleet=fleet)  # prompts are dealt out to as many replicas as the run is founded with
+    config = replace(config, fleet=fleet)  # the run's first number of replicas fixes the shares of the prompts
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     if not getattr(raw, "proven", False) and store.get(layout.RUN) is None:
@@ -77,7 +77,7 @@ def open_run(
 
 
 def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, str]:
-    from diloco.run.sizing import codec_of  # it needs numpy, which a look at a run does not
+    from diloco.run.sizing import codec_of  # imported here, because reading a run does not need its numpy
 
     return codec_of(config, store, clock, config.fleet.replicas)
 
@@ -85,11 +85,10 @@ def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, st
 def _found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]], key: str = layout.RUN
 ) -> tuple[bool, RunRecord, RunRecord]:
-    """Write run.json unless it stands; -> whether we were first, the record that stands, and ours to compare with it.
+    """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
     key: script.json's, where the run was launched with a script.
-
-    codec = "auto" takes the codec that stands there; only a caller that finds no run chooses.
+    codec = "auto" becomes the existing run's codec. If there is no run, it is chosen.
     """
     auto = mine.codec == AUTO
     if store.get(key) is None:
@@ -105,32 +104,32 @@ _TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
 
 
 def _refuse_headless(store: Store, later: Iterable[str]) -> None:
-    """Raise RecordsLost if a later record stands, and run.json, which was missing, is still missing.
+    """Raise RecordsLost if a later record exists while run.json is missing.
 
-    later: keys of records that are only written after run.json.   Another process may be founding the run just now:
-    run.json is always there before the others, so it is read last.
+    later: keys of records that are written only after run.json.   Another process may be creating the run at this
+    moment. It writes run.json before the others, so this function reads run.json last.
     """
     stands = next((key for key in later if store.get(key) is not None), None)
     if stands is not None and store.get(layout.RUN) is None:
         raise RecordsLost(
             f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the "
             "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
-            "a backup) and take away whatever expires or deletes objects below this URL; or use another URL for a new "
-            "run"
+            "a backup) and remove the rule that expires or deletes objects below this URL; or use another URL for a "
+            "new run"
         )
 
 
 def refuse_nested(url: str) -> None:
-    """WrongRun if `url` lies inside a run: their objects would be taken for each other's.
+    """Raise WrongRun if `url` is inside another run, because each run would read the other's objects as its own.
 
-    A folder or prefix above that may not be read, or does not exist, holds no run that we could disturb.
+    A folder or prefix above that is missing or unreadable counts as one without a run.
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
             store = open_store(above, make=False)
             if store.get(layout.RUN) is not None and not is_superseded(store):
                 raise WrongRun(
-                    f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
+                    f"{url} lies inside the run at {above}: each would read the other's objects as its own. Use a "
                     "URL beside that run, or join it there"
                 )
 
@@ -144,11 +143,11 @@ def agree_on_run(
     frozen: str = "",
     replicas: int = 1,
 ) -> RunRecord:
-    """Found or open a run as `open_run` does, for a loop that has no run.toml: by outer settings and parameter layout.
+    """Create or open a run like `open_run`, for a loop without run.toml: by outer settings and parameter layout.
 
-    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: as wanted.
+    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: desired ones.
     frozen: digest of the weights and buffers that are not trained, "" for none.
-    -> what stands: with the codec, if that is "auto".   Raises WrongRun.
+    Return the run's record, with the chosen codec in place of "auto".   Raises WrongRun.
     """
     from diloco.run import sizing
 
@@ -167,7 +166,7 @@ def agree_on_run(
 
 
 def solo_warning(desired: Wanted) -> str:
-    """The warning for a run in which one replica alone may take an outer step; "" for others."""
+    """Return the warning for a run in which a single replica may take an outer step; "" for other runs."""
     if desired.min_replicas > 1:
         return ""
     alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, any of them will do"
@@ -178,7 +177,8 @@ def solo_warning(desired: Wanted) -> str:
 
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
-    """Raise StoreRefused before anything is written: without create-if-absent two replicas could commit one step."""
+    """Raise StoreRefused, before anything is written, if the store lacks create-if-absent. Two replicas could
+    commit the same step."""
     from rendezvous.stores.race import why_unfit
 
     reason = why_unfit(store, clock)
@@ -190,9 +190,9 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 
 
 def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
-    """Raise RecordsLost unless the run still stands in its store: run.json, and the newest records that were seen.
+    """Raise RecordsLost if the store lost run.json or the newest known records. Call it before you report success.
 
-    records: of control/.   head: the first step without a commit.   Before this nothing may be called done.
+    records: number of known records in control/.   head: the first step without a commit.
     """
     body = run.store.get(layout.RUN)
     if body is None or decode_run(run.url, body).nonce != run.record.nonce:
@@ -204,10 +204,12 @@ def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
 
 
 def set_desired(store: Store, clock: Clock, fleet: FleetConfig, *, counts_steps: bool = True) -> Wanted:
-    """Write a control record with the operator's desired fleet, unless it stands and the run was not stopped."""
+    """Write a control record with the desired fleet, unless the newest one has it and the run was not stopped.
+
+    counts_steps: False for a launched script, which says how many outer steps it asks for."""
     stands = read_control(store)
     asked = {"replicas": fleet.replicas, "min_replicas": fleet.quorum}
-    asked |= {"steps": fleet.steps} if counts_steps else {}  # else the script says how many
+    asked |= {"steps": fleet.steps} if counts_steps else {}
     news = {k: v for k, v in asked.items() if getattr(stands, k) != v or stands.records == 0}
     if not news and not stands.stop and not stands.drains:
         return stands
@@ -224,7 +226,7 @@ def is_finished(store: Readable, wanted: Wanted) -> bool:
 
 
 def refuse_fewer_steps(store: Store, steps: int) -> None:
-    """Raise ConfigError where more outer steps are committed than are asked for."""
+    """Raise ConfigError if more than `steps` outer steps are committed."""
     if store.get(layout.commit_key(steps)) is None:
         return
     head = first_open_step(store, steps + 1)
@@ -246,7 +248,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
 
 
 def differing_settings(config: RunConfig, store: Store) -> list[str]:
-    """The settings that differ between this config and the run that stands there; [] if none does."""
+    """Return the differences between this config and the run in the store; [] if there are none."""
     stands = RunRecord.decode(store.get(layout.RUN) or b"")
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), 0.0)
@@ -265,20 +267,20 @@ def _list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
 
 
 def _name_of_data(setting: str, stands: RunRecord, mine: RunRecord) -> str:
-    """ "" or how run.json calls it, with commits: a dataset's name may mean another commit now than then."""
+    """Return a dataset's name in run.json, with its commit, as the same name may now mean another commit; or ""."""
     there, here = (_spelling(record, setting) for record in (stands, mine))
     return "" if there == here or "hub:" not in f"{there}" else f"; the run has {there!r}"
 
 
 def _spelling(record: RunRecord, setting: str) -> Any:
-    """Return the name of its prompts, or of [eval]'s, in a run's config; None for other files."""
+    """Return the run's setting for its training or [eval] prompts; None for other files."""
     if setting == EVAL:
         return record.config.get("eval", {}).get("prompts")
     return record.config.get("inner", {}).get("data", {}).get(setting)
 
 
 def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
-    """WrongRun if this replica's flat vectors would mean something else.   [name, shape, dtype] in flat order."""
+    """Raise WrongRun if two layouts of flat vectors differ.   stands, mine: [name, shape, dtype] in flat order."""
     for at in range(max(len(stands), len(mine))):
         there, here = ([*parameters[at : at + 1], ["nothing", []]][0][:2] for parameters in (stands, mine))
         if there != here:

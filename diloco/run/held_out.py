@@ -1,4 +1,4 @@
-"""Held-out prompts, checked before a run begins: they can be read, and training never sees them.
+"""Check before a run begins that held-out prompts can be read and are not training prompts.
 
     [eval] prompts ─▶ rows ─▶ the columns of the training prompts, and none of these prompts
 
@@ -16,7 +16,7 @@ from inner.settings.inner import Files, InnerConfig
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
-    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
+    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are training prompts."""
     held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
     if inner.data.source is not None:
         training = load_prompts(inner.data.source, files, inner.data)
@@ -30,7 +30,7 @@ def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None
 
 
 def refuse_overlap(training: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]]) -> None:
-    """EvalError if held-out prompts are among those of training: their rewards would show what was memorised."""
+    """Raise EvalError for held-out prompts that are training prompts: their rewards would measure memory."""
     known = {_as_text(row["prompt"]) for row in training}
     held_out = list(held_out)
     shared = [row for row in held_out if _as_text(row["prompt"]) in known]

@@ -1,4 +1,4 @@
-"""The names of trackers, and what `diloco track` writes to them by default.  No torch here.
+"""The names of trackers and the defaults of `diloco track`.  This file does not import torch.
 
 Not promised: that a tracker's package is installed (diloco/views/trackers/make.py).
 """

@@ -1,10 +1,10 @@
-"""The records that a run begins with, and a run opened by its URL.
+"""The first records of a run, and a run opened by its URL.
 
-    run.json              RunRecord: the settings as launched, the mathematics, digests of the user's files, the codec
-    model/manifest.json   ModelRecord: where the start model's files lie, and the layout of its parameters
-    read_run(url) ─▶ Run(url, store, record)     light: no torch
+    run.json              RunRecord: the settings at launch, the mathematics, digests of the user's files, the codec
+    model/manifest.json   ModelRecord: keys of the start model's files, and the layout of its parameters
+    read_run(url) ─▶ Run(url, store, record)     without torch
 
-Not promised: that a run which opens can go on; founding.py compares it with what is asked.
+Not promised: that an opened run can be resumed; founding.py compares it with your config.
 """
 
 import shlex
@@ -29,11 +29,11 @@ from rendezvous.stores.signed import SignedStore, run_key, signed_store
 if TYPE_CHECKING:
     from inner.models.naming import HubModel
 
-FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud costs a round trip and a price
+FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # each request to a cloud costs time and money
 
 
 def _is_parameter(raw: list[Any]) -> bool:
-    """Whether it is [name, shape, dtype], with a shape that is not absurd."""
+    """Whether `raw` is [name, shape, dtype] with a plausible shape."""
     if len(raw) != 3 or not isinstance(raw[0], str) or not isinstance(raw[1], list) or not isinstance(raw[2], str):
         return False
     return all(type(n) is int and 0 <= n < 1 << 40 for n in raw[1])
@@ -49,9 +49,9 @@ HubCommit = Annotated[
 
 @dataclass(frozen=True)
 class Parent:
-    """The run and outer step from which a run goes on (diloco/model/fork.py); url = "": it began with its start model.
+    """The run and outer step that a run continues (diloco/model/fork.py); url = "": it began with its start model.
 
-    run: the other one's nonce.   base: digest of its state there.   outer_steps, inner_steps: taken before this run's.
+    run: the parent's nonce.   base: digest of its state at `step`.   outer_steps, inner_steps: taken before this run.
     """
 
     url: Key = ""
@@ -67,9 +67,9 @@ class Parent:
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it.
+    """The record run.json.   files: setting -> {"key", "digest"} of the user's files.   why_codec: if it was "auto".
 
-    parent: where it goes on from.
+    parent: the step of another run that this run continues.
     """
 
     kind: ClassVar[str] = "run"
@@ -97,7 +97,7 @@ class RunRecord(Record):
                 raise ValueError(f"it has the {setting} file under {stored['key']!r}")
 
     def with_codec(self, codec: str, why: str = "") -> "RunRecord":
-        """Return the same run, with a codec in the place of auto."""
+        """Return the same record with this codec in place of "auto"."""
         config = {**self.config, "outer": {**self.config["outer"], "codec": codec}}
         mathematics = {**self.mathematics, "outer": {**self.mathematics["outer"], "codec": codec}}
         return replace(self, config=config, mathematics=mathematics, why_codec=why)
@@ -109,13 +109,12 @@ class RunRecord(Record):
 
 @dataclass(frozen=True)
 class ModelRecord(Record):
-    """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
+    """The record model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
 
-    hub: {"model", "commit"} of a start model that is taken from the Hub; then a file's key is "".   {}: it is here.
-    An adapter's files (adapter/…) are always here.
+    hub: {"model", "commit"} of a start model on the Hub; then a file's key is "".   {}: its files are in the bucket.
+    An adapter's files (adapter/…) are always in the bucket.
     theta: digest of θ₀ as flat fp32 (diloco/model/start_model.py); "" in a run of an older release.
-    base: digest of the weights that an adapter leaves as they are (outer/model_checks.py); "" if the whole model is
-    trained.
+    base: digest of the frozen weights under an adapter (outer/model_checks.py); "" if the whole model is trained.
     """
 
     kind: ClassVar[str] = "model"
@@ -137,7 +136,7 @@ class ModelRecord(Record):
 
     @property
     def hub_model(self) -> "HubModel | None":
-        """The model on the Hub that θ₀ is; None: its files are in the bucket."""
+        """The Hub model of θ₀; None if its files are in the bucket."""
         from inner.models.naming import HubModel
 
         digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items() if not stored["key"]}
@@ -150,18 +149,18 @@ def _check_digest(name: str, stored: Mapping[str, str]) -> None:
 
 
 class StoredConfig(RunConfig):
-    """A config whose user files lie in the bucket, under the keys that it names."""
+    """A config that names keys in the bucket in place of user files."""
 
     def user_files(self) -> dict[str, Path]:
         return {}
 
     def check_files(self) -> None:
-        """Readers compare them with run.json when they fetch them."""
+        """Do nothing: readers compare the files with run.json when they fetch them."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """An open run."""
+    """An open run.   resumed: it existed before it was opened."""
 
     url: str
     store: Store
@@ -170,7 +169,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The config as launched; the user's files are read with `fetch_files`.   Raises ConfigError."""
+        """The config at launch; `fetch_files` reads the user's files.   Raises ConfigError."""
         try:
             return self._stored_config()
         except (AttributeError, KeyError, TypeError) as error:
@@ -180,7 +179,7 @@ class Run:
             ) from error
 
     def _stored_config(self) -> RunConfig:
-        raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the settings have them
+        raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the tables already contain them
         if (script := Script.of(raw)) is not None:
             return ScriptConfig.stored(raw, script)
         if "inner" not in raw:
@@ -192,7 +191,7 @@ class Run:
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
         files.pop(MODULES, None)
-        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it names the scorer
+        is_named = held_out is not None and not raw["eval"].get("task")  # keep a task's name: it determines the scorer
         evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
         stands = {
             kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
@@ -215,12 +214,12 @@ class Run:
 
 
 def timing_for(store: Store, fleet: FleetConfig) -> Timing:
-    """Return the intervals of looks and beats: short if this machine serves the store, else 1 s and 5 s."""
+    """Return the intervals of polls and heartbeats: short if this machine serves the store, else 1 s and 5 s."""
     return fleet.timing if getattr(store, "near", False) else replace(fleet.timing, **FAR)
 
 
 def read_run(url: str) -> Run:
-    """Open the run at `url`; ConfigError if there is none."""
+    """Open the run at `url`.   Raises ConfigError if there is no run."""
     answers, store = _open_stores(url)
     return Run(url, store, with_script(decode_run(url, answers.get(layout.RUN) or b""), answers))
 
@@ -251,11 +250,11 @@ def store_of(url: str) -> Store:
     return _open_stores(url)[1]
 
 
-OPENING = (layout.RUN, layout.SEAL)  # the records that say how a run is read
+OPENING = (layout.RUN, layout.SEAL)  # the records that every reader needs first
 
 
 def _open_stores(url: str) -> tuple[Readable, Store]:
-    """-> a store to read run.json from, and the run's."""
+    """Return a store that has read run.json, and the run's store."""
     bare = open_store(url, make=False)
     answers = Ahead(bare)
     answers.ask(OPENING)
@@ -263,7 +262,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Do the same with answers read before.   answers: to OPENING.   Raises ConfigError if there is no run."""
+    """Do the same with the OPENING records in `answers`.   Raises ConfigError if there is no run."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: "

@@ -2,9 +2,9 @@
 
     RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence
     python -m diloco.run.reference writes it
-    FIRST_RUN (what `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
+    FIRST_RUN (keys that `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
 
-Not promised: prose. What a setting is for in a larger picture stands in the guides.
+Not promised: explanations. The guides explain how to use the settings.
 """
 
 import json
@@ -63,7 +63,7 @@ def mark_of(name: str) -> str:
 
 
 def list_keys() -> Iterator[tuple[str, Field[Any]]]:
-    """-> (dotted name, declaration) of each setting that has a sentence, in the order of the page."""
+    """Yield (dotted name, declaration) of each setting with a sentence, in the page's order."""
     for path, cls in list_tables(RunConfig):
         for f in fields(cls):
             if f.metadata.get("sentence"):
@@ -77,7 +77,7 @@ def _first_run() -> str:
 
 
 def list_tables(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """-> (dotted name, class) of this table and of those below it; "" for the top of the file."""
+    """Yield (dotted name, class) of this table and of its subtables; "" for the top of the file."""
     yield path, cls
     for f in fields(cls):
         if (below := table_class(field_types(cls)[f.name])) is not None:
@@ -93,7 +93,7 @@ def _section(path: str, cls: type) -> str:
 
 
 def _trl_section() -> str:
-    """List the settings that [inner.trl] hands through, and the keys that set the rest in a run."""
+    """List the settings that [inner.trl] passes to TRL, and the keys that set the other ones."""
     rows = [f"| `{name}` | {TRL_FIELDS[name].replace(' | ', ' or ')} |" for name in HANDED_THROUGH]
     owned: dict[str, list[str]] = {}
     for name, instead in OWNED.items():
@@ -118,7 +118,7 @@ def _trl_section() -> str:
 
 
 def _instead(key: str) -> str:
-    """ "nothing: the run trains" -> "no key (the run trains)"."""
+    """Convert "nothing: the run trains" -> "no key (the run trains)"."""
     nothing, _, why = key.partition("nothing: ")
     return key if nothing else f"no key ({why})"
 
@@ -152,7 +152,7 @@ def _limits_text(bounds: Bounds) -> str:
 
 
 def missing_sentences() -> list[str]:
-    """Dotted names of settings without a sentence."""
+    """Return the dotted names of settings without a sentence."""
     missing = []
     for path, cls in list_tables(RunConfig):
         for f in fields(cls):

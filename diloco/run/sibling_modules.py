@@ -1,12 +1,12 @@
-"""The modules beside the user's code that it imports: one .zip of them, which the run carries as it carries the code.
+"""Collect modules that the user's code imports from its own folder into one .zip, which the run stores like the code.
 
-    rewards.py: import helpers ──▶ helpers.py beside it, and what that imports ──▶ ~/.cache/diloco/…/modules.zip
-    a replica: the .zip stands first on sys.path before the code is run (inner/usercode/userfiles.py)
+    rewards.py: import helpers ──▶ helpers.py beside it, and its imports ──▶ ~/.cache/diloco/…/modules.zip
+    a replica: puts the .zip first on sys.path before it runs the code (inner/usercode/userfiles.py)
 
-A name that is installed here, or Python's own, is not a module of the user's.  Equal files give equal bytes.
+Installed packages and Python's own modules are left out.  Equal files give equal bytes.
 
-Not promised: modules that the code finds at run time alone (importlib), or files that it opens; pre-flight runs the
-code without its folder, and names those.
+Not promised: modules that the code imports by importlib, or files that it opens. The pre-flight check runs the
+code without its folder, and reports them.
 """
 
 import ast
@@ -19,11 +19,11 @@ from zipfile import ZipFile, ZipInfo
 
 from diloco.run.config import ConfigError
 
-WHEN = (1980, 1, 1, 0, 0, 0)  # of each file in the .zip: the earliest that there is
+WHEN = (1980, 1, 1, 0, 0, 0)  # time of each file in the .zip: the earliest possible
 
 
 def find_siblings(code: Path) -> dict[str, Path]:
-    """Name in the .zip -> file, of all that `code` imports from its own folder, and what those import from there."""
+    """Return name in the .zip -> file, for the modules of its own folder that `code` imports, also indirectly."""
     found: dict[str, Path] = {}
     new = [code]
     while new:
@@ -44,7 +44,7 @@ def zip_modules(files: Mapping[str, Path]) -> bytes:
 
 
 def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
-    """Join the sibling modules of several code files.   Raises ConfigError for two different modules of one name."""
+    """Join the sibling modules of several code files.   Raises ConfigError for two different modules with one name."""
     joined: dict[str, Path] = {}
     for code, siblings in codes.items():
         for name, path in siblings.items():
@@ -57,10 +57,10 @@ def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
 
 
 def _imported(code: Path) -> Iterator[str]:
-    """First parts of the names that a file imports, wherever in it."""
+    """Yield the first parts of all names that a file imports."""
     try:
         tree = ast.parse(code.read_bytes())
-    except (SyntaxError, ValueError):  # pre-flight says so
+    except (SyntaxError, ValueError):  # the pre-flight check reports it
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def _imported(code: Path) -> Iterator[str]:
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
-    """A module's file or a package's, in this folder; [] for a name that means something else."""
+    """Return the files of a module or package in this folder; [] for other names."""
     package, module = folder / name, folder / f"{name}.py"
     if not (module.is_file() or package.is_dir()) or _is_installed(name, folder):
         return []

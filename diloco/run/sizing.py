@@ -1,13 +1,13 @@
-"""The size of a run's model, and the codec for it.  Decided once, when the run is founded.
+"""Count a model's parameters, and choose the run's codec.  The codec is chosen once, when the run is created.
 
     parameters · replicas · bytes/s measured at the store · seconds between two syncs ──▶ codec, and why
-                                                            └ a guess, and the reason says so:
+                                                            └ an estimate, as the reason says:
                                                               H · max(0.1 s, 6 · parameters · tokens / 50 TFLOP/s)
 
-Parameters are counted without loading a model: from the headers of its files, here or on the Hub.  No torch here.
-With [inner.lora] what travels is the adapter: r · (in + out) for each layer that it is put on.
+Parameters are counted in the headers of the model's files, here or on the Hub, without torch or a loaded model.
+With [inner.lora] only the adapter is sent: r · (in + out) parameters for each layer with an adapter.
 
-Not promised: that replicas elsewhere see the bandwidth that the founder saw.  A user who knows better names a codec.
+Not promised: that all replicas have the bandwidth measured here.  If you know their bandwidth, name a codec.
 """
 
 import json
@@ -25,35 +25,35 @@ from rendezvous.clock import Clock
 from rendezvous.engine.probe import measure_throughput
 from rendezvous.store import Store
 
-BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
+BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # parameters
 TOKENS = 4096
 FLOP_S = 50e12
 LEAST_INNER_S = 0.1
-BLOB = 8 << 20  # bytes that are timed, at most
+BLOB = 8 << 20  # at most so many bytes are timed
 
 
 def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tuple[str, str]:
-    """-> (codec, why), for a run that is founded from a config."""
+    """Return (codec, why) for a new run of this config."""
     parameters = parameters_of(config)
     trained = trained_parameters_of(config) or parameters
     return choose_codec(store, clock, trained, replicas, compute_seconds_of(config, parameters))
 
 
 def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, compute_s: float) -> tuple[str, str]:
-    """-> (codec, why), by a blob's way to the store and back."""
+    """Return (codec, why) after timing a blob's upload and download."""
     up, down = measure_throughput(store, clock, min(BLOB, 4 * parameters))
     return codec_for(parameters, replicas, up, down, compute_s)
 
 
 def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s: float) -> tuple[str, str]:
-    """-> (codec, why).   up, down: bytes per second."""
+    """Return (codec, why).   up, down: bytes per second."""
     name, why = codecs.choose_codec(parameters, replicas, up, down, compute_s)
     seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
     return name, f"{why} ({seen}; the time between syncs is a guess)"
 
 
 def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> float:
-    """Seconds between two syncs of the whole model, as far as can be known before the run."""
+    """Estimate the seconds between two syncs of the whole model."""
     return sync_every * max(LEAST_INNER_S, 6 * parameters * tokens / FLOP_S)
 
 
@@ -80,7 +80,7 @@ def parameters_of(config: RunConfig) -> int:
 def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
     """Count the adapter's parameters by the shapes in the model's files; None without an adapter or known layers.
 
-    folder: of the model's files.   In a .gguf file, whose layers have other names, every layer counts."""
+    folder: has the model's files.   In a .gguf file, all layers count, because their names differ."""
     lora = config.inner.lora
     model = config.inner.model
     if lora is None:
@@ -96,7 +96,7 @@ def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int 
 
 
 def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Sequence[str], freeze_a: bool) -> int:
-    """shapes: of the weights, by name.   names: of layers; [] for all linear layers but embeddings and head."""
+    """Count an adapter's parameters.   shapes: weight -> shape.   names: of layers; []: all but embeddings and head."""
     found = 0
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
@@ -141,7 +141,7 @@ def _shapes_in(path: Path) -> dict[str, list[int]]:
 
 
 def stored_bytes(model: str, revision: str | None) -> int:
-    """Return the bytes of a model on the Hub, in the dtypes that it is stored in.  Raises ConfigError."""
+    """Return the bytes of a model on the Hub, in its stored dtypes.  Raises ConfigError."""
     return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
 
 
@@ -150,17 +150,17 @@ def _parameters_on_the_hub(model: str, revision: str | None) -> int:
 
 
 def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:
-    """Dtype, as safetensors writes it -> parameters."""
+    """Return safetensors' dtype name -> number of parameters."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
         counts = api.get_safetensors_metadata(model, revision=revision).parameter_count
-    except Exception as error:  # no network, no such model, a private one, no safetensors: the advice is the same
+    except Exception as error:  # no network, no such model, a private model, no safetensors: the same advice helps
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
     return {str(dtype): count for dtype, count in counts.items()}
 
 
-DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # safetensors'
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # of safetensors
 _ADVICE = "give --parameters N instead (doctor), or name a codec instead of auto"

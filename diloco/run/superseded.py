@@ -1,15 +1,15 @@
-"""A run in which nothing was trained may make room for another one under the same URL (decision 024).
+"""Supersede a run without a trained step by another run under the same URL (decision 024).
 
     RUN/steps/0000000000/commit.json   Superseded, by put_once: step 0 was not committed, and never will be
-    RUN/again/                         the run that counts now, an ordinary one; perhaps superseded in its turn
+    RUN/again/                         the run that counts now, an ordinary run; it may be superseded too
 
-    current(RUN) = RUN, or current(RUN/again) where a Superseded stands
+    current(RUN) = RUN, or current(RUN/again) if a Superseded is there
 
-One register decides.  A replica that would have committed step 0 there, however long it slept, reads the Superseded
-instead.  In a sealed run one without the tag counts as none.
+One object decides.  A replica that would commit step 0 of the old run, however late, reads the Superseded
+instead.  In a sealed run, a Superseded without the tag is ignored.
 Nothing is deleted.
 
-Not promised: that a run stands at current(RUN): the superseding process may have died before founding it.
+Not promised: a run at current(RUN), as the superseding process may have died before it created the run.
 """
 
 import json
@@ -26,7 +26,7 @@ from rendezvous.stores.signed import run_key, signed_store
 
 @dataclass(frozen=True)
 class Superseded(Record):
-    """Stands where commit 0 would: the run that counts is below `again`."""
+    """The record in place of commit 0: the run that counts is below `again`."""
 
     kind: ClassVar[str] = "superseded"
     nonce: Word
@@ -34,7 +34,7 @@ class Superseded(Record):
 
 
 def is_superseded(store: Readable) -> bool:
-    """Whether a Superseded stands there, from any writer."""
+    """Whether the store has a Superseded of any writer."""
     body = store.get(layout.commit_key(0))
     if body is None or b'"superseded"' not in body[: Superseded.most]:
         return False
@@ -45,9 +45,9 @@ def is_superseded(store: Readable) -> bool:
 
 
 def leads_on(store: Store, answers: Readable) -> bool:
-    """Whether the run's own Superseded stands there.   answers: the same store, or its earlier answers.
+    """Whether the store has the run's own Superseded.   answers: the same store, or its earlier answers.
 
-    In a sealed run one without the tag counts as none; otherwise any writer to the bucket could keep the paying user
+    A sealed run's Superseded must have the tag. Otherwise any writer to the bucket could keep the paying user
     from ending the fleet.  Raises WrongRun without the key of a sealed run."""
     if not is_superseded(answers):
         return False
@@ -59,13 +59,13 @@ def leads_on(store: Store, answers: Readable) -> bool:
 
 
 def current_url(url: str) -> str:
-    """Return the present URL of the run that people call `url`."""
+    """Return the current URL of the run that the user calls `url`."""
     while leads_on(store := open_store(url, make=False), store):
         url = url_below(url)
     return url
 
 
 def url_below(url: str) -> str:
-    """ "s3://b/x?region=r" -> "s3://b/x/again?region=r" """
+    """Convert "s3://b/x?region=r" -> "s3://b/x/again?region=r"."""
     path, mark, query = url.partition("?") if "://" in url else (url, "", "")
     return f"{path.rstrip('/')}/{layout.AGAIN}{mark}{query}"

@@ -1,5 +1,5 @@
-"""Reading a run: from its bucket alone, without torch, and never a write.
+"""Read a run from its bucket, without torch and without writes.
 
-scope.py    which records a view needs          ahead.py    many GETs at the same time
-extent.py   how far each series of records goes  cache.py    what is write-once, kept on this machine
+scope.py    the records that a view needs       ahead.py    many GETs at the same time
+extent.py   the length of a series of records   cache.py    write-once records, kept on this machine
 """

@@ -1,8 +1,8 @@
-"""A commit as a view needs it: its time, its closer and its listed offers.
+"""The parts of a commit that views need: its time, its writer and its listed offers.
 
     bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records/records.py)
-    bytes from the cache ── kept_commit ──▶  the same; they were checked before they were kept, so no rule is checked
-                                             again: a second look at 1,000 outer steps reads 1,000 commits
+    bytes from the cache ── kept_commit ──▶  the same without checks, because the cache has only checked bytes: a
+                                             second read of 1,000 outer steps decodes 1,000 commits
 
 Not promised: the parts of a commit that a replica needs: weights, digests, fences.
 """
@@ -14,7 +14,7 @@ from rendezvous.records.records import Commit
 
 
 class Counted(NamedTuple):
-    """One offer that a commit lists.   factor: what the norm gate left of its weight.   samples: it learned from.
+    """One offer that a commit lists.   factor: the norm gate's factor.   samples: how many it learned from.
 
     zero: its pseudogradient is zero."""
 
@@ -28,7 +28,7 @@ class Counted(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One commit.   prev: digest of the one before.   snapshot: the step of the newest that its writer knew."""
+    """One commit.   prev: digest of the commit before.   snapshot: step of the newest snapshot that its writer knew."""
 
     t: int
     at: float
@@ -47,14 +47,14 @@ class Decision(NamedTuple):
 
 
 def read_commit(body: bytes) -> Decision:
-    """Decode and check a commit's bytes.   Raises WireError, and nothing else, for bad bytes."""
+    """Decode and check a commit's bytes.   Raises only WireError for bad bytes."""
     c = Commit.decode(body)
     offers = tuple(Counted(*(getattr(o, name) for name in Counted._fields)) for o in c.offers)
     return Decision(c.t, c.at, c.by, c.prev, offers, c.snapshot)
 
 
 def kept_commit(body: bytes) -> Decision:
-    """Decode a commit from the cache.   Raises WireError if another release has kept something else."""
+    """Decode a commit from the cache.   Raises WireError for another release's format."""
     try:
         raw = json.loads(body)
         offers = tuple(Counted(**{k: v for k, v in o.items() if k in Counted._fields}) for o in raw["offers"])

@@ -1,7 +1,7 @@
-"""Reasons for the ends of sessions, by their own last events and by their supervisor's.
+"""Reasons for the ends of sessions, from their own last events and their supervisor's events.
 
-    r01-1 "crashed", error: CUDA out of memory …                its own last words, if it had time for them
-    supervisor "lost", r01, exit code 1, tail: [… its log …]    what the platform said, and its last lines
+    r01-1 "crashed", error: CUDA out of memory …                its own last event, if it had time for one
+    supervisor "lost", r01, exit code 1, tail: [… its log …]    the platform's reason, and the log's last lines
         └─▶ "exit code 1; OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 Not promised: a reason for a session without a supervisor that emitted nothing.
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
-LONGEST = 300  # characters
+LONGEST = 300  # most characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
 
 
 def restarted_by(host: str, slot: str, successor: str) -> str:
-    """The platform that started this session's launch again by itself; "" if none did.
+    """Return the platform that restarted this session's launch by itself; "" if none did.
 
-    host, successor: of two claims.
+    host, successor: the hosts of two successive claims.
 
-    Only a platform starts one launch twice, so two sessions in a row from one launch have its restart between them.
+    Only a platform starts the same launch twice, so two successive sessions of one launch mean a restart.
     """
     name = host.partition("/")[0]
     return PLATFORMS.get(name, name) if host == successor and launch_of(host, slot) else ""
 
 
 def own_words(event: Mapping[str, Any]) -> str:
-    """The reason in a session's own last event."""
+    """Return the reason in a session's own last event."""
     said = event.get("error") or event.get("text") or event.get("reason") or ""
     return _shorten("" if said in ("asked to leave", "done") else said)
 
 
 def observed_words(event: Mapping[str, Any]) -> str:
-    """The supervisor's observation: the platform's reason, and the line of the log that tells most."""
+    """Return the reason in a supervisor's event: the platform's reason, and the log's last line with an error."""
     code = event.get("exit_code")
     reason = str(event.get("reason") or "")
     if not reason and code is not None:
@@ -49,7 +49,7 @@ def observed_words(event: Mapping[str, Any]) -> str:
 
 
 def most_telling_line(tail: object) -> str:
-    """The last line that speaks of an error; "" if none does."""
+    """Return the last line about an error, or ""."""
     lines = [str(line) for line in tail] if isinstance(tail, list) else []
     found = next((line for line in reversed(lines) if _TELLING.search(line)), "")
     return _STAMP.sub("", found).strip()
@@ -61,19 +61,19 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Join both reasons, without saying the same twice."""
+    """Join both reasons without a repetition."""
     if not own:
         return seen
-    reason = seen.partition("; ")[0]  # its own words are better than a line of its log
+    reason = seen.partition("; ")[0]  # the session's own reason is better than a line of its log
     return f"{reason}; {own}" if reason else own
 
 
 def never_began(
     events: Iterable[Mapping[str, Any]], claimed_hosts: Collection[tuple[str, str]], claimed: Mapping[str, float]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return slot -> the newest end of a launch that never claimed it, if no session has claimed it since.
+    """Return slot -> the newest end of a launch that never claimed the slot, if no session claimed it since then.
 
-    claimed_hosts: (slot, host) of all sessions.   claimed: slot -> when its newest session began (Unix time).
+    claimed_hosts: (slot, host) of all sessions.   claimed: slot -> begin of its newest session (Unix time).
     """
     lived = {(slot, launch_of(host, slot)) for slot, host in claimed_hosts}
     newest: dict[str, Mapping[str, Any]] = {}
@@ -84,7 +84,7 @@ def never_began(
 
 
 def end_words(report: "Report") -> str:
-    """Say how a run that is done has ended."""
+    """Describe the end of a finished run."""
     empty = sum(step.empty for step in report.steps)
     taught = f"; {empty} of them learned nothing, since all pseudogradients were zero" if empty else ""
     return f"all {report.head} outer steps are committed{taught}"

@@ -1,10 +1,10 @@
-"""Held-out evaluation, read back from a run's log: the exact mean, its standard error, and on how many prompts.
+"""Read held-out evaluations from a run's log: the exact mean, its standard error, the number of prompts.
 
     events "evaluated", one per replica and step   step 5, share 1 of 3: greedy reward [75 prompts, Σ = 24.5, Σ² = 20.1]
       └─▶ one per share ─▶ Σ over shares ─▶ mean = Σ / n,   se = √((Σ² − n·mean²) / (n·(n − 1)))
 
-The standard error is that of a mean over prompts: samples of one prompt are alike, so they count as one number.
-Pure; no torch here.
+The standard error is over prompts: the samples of one prompt are similar, so only their mean counts.
+Pure functions, without torch.
 
 Not promised: that a log is true; logs are not signed (diloco/process/journal.py).
 """
@@ -18,12 +18,12 @@ from typing import Any
 from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
-KINDS = ("greedy", "sampled")  # in this order: the first that was measured is the headline
+KINDS = ("greedy", "sampled")  # the first one that was measured is the headline
 
 
 @dataclass(frozen=True)
 class _Share:
-    """An event: what one replica scored.   greedy, sampled: name -> [prompts, Σ, Σ²]."""
+    """An event with the scores of one replica.   greedy, sampled: name -> [prompts, Σ, Σ²]."""
 
     step: Step
     share: Count
@@ -36,7 +36,7 @@ class _Share:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over `prompts` held-out prompts, and its standard error (nan of fewer than two)."""
+    """A mean over `prompts` held-out prompts, and its standard error (nan for one prompt)."""
 
     mean: float
     error: float
@@ -45,7 +45,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """θ_step on the held-out prompts.   total: how many there are.   scores: kind -> name of the reward -> Score."""
+    """The scores of θ_step.   total: number of held-out prompts.   scores: kind -> name of the reward -> Score."""
 
     step: int
     total: int
@@ -53,17 +53,17 @@ class Evaluation:
 
     @property
     def rewards(self) -> list[tuple[str, Score]]:
-        """Kind and score of the whole reward, of each kind that was measured."""
+        """(kind, score of the whole reward) for each measured kind."""
         return [(kind, self.scores[kind]["reward"]) for kind in KINDS if "reward" in self.scores.get(kind, {})]
 
     @property
     def headline(self) -> tuple[str, Score]:
-        """Greedy where that was measured, else sampled."""
+        """The greedy score if it was measured, else the sampled one."""
         return self.rewards[0]
 
 
 def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
-    """All evaluated steps, in order.  Events that make no sense are passed over."""
+    """Return all evaluated steps, in order.  Skip events that are not valid."""
     by_step = defaultdict[int, list[_Share]](list)
     for event in events:
         if event.get("event") == "evaluated" and (share := _decode_share(event)) is not None:
@@ -73,12 +73,12 @@ def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The one with the highest headline; of equal ones the earliest.  None where there is none."""
+    """Return the evaluation with the highest headline, the earliest of equal ones; None if there are none."""
     return max(evaluations, key=lambda e: (e.headline[1].mean, -e.step), default=None)
 
 
 def evaluation_words(evaluations: Sequence[Evaluation]) -> str:
-    """ "@8: greedy 0.316 ± 0.011, sampled 0.307 ± 0.011, 225 prompts", for step 8; "" where there is none."""
+    """Return "@8: greedy 0.316 ± 0.011, sampled 0.307 ± 0.011, 225 prompts" for step 8; "" without evaluations."""
     if not evaluations:
         return ""
     newest = evaluations[-1]
@@ -87,7 +87,7 @@ def evaluation_words(evaluations: Sequence[Evaluation]) -> str:
 
 
 def evaluation_dict(evaluation: Evaluation) -> dict[str, Any]:
-    """Return it as plain data: {"step", "total", "greedy": {"reward": {"mean", "error", "prompts"}}, …}."""
+    """Return plain data: {"step", "total", "greedy": {"reward": {"mean", "error", "prompts"}}, …}."""
     scores = {
         kind: {name: _finite(vars(score)) for name, score in names.items()} for kind, names in evaluation.scores.items()
     }
@@ -103,7 +103,7 @@ def score_words(score: Score) -> str:
 
 
 def prompts_words(evaluation: Evaluation) -> str:
-    """ "225 prompts", or "150/225 prompts" where a replica was lost."""
+    """Return "225 prompts", or "150/225 prompts" if a replica was lost."""
     scored = evaluation.headline[1].prompts
     return f"{scored} prompts" if scored == evaluation.total else f"{scored}/{evaluation.total} prompts"
 
@@ -127,7 +127,7 @@ def _check_sums(sums: Any, most: int) -> None:
 
 
 def _combine_shares(step: int, shares: Sequence[_Share]) -> Evaluation:
-    """One event per share: a replica that was started again may have scored the same prompts once more."""
+    """Combine one event per share, because a restarted replica may have scored the same prompts again."""
     by_split = defaultdict[tuple[int, int], dict[int, _Share]](dict)
     for share in shares:
         split = by_split[share.shares, share.total]

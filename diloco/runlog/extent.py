@@ -1,14 +1,14 @@
-"""How far a series of records goes:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○        n = ?
+"""Find the length n of a series of records:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
-    not there yet known     low … low+3, low+7, low+15, …      the next few, then galloping, all in one round
+    no end known yet        low … low+3, low+7, low+15, …      the next few, then galloping, all in one round
     all of these are there  the same from there on, twice as far
-    between low and high    FAN keys, evenly spaced            until nothing is left between them
+    between low and high    FAN keys, evenly spaced            until no key is left between them
 
-Commits, claims, control records and logs are numbered without gaps, and none of them is ever deleted, so a few rounds
-of GETs find their number; LIST may lag, and lists a page of 1,000 keys at a time.
+Commits, claims, control records and logs are numbered without gaps, and none of them is ever deleted. So a few rounds
+of GETs find their number. A LIST may lag, and returns only 1,000 keys at a time.
 
-Not promised: the number in a series with a gap, which only an edit of the bucket makes: a reader that then reads from
-the first record on meets the gap.
+Not promised: the number in a series with a gap, which only an edit of the bucket makes. A reader that reads from the
+first record on finds the gap.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 
 from rendezvous.stores.ahead import Ahead
 
-FAN = 16  # keys asked for at once between two bounds
-CLOSE = 4  # keys in a row: a series that grew by fewer since the last look is known after one round
-FURTHEST = 10  # reach of the galloping: low + 1,023
+FAN = 16  # keys requested at once between two bounds
+CLOSE = 4  # successive keys; if a series grew by fewer, one round finds its length
+FURTHEST = 10  # the farthest key of the galloping: low + 1,023
 Numbered = Callable[[int], str]  # n -> key
 
 
 @dataclass
 class Series:
-    """low: so many are there for sure.   high: this one is not.   reach: how many keys the galloping asks for.
-    then(n): what to do once it is known that there are n."""
+    """A series.   low: at least so many exist.   high: this one does not.   reach: number of keys of the galloping.
+    then(n): called when the length n is known."""
 
     key: Numbered
     low: int
@@ -45,7 +45,7 @@ class Series:
         return self.low == self.high
 
     def learn_from_probes(self, ahead: Ahead) -> None:
-        """Narrow the extent by the answers to the probes."""
+        """Narrow the bounds by the answers to the probes."""
         galloping = self.high is None
         ahead.refuse_silence(self.key(n) for n in self.probes)
         for n in self.probes:
@@ -59,7 +59,7 @@ class Series:
 
 @dataclass
 class Rounds:
-    """Series and keys that go together: each round asks for all that is known to be needed by then."""
+    """Requests for series and keys; each round sends all requests that are known to be needed."""
 
     ahead: Ahead
     _series: list[Series] = field(default_factory=list[Series])
@@ -70,13 +70,13 @@ class Rounds:
         self._series.append(Series(key, low, reach, then))
 
     def want(self, keys: list[str], then: Callable[[], None] = lambda: None) -> None:
-        """then: what to do once all of them have been asked for."""
+        """Request these keys.   then: called when all of them were requested."""
         self._keys += keys
         self._after.append(then)
 
     @property
     def next_keys(self) -> list[str]:
-        """The keys that the next round asks for."""
+        """The keys that the next round requests."""
         return [*self._keys, *(s.key(n) for s in self._series for n in s.probes)]
 
     def run(self) -> None:

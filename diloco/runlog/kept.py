@@ -1,10 +1,10 @@
-"""The steps of a run that are left, in words, as the collecting replicas log them.
+"""Describe which steps of a run are still in the bucket, by the replicas' logs of deletions.
 
     collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
     ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
 
-Not promised: the newest word, where the newest logs have none; blobs that are said to be gone are gone.  A step in the
-window without a written mean keeps its pseudogradients; `diloco export` looks at the blobs themselves.
+Not promised: the newest state; but blobs that are reported as gone are gone.  A step in the
+window without a written mean keeps its pseudogradients; `diloco export` checks the blobs themselves.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco.runlog.reader import Report
 
-_WIDTH = 24  # characters of a list of steps
+_WIDTH = 24  # most characters of a list of steps
 
 
 def kept_words(report: "Report") -> list[str]:
-    """Say in two lines or fewer what is left of the run; [] as long as nothing was collected."""
+    """Describe in at most two lines which steps are left; [] if nothing was deleted."""
     collected = [e for e in report.of_kind("collected") if _is_whole(e)]
     if not collected and report.wanted.keep:
         return [f"`diloco gc` has collected down to {report.wanted.keep}; `diloco verify` says what is left"]
@@ -39,6 +39,6 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
 
 
 def _steps(steps: list[int]) -> str:
-    """ "0, 8, 16", or its beginning and how many there are."""
+    """Return "0, 8, 16", or the beginning of the list and its length."""
     text = ", ".join(map(str, steps))
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH].rpartition(',')[0]}, … ({len(steps)} of them)"

@@ -1,10 +1,9 @@
-"""The learning that replicas measured, per outer step, as words and as curves.  Pure; no torch here.
+"""Numbers of learning that replicas measured, per outer step, as text and as curves.  Pure functions, without torch.
 
     stats of an offer, or a "step" event of a log ──▶ learning_numbers ──▶ {"loss": 4.8, "grad_norm": 1.3, "entropy": …}
-    [Measured per step] ──▶ headline_curve ──▶ the reward where there is one, else the loss: per replica and their mean
+    [Measured per step] ──▶ headline_curve ──▶ the reward if there is one, else the loss: per replica and their mean
 
-Not promised: that losses of replicas are on one scale. Each is of its own data, and a policy loss says little by its
-height.
+Not promised: comparable losses. Each replica has its own data, and the value of a policy loss alone means little.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +18,15 @@ NAMES = {
     "completion_length": "length {:.3g}", "reward_missing": "{:.3g} completions without reward",
     "reward_broken": "{:.1%} of completions broke the reward",
 }  # fmt: skip
-IF_ANY = ("reward_broken",)  # not shown where it is 0
-WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  # for troubles; views do not show them
-COUNTS = ("reward_missing",)  # summed over replicas; of all others the mean is shown
+IF_ANY = ("reward_broken",)  # not shown if it is 0
+WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  # for troubles only
+COUNTS = ("reward_missing",)  # summed over replicas; all others are averaged
 LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
 SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
 
 
 class Measured(Protocol):
-    """One outer step.   fresh: slots that its commit lists for it; reward, learned: by slot."""
+    """The numbers of one outer step.   fresh: slots with a fresh offer in its commit; reward, learned: by slot."""
 
     fresh: tuple[str, ...]
     reward: dict[str, float]
@@ -36,7 +35,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve.   name: "reward" or "loss".   by_slot, mean: a value per outer step, None where not measured."""
+    """One curve.   name: "reward" or "loss".   by_slot, mean: a value per outer step, None if not measured."""
 
     name: str
     by_slot: dict[str, list[float | None]]
@@ -48,22 +47,22 @@ class Curve:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """The first known mean and the newest."""
+        """The first and the newest known mean."""
         return (self.known[0], self.known[-1]) if self.known else None
 
 
 def reckonable(stats: Mapping[str, float]) -> dict[str, float]:
-    """An offer's stats without the numbers that would spoil a mean: a replica may send 1e308."""
+    """Return an offer's stats without numbers too large for a mean: a replica may send 1e308."""
     return {name: value for name, value in stats.items() if is_reckonable(value)}
 
 
 def learning_numbers(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of NAMES and WATCHED in an offer's stats or in a step event."""
+    """Return the numbers of NAMES and WATCHED in an offer's stats or in a "step" event."""
     return {name: float(stats[name]) for name in (*NAMES, *WATCHED) if isinstance(stats.get(name), int | float)}
 
 
 def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
-    """The headline of a run: its rewards, or its losses where it has no rewards."""
+    """Return a run's headline curve: its rewards, or its losses if it has no rewards."""
     name = "reward" if any(step.reward for step in steps) else "loss"
     of = lambda step: step.reward if name == "reward" else _by_slot(step, "loss")  # noqa: E731
     by_slot = {slot: [of(step).get(slot) for step in steps] for slot in slots}
@@ -72,12 +71,12 @@ def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
 
 
 def newest_numbers(steps: Sequence[Measured]) -> dict[str, float]:
-    """Numbers of the newest outer step that has some, over its replicas."""
+    """Return the numbers, over replicas, of the newest outer step that has any."""
     return next((found for step in reversed(steps) if (found := over_replicas(step))), {})
 
 
 def over_replicas(step: Measured, names: Iterable[str] = tuple(NAMES)) -> dict[str, float]:
-    """One outer step's numbers: means over replicas, counts added up."""
+    """Combine one outer step's numbers over replicas: means, and sums of counts."""
     found: dict[str, float] = {}
     for name in names:
         values = list(_by_slot(step, name).values())
@@ -87,7 +86,7 @@ def over_replicas(step: Measured, names: Iterable[str] = tuple(NAMES)) -> dict[s
 
 
 def learning_words(numbers: Mapping[str, float], without: str = "") -> str:
-    """ "loss 4.83 · grad norm 1.3"   without: a name that is shown elsewhere."""
+    """Return "loss 4.83 · grad norm 1.3".   without: a name that is shown elsewhere."""
     shown = {n: form for n, form in NAMES.items() if n in numbers and n != without and is_shown(n, numbers[n])}
     return " · ".join(form.format(numbers[name]) for name, form in shown.items())
 
@@ -97,7 +96,7 @@ def is_shown(name: str, value: float) -> bool:
 
 
 def step_line(name: str, event: Mapping[str, Any], steps: int) -> str:
-    """A healthy replica's line for an outer step: "r00-1  outer step 3 of 6  loss 4.83  …".   steps: 0: unknown."""
+    """Return a replica's line for an outer step: "r00-1  outer step 3 of 6  loss 4.83  …".   steps: 0 if unknown."""
     of = f" of {steps}" if steps else ""
     forms = {**LINE, **SECONDS}
     known = {k: event[k] for k in forms if isinstance(event.get(k), int | float)}

@@ -1,13 +1,13 @@
-"""One look at a run: everything that its reader is about to read is asked for, in a few rounds.
+"""One look at a run: request all records that the reader will read, in a few rounds of parallel requests.
 
-    round 1   control, commits ○●, claims of the first slots, beats          ○●: how many are there?  (extent.py)
-    round 2   claims of further slots, logs ○●, goodbyes
+    round 1   control, commits ○●, claims of the first slots, heartbeats     ○●: how many are there?  (extent.py)
+    round 2   claims of further slots, logs ○●, leave records
     …         commits, newest logs
 
-    a second look knows from the cache how far the run went, so its round 1 asks for all of these; it is the only
-    round of a run that stood still, and `likely_keys` lets it go out before run.json is read (opening.py)
+    A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
+    changed, it is the only round, and `likely_keys` lets it start before run.json is read (opening.py).
 
-Not promised: that the reader finds the answers complete.  It gets one by one what is missing.
+Not promised: complete answers.  The reader gets missing records one by one.
 """
 
 import itertools
@@ -25,20 +25,20 @@ from rendezvous.stores.ahead import Ahead
 if TYPE_CHECKING:
     from rendezvous.stores.cache import Cache
 
-SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
-FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are
-CONTROLS = 8  # asked for at once
-FAR, NEAR = 10, 3  # reach of the galloping where nothing is known, and where something is
-NEW_CLAIMS = 2  # the same for claims of a slot that has some: a slot is seldom taken twice between two looks
+SUPERVISOR = "supervisor"  # the supervisor's name in place of a slot
+FIRST_SLOTS = 4  # slots whose claims and heartbeats are requested before the number of slots is known
+CONTROLS = 8  # requested at once
+FAR, NEAR = 10, 3  # reach of the galloping without and with a known extent
+NEW_CLAIMS = 2  # the same for a slot with known claims: it is seldom claimed twice between two looks
 GROWING = 2  # newest generations whose logs may still grow
 Owner = tuple[str, int]  # slot and generation
 
 
 @dataclass(frozen=True)
 class ReadSoFar:
-    """The known part of a run.   read: commits that the reader has.   commits, claims, logs: that many are there.
+    """The known part of a run.   read: commits that the reader has.   commits, claims, logs: known numbers of records.
 
-    ended: sessions whose goodbye is known or not waited for.   first: nothing was read yet.
+    ended: sessions whose leave record is known or no longer needed.   first: nothing was read yet.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -52,9 +52,9 @@ class ReadSoFar:
 
 @dataclass
 class Found:
-    """The findings of one look.   lost: the missing control records in words, "" for none.
+    """The findings of one look.   lost: text about missing control records, or "".
 
-    claims: of each slot.   logs: per session, the objects to read: from, to.
+    claims: number per slot.   logs: per session, the range of objects to read.
     """
 
     wanted: Wanted
@@ -65,9 +65,9 @@ class Found:
 
 
 def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE) -> Found:
-    """Ask for the records that `scope` needs beyond `known`, as far as `focus` goes.
+    """Request the records that `scope` and `focus` need beyond `known`.
 
-    Where control records were lost, those that stand are shown.
+    If control records were lost, the remaining ones are shown.
     """
     return _Look(ahead, scope, known, focus).run()
 
@@ -81,7 +81,7 @@ class _Look:
         self._rounds = Rounds(ahead)
         self.found = Found(known.wanted)
         self._slots: set[str] = set()
-        self._logs: set[Owner] = set()  # that are followed by now
+        self._logs: set[Owner] = set()  # sessions whose logs are already requested
         if known.first or focus.control:
             self._ask_control(CONTROLS if known.first else 1)
         if known.first:
@@ -94,7 +94,7 @@ class _Look:
 
     @property
     def first_keys(self) -> list[str]:
-        """The keys of round 1."""
+        """The keys that round 1 requests."""
         return self._rounds.next_keys
 
     def run(self) -> Found:
@@ -106,7 +106,7 @@ class _Look:
         return kept or [layout.slot_name(i) for i in range(FIRST_SLOTS)]
 
     def _gallop_reach(self, known: int) -> int:
-        """Return the reach of a gallop: the first look may come long after the cached one, the next follow at once."""
+        """Return the reach of a gallop: large in the first look, which may come long after the cached one."""
         return 1 if not self._known.first else NEAR if known else FAR
 
     def _ask_control(self, count: int) -> None:
@@ -118,7 +118,7 @@ class _Look:
         start = self.found.wanted.records
         self._ahead.refuse_silence(layout.control_key(n) for n in range(start, start + count))
         all_there = all(self._ahead.is_there(layout.control_key(n)) for n in range(start, start + count))
-        if all_there:  # there may be more: read on when those have been asked for, too
+        if all_there:  # there may be more: request them, then continue
             more = max(2 * count, self._controls_listed() - start + 1)
             self._rounds.want([layout.control_key(start + n) for n in range(count, more)])
             self._rounds.want([], lambda: self._hear_control(more))
@@ -130,9 +130,9 @@ class _Look:
         self._ask_slots(self.found.wanted.slot_names)
 
     def _controls_listed(self) -> int:
-        """Count the control records that a LIST shows without a gap; it may lag.  A lease adds one every few minutes.
+        """Count the control records in a LIST up to the first gap; it may lag.  A lease adds one every few minutes.
 
-        Not the highest number: a stray `control/999999.json` would cost a million GETs in every first look.
+        The highest number is not used: a stray `control/999999.json` would cost a million GETs in every first look.
         """
         numbers = {layout.control_number(key) for key in self._ahead.listed(layout.CONTROLS)}
         return next(n for n in itertools.count() if n not in numbers)
@@ -159,7 +159,7 @@ class _Look:
         self._follow_slot(slot, generations)
 
     def _follow_slot(self, slot: str, generations: int) -> None:
-        """Ask for the logs and goodbyes of each session of a slot."""
+        """Request the claims, logs and leave records of each session of a slot."""
         sessions = self._sessions_of(slot, generations)
         self._rounds.want([layout.claim_key(s, g) for s, g in sessions if g > self._read_claims(s)])
         if slot != SUPERVISOR:
@@ -176,11 +176,11 @@ class _Look:
                 self._logs_of(owner)
 
     def _read_claims(self, slot: str) -> int:
-        """The newest generation that the reader has read already."""
+        """Return the newest generation that the reader has read."""
         return 0 if self._known.first else self._known.claims.get(slot, 0)
 
     def _with_logs(self, sessions: list[Owner]) -> list[Owner]:
-        """The sessions whose logs this view follows, where it does not list all."""
+        """Return the sessions whose logs this view requests; [] if it lists all logs."""
         if self._scope.newest is None:
             return []
         if sessions and sessions[0][0] == SUPERVISOR:
@@ -208,21 +208,21 @@ class _Look:
             self._rounds.want([layout.commit_key(t) for t in range(self._known.read, count)])
 
 
-# -------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------- the cache
 
 
 def likely_keys(ahead: Ahead, cache: "Cache | None", scope: Scope) -> list[str]:
-    """The keys that `first_look` asks for in round 1, if `cache` is of this run.  Nothing is asked for here."""
+    """Return the keys that `first_look` requests in round 1, if `cache` is of this run.  Sends no request."""
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
         return _Look(ahead, scope, ReadSoFar()).first_keys
-    newest = layout.commit_key(known.commits - 1)  # to be compared with the one that is kept
+    newest = layout.commit_key(known.commits - 1)  # to be compared with the cached one
     keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
     return [key for key in keys if key == newest or cache.get(key) is None]
 
 
 def first_look(ahead: Ahead, scope: Scope) -> Found:
-    """Take the first look of a reader, with the cache's records if they are of this run."""
+    """Take a reader's first look; use the cache if it is of this run."""
     cache = ahead.cache
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
@@ -239,7 +239,7 @@ def first_look(ahead: Ahead, scope: Scope) -> Found:
 
 
 def known_from_cache(cache: "Cache") -> ReadSoFar:
-    """Return the extent of the cached run; nothing without a cached commit, its only proof that it is this run."""
+    """Return the cached run's extent; empty without a cached commit, the only proof that the cache is of this run."""
     commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
     if commits == 0:
         return ReadSoFar()

@@ -1,12 +1,12 @@
-"""A run is opened and its first look begun with the same requests.
+"""Open a run and begin its first look with the same requests.
 
-    url ──▶ the cache that was last used for it ──▶ the keys that a look would ask for first ─┐
-            run.json, seal.json, commit 0 ────────────────────────────────────────────────────┴─▶ asked at once ──▶ View
+    url ──▶ the cache that was last used for it ──▶ the keys that a look would request first ─┐
+            run.json, seal.json, commit 0 ────────────────────────────────────────────────────┴─▶ all at once ──▶ View
 
-A second look at a run that stood still needs no other request: one round trip in all.  The guess decides nothing: where
-another run stands at the URL by now, some keys were asked for in vain.
+A second look at an unchanged run needs no other request: one round trip in all.  A wrong guess does no harm: if the
+URL now has another run, some requests were useless.
 
-Not promised: that nothing moved between these answers and the look that reads them.
+Not promised: that the run does not change between these answers and the look that reads them.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from rendezvous.stores.signed import SignedStore
 
 @dataclass(frozen=True)
 class View:
-    """A run, and its reader's data at hand.   answers: to the requests that opened it."""
+    """An open run with its cache.   answers: to the requests that opened it."""
 
     run: Run
     cache: Cache | None
@@ -33,7 +33,7 @@ class View:
 
 
 def open_view(url: str, scope: Scope) -> View:
-    """Open the run that goes by this URL now, for a look with `scope`.   Raises ConfigError if there is none."""
+    """Open the current run of this URL, for a look with `scope`.   Raises ConfigError if there is none."""
     bare = open_store(url, make=False)
     asked = Ahead(bare)
     guess = latest_cache(bare.url)
@@ -45,12 +45,12 @@ def open_view(url: str, scope: Scope) -> View:
     run = Run(url, store, with_script(decode_run(url, records.get(layout.RUN) or b""), records))
     cache = cache_of(run.store, run.record.nonce)
     if guess is not None and cache is not None and guess.folder == cache.folder:
-        cache = guess  # its files have been read
+        cache = guess  # its files are already read
     return View(run, cache, _verified_answers(store, bare, answers))
 
 
 def _verified_answers(store: Store, bare: Store, answers: dict[str, Answer]) -> dict[str, Answer]:
-    """Return the same answers as `store` gives them: a sealed run's without their tags."""
+    """Return the answers as `store` gives them: for a sealed run, checked and without tags."""
     if not isinstance(store, SignedStore):
         return answers
     sealed = store.reading_through(Ahead(bare, answers=answers))

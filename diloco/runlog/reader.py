@@ -1,12 +1,12 @@
-"""A run, read back from its bucket alone.
+"""Read a run's report from its bucket.
 
     control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary.py
                                                                                   └▶ diloco/views/page/charts.py
-Any reader of the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only new records.
-No torch here.
+Any reader of the bucket can do this at any time, also during the run; `Reader.refresh` reads only new records.
+This file does not import torch.
 
-Not promised: times of different machines on one scale (each is by its writer's clock), nor the log of a replica after
-its last outer step before a `kill -9`.
+Not promised: a common time scale (each time is by its writer's clock); a replica's log between its last outer step
+and a `kill -9`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MANY = 4096  # objects that are in memory at once
+MANY = 4096  # objects in memory at once
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
 NUMBERS = {
@@ -57,11 +57,11 @@ BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS
 
 @dataclass
 class Step:
-    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later.
+    """One committed outer step.   reward, h: slot -> value of its offer for this step, listed here or later.
 
-    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, θ stayed.
+    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, so θ did not change.
     numbers: ρ, effective step, norms (diloco/outer/safety.py).
-    samples: slot -> that its listed work learned from.   snapshot: step of the newest one when it was committed.
+    samples: slot -> samples of its listed work.   snapshot: step of the newest snapshot at the commit.
     """
 
     t: int
@@ -90,7 +90,7 @@ class Step:
 
     @classmethod
     def of_commit(cls, c: Decision, *, linked: bool) -> "Step":
-        """The step as its commit tells it.   linked: the commit names the bytes of the one before."""
+        """Make a Step from its commit.   linked: the commit has the right digest of the commit before."""
         step = cls(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried), linked)
         step.gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
         step.samples = {o.slot: o.samples for o in c.offers if o.samples}
@@ -105,7 +105,7 @@ class Step:
             self.reward[slot] = stats["reward"]
 
     def part(self, name: str) -> float:
-        """Seconds of one part, mean over the replicas that logged it."""
+        """Return the mean seconds of one part, over the replicas that logged it."""
         values = [s[name] for s in self.seconds.values() if name in s]
         return fmean(values) if values else 0.0
 
@@ -114,9 +114,9 @@ class Step:
 class SessionSummary:
     """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
 
-    seen, said: why it ended, by its supervisor and by itself.
+    seen, said: the reason of its end by its supervisor, and by itself.
     device: the name of the training device, "" if unknown.
-    restarted_by: the platform that started the same launch again, "" if none did.
+    restarted_by: the platform that restarted the same launch, "" if none did.
     """
 
     slot: str
@@ -140,19 +140,19 @@ class SessionSummary:
 
     @property
     def preempted(self) -> bool:
-        """Whether its platform asked it to go, and started it again."""
+        """Whether its platform asked it to leave, and restarted it."""
         return self.how == "left" and bool(self.restarted_by)
 
     @property
     def end(self) -> str:
-        """The end of the session, in words."""
+        """The end of the session as text."""
         if self.preempted:
             return f"preempted by {self.restarted_by}, started again"
         return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
 
     @property
     def why(self) -> str:
-        """Reason for its end, in a line; "" while it runs, if it went as it should, or if unknown."""
+        """The reason for its end in one line; "" while it runs, after a regular end, or if unknown."""
         if self.preempted or self.how in ("running", "done", "fence"):
             return ""
         return joined_words(self.seen, self.said)
@@ -160,7 +160,7 @@ class SessionSummary:
 
 @dataclass
 class Report:
-    """Everything a person asks about a run."""
+    """All data that views show of a run."""
 
     name: str
     url: str
@@ -172,13 +172,13 @@ class Report:
     beats: dict[str, Beat]
     twice: int  # pseudogradients that were listed more than once
     passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
-    damage: str = ""  # what cannot be read, though it must be
-    taken: int = 0  # commits that are there, where the scope does not read them all
-    supervisor: Claim | None = None  # the newest that claimed the run, alive or not
+    damage: str = ""  # text about a necessary record that cannot be read
+    taken: int = 0  # number of commits, if the scope does not read them all
+    supervisor: Claim | None = None  # the claim of the newest supervisor, alive or not
 
     @property
     def head(self) -> int:
-        logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # where there are no commits
+        logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # for a run without commits
         return max(len(self.steps), self.taken) or logged
 
     @property
@@ -197,23 +197,23 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Seconds from its first sign of life to its last step or end."""
+        """Seconds from the run's first event to its last step or session end."""
         return self.ended - self.began
 
     @property
     def last_sign(self) -> float:
-        """Time of the run's newest step, beat, event or end (Unix time)."""
+        """Time of the run's newest step, heartbeat, event or session end (Unix time)."""
         return max([self.ended, *(b.at for b in self.beats.values()), *(e["at"] for e in self.events[-1:])])
 
     @property
     def stopped(self) -> bool:
-        """Whether it was asked to stop, or its newest supervisor has ended."""
+        """Whether the operator stopped the run, or its newest supervisor has ended."""
         words = [e for e in self.of_kind("started", "stopped") if e["who"].startswith(SUPERVISOR)][-1:]
         return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
 
     @property
     def snapshot(self) -> int:
-        """The newest snapshot: as the newest commit names it, or as its writer has told since."""
+        """The step of the newest snapshot, by the newest commit or by the log of its writer."""
         told = [e["step"] for e in self.of_kind("snapshot") if type(e.get("step")) is int]
         return max([s.snapshot for s in self.steps[-1:]] + [t for t in told if t <= self.head], default=0)
 
@@ -222,19 +222,19 @@ class Report:
         return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
 
     def setting(self, section: str, name: str, default: T) -> T:
-        """Return what run.json says; the default where that is of another type, or a number below 0."""
+        """Return a setting of run.json; the default if its type is wrong or it is a number below 0."""
         found = self.config.get(section)
         value = found.get(name) if isinstance(found, dict) else None
         return value if type(value) is type(default) and not (isinstance(value, int) and value < 0) else default
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events of these kinds, by time."""
+        """Return the events of these kinds, by time."""
         found = sorted(i for kind in kinds for i in self._index.get(kind, ()))
         return [self.events[i] for i in found]
 
     @cached_property
     def _index(self) -> dict[str, list[int]]:
-        """Kind -> positions of its events: a look for troubles asks hundreds of times."""
+        """Kind -> positions of its events, because the detectors of troubles call `of_kind` hundreds of times."""
         found: dict[str, list[int]] = {}
         for i, event in enumerate(self.events):
             found.setdefault(event["event"], []).append(i)
@@ -242,7 +242,7 @@ class Report:
 
     @property
     def evaluations(self) -> "list[Evaluation]":
-        """Rewards on held-out prompts, as far as the logs that were read tell them."""
+        """Rewards on held-out prompts, from the logs that were read."""
         from diloco.runlog.evaluation import read_evaluations
 
         return read_evaluations(self.of_kind("evaluated"))
@@ -256,9 +256,9 @@ def read_report(store: Readable, scope: Scope = EVERYTHING, cache: "Cache | None
 
 
 class Reader:
-    """Reads a bucket again and again; what is write-once is read once.
+    """A reader of a bucket for repeated looks; it reads write-once records only once.
 
-    scope: the records that the view needs.   cache: records that were read before (runlog/cache.py).
+    scope: the records that the view needs.   cache: records that were read earlier (runlog/cache.py).
     answers: to the requests that opened the run (runlog/opening.py).
     """
 
@@ -283,22 +283,22 @@ class Reader:
         self._logs: dict[str, list[dict[str, Any]]] = {}
         self._sessions: dict[Owner, SessionSummary] = {}
         self._supervisor: Claim | None = None
-        self._unclaimed: set[Owner] = set()  # sessions without a claim, at this look
+        self._unclaimed: set[Owner] = set()  # listed sessions without a claim in this look
         self._extent = ReadSoFar()
         self._passed_over = 0
         self._damage = ""
         self._focus = WHOLE
         self._beats: dict[str, Beat] = {}
-        self._uncredited: list[Decision] = []  # commits whose sessions are not known yet, and
-        self._unread: list[Counted] = []  # offers that are still to be read: a look may have ended in an error
+        self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
+        self._unread: list[Counted] = []  # offers to read: a look may have ended in an error before
 
     @property
     def ahead(self) -> Ahead:
-        """The store with the unread answers of the last look: the supervisor's beat, say."""
+        """The store with the unread answers of the last look, for example the supervisor's heartbeat."""
         return self._store
 
     def refresh(self, focus: Focus = WHOLE) -> Report:
-        """Look again.   focus: of this look, if it is not the first.   An error leaves the rest to the next look."""
+        """Look at the run again.   focus: ignored in the first look.   After an error, the next look reads the rest."""
         if not self._first:
             self._store.forget()
         self._focus = WHOLE if self._first else focus
@@ -343,17 +343,17 @@ class Reader:
         )
 
     def forget_events_before(self, t: int) -> None:
-        """The steps have the numbers of these events; a reader that goes on for days must not keep them."""
+        """Drop old "step" events, whose numbers the steps have, to save memory in a reader that runs for days."""
         for key, events in self._logs.items():
             if any(e["event"] == "step" and e.get("step", t) < t for e in events):
                 self._logs[key] = [e for e in events if e["event"] != "step" or e.get("step", t) >= t]
 
     def _remember(self, found: Found) -> None:
-        """Keep the known extent of the run for the next look, and the first look's records on this machine."""
+        """Keep the run's known extent for the next look; save the first look's records in the cache."""
         claims = {**self._extent.claims, **found.claims}
         logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
         self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
-        if self._cache is not None:  # later records are read once, and would only fill the memory of a long watch
+        if self._cache is not None:  # in a long watch, later records would only fill the memory
             self._cache.save()
             self._cache = self._store.cache = None
         self._first = False
@@ -370,7 +370,7 @@ class Reader:
             return {}
 
     def _read_commit(self, t: int) -> tuple[Decision, bytes] | None:
-        """Commit t and its bytes; None while there is none that can be read."""
+        """Return commit t and its bytes; None if it is missing or unreadable."""
         key = layout.commit_key(t)
         decode = kept_commit if self._store.is_cached(key) else read_commit
         body = self._store.get(key)
@@ -412,7 +412,7 @@ class Reader:
         self._unread += self._offers_to_read(commit)
 
     def _offers_to_read(self, commit: Decision) -> list[Counted]:
-        """Return the offers whose records this look reads: all of them, or a few that take turns."""
+        """Return the offers whose records this look reads: all, or a few, of other slots in each step."""
         if self._scope.reads_offers(commit.t, self._shown_from):
             most = self._focus.most
         elif not (most := self._scope.sampled_offers(commit.t, self._shown_from)):
@@ -424,14 +424,14 @@ class Reader:
         return (fresh[turn:] + fresh[:turn])[:most]
 
     def _keep_newest(self, count: int) -> None:
-        """Keep the newest commit in the cache, where it proves the other records of this run.
+        """Keep the newest commit in the cache, as a proof that the cached records are of this run.
 
-        Without a cache it is not read: `stop` must be able to end a run whose newest commit was forged."""
+        Without a cache it is not read, so that `stop` can end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self._store.keep(layout.commit_key(count - 1))
 
     def _ask_claims(self, commits: Sequence[Decision]) -> None:
-        """Claims of sessions that commits list, and that were not seen by then."""
+        """Request the claims of unknown sessions that the commits list."""
         sessions = {(o.slot, o.generation) for c in commits for o in c.offers}
         self._store.ask(layout.claim_key(*session) for session in sessions if session not in self._sessions)
 
@@ -490,13 +490,13 @@ class Reader:
         if (taken.slot, taken.generation) in self._sessions:
             return
         session = SessionSummary(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
-        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; none lives
+        if taken.host.startswith(f"{SUPERVISOR}/"):  # a supervisor closed the slot to a launch that does not end
             session.ended = taken.at
             session.how = "fence"
         self._sessions[taken.slot, taken.generation] = session
 
     def _read_logs(self, found: Found) -> None:
-        """Read every new log object.  One that its writer may still write again is read again in another process."""
+        """Read every new log object.  The cache does not keep the newest one, which its writer may write again."""
         if self._scope.newest is None:
             keys = [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
         else:
@@ -512,7 +512,7 @@ class Reader:
                     self._store.keep(key)
 
     def _read_log(self, key: str, owner: Owner | None) -> None:
-        """A foreign one counts as one line without an event."""
+        """Read a log object; a foreign one counts as one line without an event."""
         log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over
@@ -581,7 +581,7 @@ def _apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) ->
 
 
 def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
-    """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
+    """Return the session of an end event: by generation, by launch, or by pid, which rented machines may reuse."""
     if e["generation"]:
         return sessions.get((e["slot"], e["generation"]))
     of_slot = [x for x in sessions.values() if x.slot == e["slot"]]
@@ -590,7 +590,7 @@ def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) 
 
 
 def _newest_numbers(keys: Iterable[str]) -> dict[Owner, int]:
-    """Per session, the number of its newest log."""
+    """Return session -> the number of its newest log."""
     newest: dict[Owner, int] = {}
     for key in keys:
         if (owner := layout.log_owner(key)) is not None:
@@ -599,13 +599,13 @@ def _newest_numbers(keys: Iterable[str]) -> dict[Owner, int]:
 
 
 def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
-    """One event.  A supervisor's event names the slot that it is about; a replica's event is about its own slot."""
+    """Make an event.  A supervisor's event names the slot that it is about; a replica's event is about its own slot."""
     about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
     return {"slot": "", "generation": 0, **shown(raw), **about, "who": f"{owner}-{generation}"}
 
 
 def shown(value: Any) -> Any:
-    """Return the same value, each text on one line that steers no terminal.  Any writer may have put it there."""
+    """Return the value with each text on one line, without terminal escapes: any writer may have put them there."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -617,6 +617,6 @@ def shown(value: Any) -> Any:
 
 
 def first_and_last(report: Report) -> tuple[float, float] | None:
-    """Mean reward of the first and of the last outer step that has one."""
+    """Return the mean reward of the first and of the last outer step that has one."""
     rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
     return (rewards[0], rewards[-1]) if rewards else None

@@ -1,4 +1,4 @@
-"""Which records of a run a view needs.
+"""The records of a run that each view reads.
 
     view      commits   offers (rewards)       logs of replicas            logs of supervisors
     report    all       all                    all, found by LIST          all
@@ -8,12 +8,12 @@
     costs     count     none                   none                        all
     watch     all       as status, and 4 of    as status, until the         all
                         each of 48 more steps  view goes on in turns
-    a small run's watch is as its report, without a LIST
+    the watch of a small run reads the same as its report, without a LIST
 
-Bounds hold for the records that a reader finds at its first look; it reads all later records, unless a Focus says which
-part of the run the next look is about (diloco/views/pace.py).
+These limits are for a reader's first look. It reads all later records, unless a Focus limits the next look to a part
+of the run (diloco/views/pace.py).
 
-Not promised: that two views count the same garbage in logs; each counts what it reads.
+Not promised: equal counts of invalid log lines in two views; each view counts the lines that it reads.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scope:
-    """commits: read them, or only count them.   newest: outer steps whose offers, and objects of a replica's log, are
-    read; None for all.   spread: so many steps of the whole run, of each of which `each` offers are read for a curve.
-    generations: of each slot, whose logs are read where not all are."""
+    """The records of a view.   commits: read them, or only count them.   newest: how many outer steps' offers, and how
+    many objects of a replica's log, are read; None for all.   spread: steps over the whole run with `each` offers read
+    for a curve.   generations: newest ones of each slot, whose logs are read if `newest` is not None."""
 
     commits: bool = True
     newest: int | None = None
@@ -38,7 +38,7 @@ class Scope:
         return t < CURVE_BEGINS or t >= head - self.newest
 
     def sampled_offers(self, t: int, head: int) -> int:
-        """Return how many of step t's offers are read: for the first steps, or for the curve of the whole run."""
+        """Return how many of step t's offers are read, for the first steps and for the whole run's curve."""
         if self.newest and t < AT_FIRST:
             return SAMPLED
         return self.each if self.spread > 0 and t % max(1, head // self.spread) == 0 else 0
@@ -46,11 +46,11 @@ class Scope:
 
 @dataclass(frozen=True)
 class Focus:
-    """The part of a run that one look of a reader that goes on is about.   The newest commit always is.
+    """The part of a run that one later look of a reader reads.   It always reads the newest commit.
 
-    control: the operator's wishes, and the supervisor's beat.   supervisor: its log.   beats: slots whose heartbeat is
-    read.   sessions: slots whose new claims, goodbyes and logs are looked for.   logs: slots whose logs alone are.
-    None for all slots.   most: offers of a new step, and new objects of one log, that are read; None for all.
+    control: the desired state, and the supervisor's heartbeat.   supervisor: its log.   beats: slots whose heartbeat
+    is read.   sessions: slots whose new claims, leave records and logs are read.   logs: slots with only logs read.
+    None for all slots.   most: limit of offers of a new step, and of new objects of one log; None for all.
     """
 
     control: bool = True
@@ -64,7 +64,7 @@ class Focus:
         return self.beats is None or slot in self.beats
 
     def reads_sessions(self, slot: str) -> bool:
-        """Whether the slot's claims, goodbyes and logs are looked for."""
+        """Whether the slot's claims, leave records and logs are read."""
         return self.sessions is None or slot in self.sessions
 
 
@@ -72,14 +72,14 @@ EVERYTHING = Scope()
 STATUS = Scope(newest=24, spread=24, each=1)
 COSTS = Scope(commits=False, newest=0)
 WHOLE = Focus()
-CURVE_BEGINS = 2  # a curve shows the first outer steps, where it began
-AT_FIRST = 10  # outer steps that the newest are compared with (diloco/views/learning_troubles.py)
-SAMPLED = 4  # offers of a step that stand for all of them in a curve
-SMALL_RUN = 1500  # offers: a live view reads all of them, as a report does
+CURVE_BEGINS = 2  # first outer steps that a curve always shows
+AT_FIRST = 10  # first outer steps, which the newest are compared with (diloco/views/learning_troubles.py)
+SAMPLED = 4  # offers of a step that represent all of them in a curve
+SMALL_RUN = 1500  # up to so many offers, a live view reads all of them, like a report
 
 
 def watch_scope(head: int, replicas: int) -> Scope:
-    """head: outer steps that are committed."""
+    """Return the scope of a live view.   head: number of committed outer steps."""
     if head * max(1, replicas) <= SMALL_RUN:
         return Scope(newest=SMALL_RUN, generations=SMALL_RUN)
     return Scope(newest=24, spread=48)

@@ -1,11 +1,11 @@
-"""A curve in one line of text: the whole of it, by means of buckets.
+"""Draw a whole curve in one line of text, as means of buckets.
 
     200 values, 24 columns ──▶ means of 8 or 9 neighbours each ──▶ ▁▂▅▇████████
 
     scale    from the lowest mean up to the highest one, and at least NOISE · median |a − 2b + c| of three neighbours:
-             what only scatters fills half of the height at most, and a straight line all of it
+             noise fills at most half of the height, and a straight line fills all of it
 
-Not promised: the height of a single value; its neighbours are in the mean.
+Not promised: the height of a single value, as it is averaged with its neighbours.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from itertools import pairwise
 from statistics import fmean, median
 
 LEVELS = "▁▂▃▄▅▆▇█"
-NOISE = 5.0  # of noise with deviation σ the median is 1.65 σ, so the scale has 8 σ
-FEW = 8  # values that are drawn as they are
+NOISE = 5.0  # for noise with deviation σ, the median is 1.65 σ, so the scale has 8 σ
+FEW = 8  # with fewer values, noise is not estimated
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw values in `width` characters or fewer.   values: by step, None where a step was not read."""
+    """Draw values in at most `width` characters.   values: by step, None for an unread step."""
     means = squeezed(values, width)
     if not means:
         return ""
@@ -28,7 +28,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def squeezed(values: Sequence[float | None], width: int) -> list[float]:
-    """Reduce to `width` values or fewer: means of known neighbours."""
+    """Reduce to at most `width` values: means of known neighbours."""
     if len(values) <= width:
         return [v for v in values if v is not None]
     bounds = [len(values) * i // width for i in range(width + 1)]

@@ -1,9 +1,9 @@
-"""A run's report in words: one screen, a headline, and the promises of this product, checked.
+"""A run's report as text: one screen, a headline, and checks of this product's promises.
 
     Report (reader.py) ──▶ summary    one screen, for `diloco report` and the demo
-                       ──▶ checks     said honestly
+                       ──▶ checks     each promise: kept or not
 
-Not promised: that all sessions fit; the latest ones do.
+Not promised: that all sessions fit on the screen.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 
-NAME = 24  # characters of a run's name in a line that has more to say
+NAME = 24  # most characters of a run's name in a line with other text
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Check:
 
 
 def checks(report: Report) -> list[Check]:
-    """Check the promises of this product against the bucket."""
+    """Check this product's promises against the bucket."""
     linked = all(s.linked for s in report.steps)
     with_digests = [s for s in report.steps if s.thetas]
     forks = [s.t for s in with_digests if len(set(s.thetas.values())) > 1]
@@ -48,12 +48,12 @@ def checks(report: Report) -> list[Check]:
 
 
 def curve_of(report: Report) -> Curve:
-    """The run's headline: rewards, or losses where it has none."""
+    """Return the run's headline curve: rewards, or losses if it has none."""
     return headline_curve(report.steps, report.slots)
 
 
 def summary(report: Report) -> str:
-    """One screen: at most 24 lines of 80 columns."""
+    """Return one screen of text: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
     lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
     lines += _curve_lines(report)
@@ -66,7 +66,7 @@ def summary(report: Report) -> str:
 
 
 def _shortened(line: str, most: int = 80) -> str:
-    """Cut a line to `most` columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
+    """Cut a line to `most` columns. Cut a list of numbers only between them, because a cut 0.0022 reads 0.0."""
     if len(line) <= most:
         return line
     whole, mark, _ = line[: most - 1].rpartition(" · ")
@@ -82,13 +82,13 @@ def headline(report: Report) -> str:
 
 
 def _counted_replicas(report: Report) -> str:
-    """Count the slots that some step has counted, also slots that are not wanted any more."""
+    """Count the slots that any step counted, also slots that are no longer wanted."""
     counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
     return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
 
 
 def brief_name(report: Report) -> str:
-    """Cut the name to NAME characters: the numbers behind it must stay on a line."""
+    """Return the run's name, cut to NAME characters so that the numbers after it fit on the line."""
     return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
 
 
@@ -113,8 +113,8 @@ def _held_out_lines(report: Report) -> list[str]:
 
 
 def channel_words(report: Report) -> str:
-    """Describe the channels of the loss in the newest outer step that logs them: each one's share of its data, and the
-    norm of its gradient into the backbone; means over replicas.  "" where there is one channel only."""
+    """Describe the loss channels in the newest outer step that logs them: each one's share of its data, and the
+    norm of its gradient into the backbone; means over replicas.  "" if there is only one channel."""
     newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
     events = [e for e in report.of_kind("step") if e["step"] == newest]
     found = []
@@ -148,7 +148,7 @@ def _outer_lines(report: Report) -> list[str]:
 
 
 def outer_words(report: Report) -> tuple[int, str] | None:
-    """The newest outer step that has numbers, and these."""
+    """Return the newest outer step that has numbers, and these numbers as text."""
     for step in reversed(report.steps):
         if step.empty:
             return step.t, "mean was zero, θ stays"
@@ -158,7 +158,7 @@ def outer_words(report: Report) -> tuple[int, str] | None:
 
 
 def solo_words(report: Report) -> str:
-    """The warning when one replica alone took the newest outer step; "" when it did not."""
+    """Return the warning if a single replica took the newest outer step; else ""."""
     if not report.steps or len(report.steps[-1].fresh) != 1:
         return ""
     last = report.steps[-1]
@@ -168,7 +168,7 @@ def solo_words(report: Report) -> str:
 def _session_lines(report: Report, room: int) -> list[str]:
     lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions]
     whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.sessions if x.why]
-    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
+    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest that fit
     if len(lines) > room:
         lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more sessions"]
     return lines

@@ -1,16 +1,16 @@
-"""A run's use and gain, and what its replicas' agreement says about another number of them.  Pure.
+"""A run's use and gain, and an estimate for other numbers of replicas from their agreement.  Pure functions.
 
     used      samples that commits count · hours of all sessions, from claim to end
     got       headline (reward, or loss), first outer step → newest; the gain per hour of a reward
 
-    Δᵢ = s + nᵢ    a part s that all replicas share, and noise of each one's own; c = ‖s‖²/(‖s‖² + ‖n‖²) = cos_pair
+    Δᵢ = s + nᵢ    a part s that all replicas share, and each one's own noise; c = ‖s‖²/(‖s‖² + ‖n‖²) = cos_pair
     B = (1 − c)/c  ‖n‖²/‖s‖²: the gradient noise scale (arXiv 1812.06162, eq. 2.8), in pseudogradients of one replica
-    outer steps to the same point ∝ 1 + B/N        time the same; replica-hours ∝ N·(1 + B/N) = N + B
+    outer steps to the same point ∝ 1 + B/N        and so the time; replica-hours ∝ N·(1 + B/N) = N + B
 
-So where replicas have nothing in common, one more costs no hours and saves a share 1/(N + 1) of the time; where they
-agree, it saves nothing.  The law takes outer steps of the best length for each N: docs/studies/tuned.md has its error.
+So if c is near 0, another replica costs no extra hours and saves a share 1/(N + 1) of the time. If c is near 1, it
+saves nothing.  The formula assumes outer steps of the best length for each N: docs/studies/tuned.md has its error.
 
-Not promised: what a run of another size would do.  c changes as a run goes on, and with H and the learning rate.
+Not promised: the result of a run of another size.  c changes during a run, and with H and the learning rate.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from diloco.runlog.learning import headline_curve
 if TYPE_CHECKING:
     from diloco.runlog.reader import Report, SessionSummary, Step
 
-RECENT = 10  # outer steps that agreement is averaged over
-LEAST_COSINE = 0.01  # below it replicas have nothing in common, as far as a few steps can tell
-ALIKE = 0.8  # above it replicas make nearly the same step; at their best rates the study's fleets are below .8
+RECENT = 10  # agreement is averaged over so many outer steps
+LEAST_COSINE = 0.01  # a few steps cannot distinguish a smaller cosine from 0
+ALIKE = 0.8  # above it, replicas make nearly the same step; at their best lr, the study's fleets are below 0.8
 
 
 @dataclass(frozen=True)
 class Worth:
-    """hours: of all sessions.   first, newest: of the headline `name`; None where no step has one.
+    """Use and gain.   hours: of all sessions.   first, newest: of the headline `name`; None if no step has one.
 
-    unit: "GPU-hours", or "replica-hours" where a session trains on a CPU or does not say.
-    cosine: between two replicas, over the newest steps; None where fewer than two took part.   replicas: in those.
+    unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
+    cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.
     """
 
     samples: float
@@ -47,7 +47,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """A reward's gain per hour of all sessions; None where unknown, and for a loss, whose zero means nothing."""
+        """A reward's gain per hour of all sessions; None if unknown, and for a loss, which has no meaningful zero."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours
@@ -71,7 +71,7 @@ def worth(report: "Report") -> Worth:
 
 
 def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
-    """The mean cosine between two replicas over the newest steps that have one, and the mean number of replicas."""
+    """Return the mean cosine between two replicas over the newest steps with one, and their mean number."""
     told = [step for step in steps if "cos_pair" in step.numbers and len(step.fresh) > 1][-RECENT:]
     if not told:
         return None, 0.0
@@ -79,7 +79,7 @@ def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
 
 
 def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
-    """Return what `to` replicas would take to get as far as `replicas` do: (time, replica-hours), as ratios."""
+    """Return (time, replica-hours) that `to` replicas need for the same result, as ratios to those of `replicas`."""
     c = min(1.0, max(LEAST_COSINE, cosine))
     noise = (1 - c) / c
     hours = (to + noise) / (replicas + noise)
@@ -87,7 +87,7 @@ def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
 
 
 def _seconds(session: "SessionSummary", report: "Report") -> float:
-    """From its claim to its end; of one that runs, to its newest heartbeat."""
+    """Return the seconds from claim to end; for a running session, to its newest heartbeat."""
     beat = report.beats.get(session.slot)
     if session.ended is not None:
         until = session.ended
@@ -102,7 +102,7 @@ def _seconds(session: "SessionSummary", report: "Report") -> float:
 
 
 def worth_words(found: Worth) -> list[str]:
-    """Describe it in at most three lines of 80 columns; [] before an outer step is committed."""
+    """Describe use and gain in at most three lines of 80 columns; [] before an outer step is committed."""
     return [*_used_words(found), *_agreement_words(found)] if found.samples else []
 
 
@@ -124,7 +124,7 @@ def _agreement_words(found: Worth) -> list[str]:
 
 
 def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
-    """One more and one fewer: (replicas, time, hours); [] where no two replicas have been compared."""
+    """Return (replicas, time, hours) for one more and one fewer replica; [] if no two replicas were compared."""
     if found.cosine is None:
         return []
     now = round(found.replicas)
@@ -132,6 +132,6 @@ def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
 
 
 def worth_dict(found: Worth) -> dict[str, Any]:
-    """For `--json`: the same, and the ratios for one more and one fewer by their number of replicas."""
+    """Return plain data for `--json`, with the ratios for one more and one fewer replica by their number."""
     sizes = {str(n): {"time": round(time, 4), "hours": round(hours, 4)} for n, time, hours in _other_sizes(found)}
     return {**asdict(found), "gain_per_hour": found.gain_per_hour, "resized": sizes}

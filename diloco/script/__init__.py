@@ -1,1 +1,1 @@
-"""A person's own training script as a replica: a callback for Transformers' and TRL's trainers."""
+"""A callback for trainers of Transformers and TRL, which makes your own script a replica."""

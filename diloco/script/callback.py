@@ -2,16 +2,16 @@
 
     trainer = GRPOTrainer(…, callbacks=[DiLoCoCallback("s3://bucket/run", slot="r00", replicas=4, sync_every=20)])
 
-    on_train_begin   refuse what would fight with θ ─▶ join: model ← θ ─▶ own rows, own noise, rate by the run's step
-    optimizer.step   make_diloco's hooks: every H steps Δ goes out, the mean comes in
-    on_step_end      stop where the run is done, or this replica was asked to go
-    on_train_end     leave; a replica that leaves early ends its script there (SystemExit, exit code 4)
+    on_train_begin   refuse settings that would change θ ─▶ join: model ← θ ─▶ own rows, own seed, lr by the run's step
+    optimizer.step   make_diloco's hooks: every H steps, upload Δ and apply the mean
+    on_step_end      stop when the run is done, or when this replica was asked to leave
+    on_train_end     leave; a replica that leaves early ends its script here (SystemExit, exit code 4)
 
-Without a run, neither given nor in DILOCO_RUN, the script trains as if the callback were not there, and says so once.
-max_steps counts one replica's steps, as with accelerate; epochs are the fleet's, so each replica makes its share.
+If no run is given, here or in DILOCO_RUN, the script trains as if it had no callback, and warns once.
+max_steps counts the steps of one replica, as with accelerate. In an epoch, each replica reads its share of the rows.
 
-Not promised: anything about callbacks that step the optimizer themselves; several devices (one replica is one device);
-that an evaluation inside the training is left out of the replica's pace.
+Not promised: callbacks that step the optimizer themselves; several devices (a replica uses one device);
+a pace that leaves out evaluations inside the training.
 """
 
 import atexit
@@ -47,9 +47,9 @@ LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learnin
 
 
 class DiLoCoCallback(TrainerCallback):
-    """run: URL, slot: "r00", replicas: how many, at first; from the environment where they are not given.
+    """Make a trainer a replica.   run: a URL.   slot: "r00", ….   replicas: how many the run starts with.
 
-    outer: settings of make_diloco, sync_every among them.
+    The environment gives the missing ones.   outer: settings of make_diloco, for example sync_every.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class DiLoCoCallback(TrainerCallback):
     # ---------------------------------------------------------------- the trainer's events
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Before a tracker begins a run of its own."""
+        """Remove the trackers, before one of them starts a run."""
         if self.run and slot_index(self.slot):
             speak_for_one(args, sys._getframe(1).f_locals.get("self"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
-        handler = sys._getframe(1).f_locals.get("self")  # a callback is not given its trainer, nor the other callbacks
+        handler = sys._getframe(1).f_locals.get("self")  # Transformers passes no trainer and no list of callbacks
         refuse_fights(args, state, [type(one) for one in getattr(handler, "callbacks", [])])
         refuse_small_share(trainer["train_dataloader"], self.replicas)
         outer = outer_config(self.outer)
@@ -100,11 +100,11 @@ class DiLoCoCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
             return
-        ended = state.global_step >= state.max_steps  # by the trainer's own count
+        ended = state.global_step >= state.max_steps  # by the trainer's count
         state.global_step = self.loop.position()
         if self._asked_to_go or self.manager.done:
             control.should_training_stop = True
-        elif ended and state.global_step < state.max_steps:  # a round was lost, and is made again
+        elif ended and state.global_step < state.max_steps:  # a round was lost; this replica repeats it
             control.should_training_stop = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -129,7 +129,7 @@ class DiLoCoCallback(TrainerCallback):
     # ---------------------------------------------------------------- joining and leaving
 
     def _begin_at(self, args: Any, state: Any, scale: float, **trainer: Any) -> None:
-        """Put the trainer where the run is: its step, its rows, its noise, its learning rate."""
+        """Set the trainer's step, rows, seed and learning rate to the run's position."""
         loop = self.loop
         assert loop is not None
         done = state.global_step = loop.position()
@@ -137,7 +137,7 @@ class DiLoCoCallback(TrainerCallback):
         if not give_share(trainer["train_dataloader"], share, done, args.gradient_accumulation_steps):
             warnings.warn(
                 f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
-                f"Shuffle it by a seed of {SLOT}",
+                f"Shuffle it with a seed from {SLOT}",
                 stacklevel=2,
             )
         if share.index or done:
@@ -145,7 +145,7 @@ class DiLoCoCallback(TrainerCallback):
         follow_run(trainer["lr_scheduler"], loop.position, scale)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
-        """A replica that is asked to go learns it inside optimizer.step; its trainer then stops by itself."""
+        """Catch Leaving, which optimizer.step raises if this replica was asked to leave. The trainer then stops."""
         inner = optimizer.step
 
         def step(*args: Any, **options: Any) -> Any:
@@ -157,7 +157,7 @@ class DiLoCoCallback(TrainerCallback):
         optimizer.step = step  # type: ignore[method-assign]
 
     def _listen(self) -> None:
-        """Leave with the work of this round when a platform asks the process to end; a handler of the script stays."""
+        """Offer this round's work and leave if the platform signals. A signal handler of the script stays."""
         if threading.current_thread() is not threading.main_thread() or self.manager is None:
             return
         manager = self.manager
@@ -166,7 +166,7 @@ class DiLoCoCallback(TrainerCallback):
                 self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave("got a signal to end"))
 
     def _leave_after_error(self) -> None:
-        """The trainer raised, so on_train_end never came: say it in the run's log."""
+        """Log in the run that the trainer raised, so on_train_end was not called."""
         if self.loop is None or self.manager is None:
             return
         error = getattr(sys, "last_value", None)
@@ -180,14 +180,14 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def replicas_of(text: str) -> int:
-    """text: of the environment."""
+    """Return the number of replicas in an environment variable's text."""
     if not text.isdecimal() or int(text) < 1:
-        raise OuterError(f"{REPLICAS} = {text!r} is not a number of replicas. Set it to 4, say")
+        raise OuterError(f"{REPLICAS} = {text!r} is not a number of replicas. Set it to 4, for example")
     return int(text)
 
 
 def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
-    """Raise OuterError for settings of a trainer that would overwrite θ, or step it otherwise."""
+    """Raise OuterError for trainer settings that would overwrite θ or skip steps of it."""
     reasons = {
         "it has two DiLoCoCallbacks, and each would average. Leave one out": callbacks.count(DiLoCoCallback) > 1,
         "fp16 = True scales gradients and skips steps, so replicas would count differently. Use bf16 = True": args.fp16,
@@ -204,18 +204,18 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
 
 
 def generation_steps(args: Any) -> int:
-    """Optimizer steps that one generation of rollouts serves (GRPO); no sync comes inside of them."""
+    """Return how many optimizer steps use one batch of rollouts (GRPO). No sync interrupts them."""
     micro = (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
     return max(1, micro // args.gradient_accumulation_steps)
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Optimizer steps of one replica.   planned: of the trainer, which counts epochs of all rows."""
+    """Return the optimizer steps of one replica.   planned: by the trainer, whose epochs have all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 
 def rounds_of(steps: int, interval: int) -> int:
-    """Outer steps for so many steps of the optimizer.   interval: of them, from one outer step to the next."""
+    """Return the outer steps of `steps` optimizer steps.   interval: optimizer steps between two outer steps."""
     if steps < interval:
         raise OuterError(
             f"{steps} optimizer steps are fewer than one round of {interval}, so nothing would be averaged. Use more "
@@ -225,7 +225,7 @@ def rounds_of(steps: int, interval: int) -> int:
 
 
 def speak_for_one(args: Any, handler: Any) -> None:
-    """Leave trackers, checkpoints and the Hub to the first replica.   handler: the trainer's list of callbacks."""
+    """Turn off trackers, checkpoints and the Hub; only the first replica uses them.   handler: has the callbacks."""
     args.push_to_hub, args.save_strategy = False, "no"
     if (callbacks := getattr(handler, "callbacks", None)) is not None:
         handler.callbacks = [one for one in callbacks if "transformers.integrations" not in type(one).__module__]
@@ -235,11 +235,11 @@ def speak_for_one(args: Any, handler: Any) -> None:
 
 
 def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:
-    """Make a schedule a function of the run's position.   scale: its own steps per inner step."""
+    """Make a schedule a function of the run's position.   scale: steps of the schedule per inner step."""
     lambdas = getattr(scheduler, "lr_lambdas", None)
     if lambdas is None:
         return warnings.warn(
-            f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica begins it anew",
+            f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it",
             stacklevel=2,
         )
     scheduler.lr_lambdas = [lambda _, rate=rate: rate(round(at() * scale)) for rate in lambdas]

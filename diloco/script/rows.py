@@ -1,13 +1,12 @@
-"""Each replica's own rows of a trainer's dataset, from where the run is.
+"""Give each replica its own rows of a trainer's dataset, from the run's position on.
 
     trainer's sampler ─▶ positions 0 … m−1 of a share, pass after pass ─▶ order(pass · m + position) ─▶ row
-    (its repeats, its batches)                                              dealt out like cards, anew in every pass
+    (its repeats, its batches)                                              dealt to the replicas anew in every pass
 
-    one pass of the trainer      as many indices as before, so its counts of steps stay right
-    a session that joins late    begins behind the indices that its slot has used so far
+    one pass of the trainer      as many indices as before, so its step counts stay right
+    a session that joins late    begins after the indices that its slot has used
 
-Not promised: other rows than the other replicas' where the number of replicas changes, or where the dataset has no
-length.
+Not promised: rows that no other replica reads, if the number of replicas changes, or if the dataset has no length.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from inner.data.order import Share, prompt_order
 
 
 class ShareSampler(Sampler[int]):
-    """Takes the place of `inner`, a trainer's sampler of all rows.   start: indices that this slot has used."""
+    """A sampler that replaces `inner`, the trainer's sampler of all rows.   start: how many indices this slot used."""
 
     def __init__(self, inner: Any, share: Share, start: int) -> None:
         self._inner = inner
@@ -45,7 +44,7 @@ class ShareSampler(Sampler[int]):
         return islice(self._stream, self._length)
 
     def set_epoch(self, epoch: int) -> None:
-        """The stream goes on from pass to pass by itself."""
+        """Do nothing: the stream continues over all passes."""
 
     def _all(self, seed: int) -> Iterator[int]:
         for number in count():
@@ -58,19 +57,19 @@ class ShareSampler(Sampler[int]):
 
 
 def _narrow(sampler: Any, size: int) -> None:
-    """Let a sampler of Transformers, accelerate or TRL draw from `size` rows."""
+    """Make a sampler of Transformers, accelerate or TRL draw from `size` rows."""
     if hasattr(sampler, "lengths"):
         raise OuterError(
             f"{type(sampler).__name__} groups rows by their lengths, which a share of the rows changes. Set "
             'train_sampling_strategy = "random"'
         )
     sampler.data_source = range(size)
-    if hasattr(sampler, "mini_repeat_count"):  # TRL's RepeatSampler keeps its own count
+    if hasattr(sampler, "mini_repeat_count"):  # TRL's RepeatSampler has a count of its own
         sampler.num_samples = size
 
 
 def refuse_small_share(loader: Any, of: int) -> None:
-    """Raise OuterError, before a run is founded, for a share that would have no row, or would fill no batch."""
+    """Raise OuterError, before the run is created, for a share that has no row or fills no batch."""
     inner: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if of == 1 or not hasattr(inner, "data_source"):
         return
@@ -88,9 +87,9 @@ def refuse_small_share(loader: Any, of: int) -> None:
 
 
 def give_share(loader: Any, share: Share, steps: int, accumulation: int) -> bool:
-    """Let a trainer's data loader read this share from inner step `steps` on; -> False where its dataset has no length.
+    """Make a data loader read this share from inner step `steps` on. Return False if its dataset has no length.
 
-    One replica alone that begins at the front reads as it would without a run.
+    A single replica at step 0 reads the same rows as without a run.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None)

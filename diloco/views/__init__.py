@@ -1,1 +1,1 @@
-"""Views of a run for its readers: overview, troubles, curves, comparison; page/ and trackers/ below."""
+"""Views of a run for readers: overview, troubles, curves, comparison, page/ and trackers/."""

@@ -1,4 +1,4 @@
-"""`diloco diff OLD NEW`: which settings two runs do not have in common, and their curves side by side.
+"""`diloco diff OLD NEW`: the settings in which two runs differ, and their curves side by side.
 
     inner.lr                5e-06 → 0.0001
     inner.rewards.function  rewards.py:score (contents 3f2a09c1) → rewards.py:score (contents 9c1d77e0)
@@ -6,7 +6,7 @@
     OLD                reward  0.114  0.202  0.306  0.495
     NEW                reward                0.306  0.611      a fork of OLD stands at OLD's steps
 
-Not promised: that a difference of the curves is one of the settings; one seed each shows little.
+Not promised: that the settings cause the difference of the curves; one seed of each proves little.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ SideBySide = Mapping[int, tuple[float | None, float | None]]  # by OLD's outer s
 
 @dataclass(frozen=True)
 class Comparison:
-    """changes: (dotted name, OLD's, NEW's).   curves: "reward" or "loss", "held out" -> OLD's and NEW's values."""
+    """A comparison.   changes: (name, OLD's, NEW's).   curves: "reward", "loss" or "held out" -> values by step."""
 
     changes: list[tuple[str, Any, Any]]
     curves: dict[str, SideBySide]
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compare_runs(records: tuple[RunRecord, RunRecord], reports: tuple[Report, Report]) -> Comparison:
-    """OLD first."""
+    """Compare two runs; OLD is first in each pair."""
     old, new = records
     shift = new.parent.step if new.parent.run == old.nonce else 0
     first, second = (curve_of(report) for report in reports)
@@ -60,7 +60,7 @@ def compare_runs(records: tuple[RunRecord, RunRecord], reports: tuple[Report, Re
 
 
 def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
-    """List (setting, old, new) where values differ; the user's files count by bytes and function, not by name."""
+    """List (setting, old, new) of different values; user files are compared by bytes and function, not by name."""
     there, here = _flat(old.config), _flat(new.config)
     for kind in {*old.files, *new.files}:
         files = [_UserFile.read(record, kind, flat) for record, flat in ((old, there), (new, here))]
@@ -72,7 +72,7 @@ def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class _UserFile:
-    """spelled: as the setting names it, which alone is not a difference."""
+    """A user's file.   spelled: its name in the setting, which does not count as a difference."""
 
     digest: str
     function: str
@@ -118,7 +118,7 @@ def _side_by_side(old: Mapping[int, float | None], new: Mapping[int, float | Non
 def _curve_lines(
     name: str, values: Mapping[int, tuple[float | None, float | None]], urls: tuple[str, str]
 ) -> list[str]:
-    """Write a curve of both runs at COLUMNS steps or fewer, the first and the last among them."""
+    """Write a curve of both runs at up to COLUMNS steps, with the first and the last."""
     steps = list(values)
     last = max(len(steps) - 1, 1)
     shown = sorted({steps[round(i * last / (COLUMNS - 1))] for i in range(COLUMNS)} if len(steps) > COLUMNS else steps)

@@ -1,19 +1,19 @@
-"""The points of a run's curves, for trackers: which outer steps are complete, and their numbers.  Pure.
+"""The points of a run's curves, for trackers: which outer steps are complete, and their numbers.  Pure functions.
 
-    row s = s outer steps are done          row 0: θ₀'s evaluation alone, where there is one
-      r00/…     what r00 measured on its way from θ_{s−1} to θ_s: its offer, and its "step" event
-      fleet/…   means over the replicas that commit s−1 counts fresh; counts are summed
+    row s = s outer steps are done          row 0: only θ₀'s evaluation, if there is one
+      r00/…     numbers of r00 from θ_{s−1} to θ_s: in its offer and in its "step" event
+      fleet/…   means over the replicas with fresh offers in commit s−1; counts are summed
       outer/…   ρ, effective step, … of commit s−1
       eval/…    θ_s on held-out prompts: mean, standard error, prompts
 
-    commit s−1 stands ──▶ each awaited replica has logged it, or a later step, or is over ──▶ row s is complete
+    commit s−1 exists ──▶ each awaited replica logged it, or a later step, or has ended ──▶ row s is complete
                           └─ or PATIENCE_S have passed since the commit
 
-A log is written in order, so a replica that has logged a later step says no more of this one.  A complete row is
-written once and never again: nothing of it comes later.
+A log is written in order, so a replica that has logged a later step adds no more numbers to this one.  A complete row
+is written only once.
 
-Not promised: a row with the numbers of a replica that says nothing for PATIENCE_S and lives all the same; the same
-where a reader's clock is ahead by so much.
+Not promised: the numbers of a live replica that logs nothing for PATIENCE_S, also if the reader's clock is ahead by
+that time.
 """
 
 import math
@@ -27,9 +27,9 @@ from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.runlog.learning import COUNTS
 from diloco.runlog.reader import NUMBERS, Report, SessionSummary, Step
 
-PATIENCE_S = 600.0  # since its commit; a run's give_up_s, by default
-EVALUATION_S = 1800.0  # the same, where an evaluation is awaited, which may take minutes
-SILENT_S = 60.0  # without a beat: then a replica is not awaited, unless a commit counts it
+PATIENCE_S = 600.0  # since its commit; the default of a run's give_up_s
+EVALUATION_S = 1800.0  # the same for a row with an evaluation, which may take minutes
+SILENT_S = 60.0  # a replica without a heartbeat for so long is not awaited, unless a commit counts it
 SUMS = (*COUNTS, "samples", "bytes_up", "bytes_down")
 OUTER = (*NUMBERS, "outer_lr", "moved", "participants", "empty")
 ABOUT = ("at", "event", "slot", "generation", "who", "step", "theta", "device", "listed", *OUTER)
@@ -37,7 +37,7 @@ ABOUT = ("at", "event", "slot", "generation", "who", "step", "theta", "device", 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Row `step` of all curves.   at: when its commit was taken, Unix time."""
+    """Row `step` of all curves.   at: time of its commit (Unix time)."""
 
     step: int
     at: float
@@ -48,7 +48,7 @@ class CurvePoint:
 class LoggedSteps:
     """The logs, by outer step.   newest: session -> the newest outer step that it logged.   steps: step -> its events.
 
-    evaluated: (session, step) -> it has scored its share of θ_step.   evaluations: step -> the mean of all shares."""
+    evaluated: (session, step) with a scored share of θ_step.   evaluations: step -> the mean of all shares."""
 
     newest: Mapping[str, int] = field(default_factory=dict[str, int])
     steps: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
@@ -70,13 +70,13 @@ def read_logged_steps(events: Sequence[dict[str, Any]]) -> LoggedSteps:
     return LoggedSteps(newest, steps, evaluated, {found.step: found for found in read_evaluations(events)})
 
 
-# -------------------------------------------------------------------- which rows are complete
+# -------------------------------------------------------------------- complete rows
 
 
 def complete_rows(report: Report, logged: LoggedSteps, *, start: int, now: float, over: AbstractSet[str]) -> int:
-    """Rows start … n−1 are complete; -> n.   now: Unix time.   over: sessions that had ended before the last look.
+    """Return n such that rows start … n−1 are complete.   now: Unix time.   over: sessions ended before the last look.
 
-    A session's last log may be written between a reader's look at logs and its look at ends, hence the earlier look.
+    A session may write its last log after the reader read logs and before it read ends; so `over` is of a look before.
     """
     n = start
     while n <= len(report.steps) and is_complete(report, logged, n, now=now, over=over):
@@ -85,7 +85,7 @@ def complete_rows(report: Report, logged: LoggedSteps, *, start: int, now: float
 
 
 def is_complete(report: Report, logged: LoggedSteps, row: int, *, now: float, over: AbstractSet[str]) -> bool:
-    if row == 0:  # θ₀ was evaluated by replicas before they offered for commit 0
+    if row == 0:  # replicas evaluated θ₀ before their offers for commit 0
         return is_complete(report, logged, 1, now=now, over=over)
     if row > len(report.steps):
         return False
@@ -103,7 +103,7 @@ def is_complete(report: Report, logged: LoggedSteps, row: int, *, now: float, ov
 
 
 def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float) -> bool:
-    """Whether a row waits for this session: it trained in this outer step, as far as the bucket shows it."""
+    """Whether a row waits for this session: by the bucket, it trained in this outer step."""
     if any(t == step.t for t, _ in session.commits):
         return True
     began = session.joined is not None and session.joined_step <= step.t
@@ -119,7 +119,7 @@ def _is_evaluation_due(report: Report, row: int) -> bool:
 
 
 def is_over(report: Report, written: int) -> bool:
-    """Whether the run is done, and every row of it written.   written: number of rows, with row 0."""
+    """Whether the run is done and all its rows are written.   written: number of rows, with row 0."""
     return report.done and written > len(report.steps)
 
 
@@ -127,7 +127,7 @@ def is_over(report: Report, written: int) -> bool:
 
 
 def curve_point(report: Report, logged: LoggedSteps, row: int) -> CurvePoint | None:
-    """Row `row`, which is complete; None for row 0 of a run that evaluates nothing."""
+    """Return the complete row `row`; None for row 0 of a run without evaluations."""
     numbers = _evaluation_numbers(logged.evaluations.get(row))
     if row == 0:
         return CurvePoint(0, report.began, _finite(numbers)) if numbers else None
@@ -146,7 +146,7 @@ def _slots(step: Step, logged: LoggedSteps) -> list[str]:
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return a slot's numbers, by its offer and its event; of two sessions the one that has trained counts."""
+    """Return a slot's numbers from its offer and its event; of two sessions, prefer the one that trained."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
     logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and _is_number(v)} if mine else {}
     offered = dict(step.learned.get(slot, {}))

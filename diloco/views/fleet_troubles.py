@@ -1,14 +1,14 @@
-"""Detectors of troubles of the fleet: no commit, lost slots, money, pseudogradients that do not count, old snapshots.
+"""Detect troubles of the fleet: no commit, lost slots, money, pseudogradients that do not count, old snapshots.
 
     commits  ●──30 s──●──30 s──●──────────────── 130 s ───────▶ now        stalled       > 3 × the median, and a floor
-    lost     r01 ✗ · · ✗ · ✗                                               slot_lost     3, with little work in between
+    lost     r01 ✗ · · ✗ · ✗                                               slot_lost     3, with little work between
     spent    ███████████████████████████░░░░░  84 %                        budget        80 % of max_usd or max_hours
     r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
     commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
 
-Each is a pure function of a report, the time and the costs.
+Each detector is a pure function of a report, the time and the costs.
 
-Not promised: the cause.  A text names what was seen last; docs/troubles.md says where to look.
+Not promised: the cause.  A text names the last observation; docs/troubles.md says where to look.
 """
 
 from collections import Counter, defaultdict
@@ -22,19 +22,19 @@ from diloco.views.overview import run_state, seconds_per_step, silent_s
 from diloco.views.trouble import Spending, Trouble, trouble
 
 STALL = 3.0  # × the median of the newest outer steps
-LEAST_GAPS = 3  # before that the run is warming up
-STALL_FLOORS = 20  # × how old a living replica's beat may be: a death that is noticed and mended is not a stall
+LEAST_GAPS = 3  # a run with fewer intervals is warming up
+STALL_FLOORS = 20  # × the limit of a live heartbeat's age, so that the replacement of a replica is not a stall
 LOSSES = 3
-CALM_STEPS = 20  # outer steps that count a slot's work: losses before them are forgotten
+CALM_STEPS = 20  # counted outer steps of a slot after which earlier losses are forgotten
 BUDGET_SHARE = 0.8
-RECENT_STEPS = 10  # a step before these is not news
+RECENT_STEPS = 10  # older steps are not reported
 WAITS = 0.25  # of a replica's time
-LEAST_WAITS = 3  # outer steps, of the newest ones
-SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the commit that sees it
+LEAST_WAITS = 3  # least number of timed steps among the newest
+SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
 
 def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a run without a commit for 3 × the median, unless it stands still on purpose, starts or evaluates."""
+    """Find a run without a commit for 3 × the median time, unless it is stopped, starts or evaluates."""
     if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
         return []
     usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
@@ -42,29 +42,29 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
     if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
         return []
     text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
-    advice = "`diloco logs RUN SLOT` of who is silent; `diloco resume RUN` where no supervisor lives"
+    advice = "`diloco logs RUN SLOT` for a silent replica; `diloco resume RUN` if no supervisor runs"
     return [trouble("stalled", text, advice, step=report.head)]
 
 
 def _median_s(report: Report) -> float:
-    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) set no pace."""
+    """Return the median seconds of all outer steps, so that a few quick ones (without a slow replica) do not count."""
     return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
 
 
 def _open_since(report: Report) -> float:
-    """The newest commit; or when a supervisor, or the first of those that run now, began after it."""
+    """Return the time of the newest commit, or the later begin of a supervisor or of the first running session."""
     begins = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
     joined = [x.joined for x in report.sessions if x.how == "running" and x.joined is not None]
     return max([report.steps[-1].at, *begins, *([min(joined)] if joined else [])])
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Whether a living replica scores held-out prompts.  Its note says so, and its watchdog ends it if it hangs."""
+    """Whether a live replica scores held-out prompts, by its note.  If it hangs, its watchdog ends it."""
     return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
 def _evaluated_s(report: Report) -> float:
-    """Seconds of the open step that went into an evaluation."""
+    """Return the open step's seconds of evaluation."""
     since = report.steps[-1].at
     spans = [e.get("seconds") for e in report.of_kind("evaluated") if e["at"] > since]
     return max((s for s in spans if isinstance(s, int | float)), default=0.0)
@@ -79,7 +79,7 @@ def _who_is_there(report: Report, now: float) -> str:
 
 
 def slot_lost(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find slots with three lost launches, and fewer than CALM_STEPS counted steps between them and since."""
+    """Find slots with three lost launches, and fewer than CALM_STEPS counted steps between them and after them."""
     if report.done:
         return []
     found = [_lost_in_a_row(report, slot) for slot in report.wanted.slot_names]
@@ -103,7 +103,7 @@ def _lost_in_a_row(report: Report, slot: str) -> Trouble | None:
 
 
 def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a run that goes on with 80 % of max_usd or of max_hours gone."""
+    """Find a running run that has used 80 % of max_usd or max_hours."""
     if spent is None or run_state(report) != "running":
         return []
     wanted = report.wanted
@@ -135,7 +135,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _no_number_at(report: Report, session: SessionSummary) -> float | None:
-    """Return when this session, or a replica that averaged, last saw a NaN or an infinity of its; None if never."""
+    """Return the time of the last report of a NaN or infinity of this session, by itself or by others; None if none."""
     own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], default=None)
@@ -143,14 +143,14 @@ def _no_number_at(report: Report, session: SessionSummary) -> float | None:
 
 def _diverged_words(report: Report, at: float, session: SessionSummary, times: int) -> Trouble:
     often = f", {times} times by now" if times > 1 else ""
-    text = f"{session.name} met a loss, weights or a pseudogradient that are not numbers (NaN or infinity){often}"
+    text = f"{session.name} had a loss, weights or a pseudogradient that are not numbers (NaN or infinity){often}"
     text += f": {session.why}" if session.why else ""
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
     return trouble("diverged", text, advice, step=_step_of(report, at), slot=session.slot)
 
 
 def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Records that a program without the run's key wrote into the bucket, since RECENT_STEPS outer steps."""
+    """Find records by a program without the run's key, in the last RECENT_STEPS outer steps."""
     found = _recent(report, "forged")
     if not found:
         return []
@@ -183,7 +183,7 @@ def _recent(report: Report, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _several(found: list[dict[str, Any]], what: str) -> str:
-    """ "3 records are": one for each object, however many replicas met it."""
+    """Return "3 records are". An object that several replicas reported counts once."""
     count = len({str(e.get("key") or e.get("blob")) for e in found})
     return f"{count} {what}{' is' if count == 1 else 's are'}"
 
@@ -193,7 +193,7 @@ def _step_of(report: Report, at: float) -> int:
 
 
 def gated(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """A replica whose pseudogradient was too long in one of the newest outer steps."""
+    """Find replicas whose pseudogradient was too long in one of the newest outer steps."""
     found: dict[str, list[int]] = {}
     for step in report.steps[-RECENT_STEPS:]:
         for slot in step.gated:
@@ -209,7 +209,7 @@ def _gated_words(slot: str, steps: list[int]) -> Trouble:
 
 
 def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Replicas that wait for a slower one for a quarter of their time or more, and what that costs."""
+    """Find replicas that wait at least a quarter of their time for a slower one, and the cost of these waits."""
     known = [step for step in report.steps[-RECENT_STEPS:] if len(step.seconds) > 1]
     if run_state(report) != "running" or len(known) < LEAST_WAITS:
         return []
@@ -229,7 +229,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def _inner_step_s(steps: list[Step]) -> dict[str, float]:
-    """Slot -> seconds of one inner step, by the time and number of those that the steps count."""
+    """Return slot -> mean seconds of one inner step, over the counted ones."""
     spent, counts = defaultdict[str, float](float), Counter[str]()
     for step in steps:
         for slot, parts in step.seconds.items():
@@ -240,7 +240,7 @@ def _inner_step_s(steps: list[Step]) -> dict[str, float]:
 
 
 def _wait_shares(steps: list[Step]) -> dict[str, float]:
-    """Slot -> the part of its time in which it waited for a decision."""
+    """Return slot -> the share of its time in which it waited for a commit."""
     waited, whole = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in steps:
         for slot, parts in step.seconds.items():
@@ -250,7 +250,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a newest snapshot of more than two periods ago: a joining replica has to replay all steps since."""
+    """Find a newest snapshot older than two periods, as a joining replica must replay all steps after it."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

@@ -1,15 +1,15 @@
-"""Detectors of troubles of the learning: no signal, rewards that may be hacked, tools, memorizing, masked sequences.
+"""Detect troubles of learning: no signal, rewards that may be hacked, tools, overfitting, masked sequences.
 
     band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, and at least its floor
       ├─ outside in each of the newest 3 steps, and
-      └─ newest rewards above the first ones by more than their own MAD     ──▶ reward_hacking, since the first outside
+      └─ newest rewards above the first ones by more than their own MAD     ──▶ reward_hacking, from the first outside
 
     held out   0.31 ± .02 … 0.24 ± .02     newest < best − 2 · √(se² + se²), while training rewards rose ──▶ overfitting
 
-Each is a pure function of a report.  Numbers are means over the replicas that were read.
+Each detector is a pure function of a report.  Numbers are means over the replicas that were read.
 
-Not promised: that a reward is hacked.  Policies change while they learn; a text names the outer steps whose completions
-are worth a look (`flagged_steps`).
+Not promised: that a reward is hacked, because policies change as they learn.  A text names the outer steps whose
+completions you should read (`flagged_steps`).
 """
 
 import math
@@ -22,19 +22,19 @@ from diloco.runlog.reader import Report, Step
 from diloco.runlog.scope import AT_FIRST
 from diloco.views.trouble import Spending, Trouble, trouble
 
-FIRST_STEPS = AT_FIRST  # the run's own: the band is made of them
+FIRST_STEPS = AT_FIRST  # the band is computed from so many first outer steps
 LEAST_FIRST = 6
-NEWEST = 3  # outer steps in a row before anything is said
-SAME_REWARDS = 5  # outer steps in a row whose groups all have equal rewards
-EMPTY_STEPS = 3  # outer steps in a row whose mean was zero
-WIDTH = 6 * 1.4826  # of the band, in MAD: six standard deviations of normal noise
+NEWEST = 3  # successive outer steps before a trouble is reported
+SAME_REWARDS = 5  # successive outer steps whose groups all have equal rewards
+EMPTY_STEPS = 3  # successive outer steps whose mean was zero
+WIDTH = 6 * 1.4826  # of the band, in units of MAD: six standard deviations of normal noise
 ERRORS = 2.0  # standard errors of a difference of two evaluations
-APART, APART_ERRORS = 0.5, 4.0  # of the larger mean, and in standard errors: greedy and sampled differ strongly
+APART, APART_ERRORS = 0.5, 4.0  # greedy and sampled differ strongly: share of the larger mean, standard errors
 TOOL_FAILURES = 0.5
-BROKEN = 0.05  # of completions that break the reward, unless they become fewer: 0.9 of their first share
+BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
 FEWER = 0.9
-MASKED = 0.05  # of sequences: as the inner loop's own warning has it
-BANDS = {  # metric: (its word, least and largest multiple of the median that is inside, least width)
+MASKED = 0.05  # share of sequences, as in the inner loop's warning
+BANDS = {  # metric: (its label, least and largest multiple of the median inside the band, least width)
     "kl": ("KL", 0.0, 5.0, 0.1),
     "completion_length": ("completion length", 0.5, 2.0, 4.0),
     "entropy": ("entropy", 0.25, 2.0, 0.2),
@@ -45,7 +45,7 @@ BANDS = {  # metric: (its word, least and largest multiple of the median that is
 
 
 def no_signal(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """The rewards of all groups are equal, or the mean is zero, for some outer steps in a row."""
+    """Find successive outer steps in which all groups have equal rewards, or the mean is zero."""
     empty = _newest_in_a_row([step.empty for step in report.steps])
     if empty >= EMPTY_STEPS:
         causes = [str(e["cause"]) for e in report.of_kind("nothing_learned") if e.get("cause")][-1:]
@@ -71,7 +71,7 @@ def _newest_in_a_row(found: Sequence[bool]) -> int:
 
 
 def _has_equal_groups(step: Step) -> bool | None:
-    """Whether all groups of the step have equal rewards; None where no replica measured it."""
+    """Whether all groups of the step have equal rewards; None if no replica measured it."""
     known = [numbers for numbers in step.learned.values() if "equal_groups" in numbers or "reward_std" in numbers]
     return all(n.get("equal_groups", float(n.get("reward_std", 1.0) == 0.0)) >= 1.0 for n in known) if known else None
 
@@ -80,7 +80,7 @@ def _has_equal_groups(step: Step) -> bool | None:
 
 
 def reward_hacking(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """KL, completion length or entropy has left its band while the reward rose."""
+    """Find a KL, completion length or entropy that left its band while the reward rose."""
     rewards = _values(report.steps, "reward")
     if (rise := _rise(rewards)) is None:
         return []
@@ -95,26 +95,26 @@ def reward_hacking(report: Report, now: float, spent: Spending | None) -> list[T
 
 
 def flagged_steps(troubles: Sequence[Trouble], head: int) -> range:
-    """The outer steps whose completions are worth a look."""
+    """Return the outer steps whose completions the user should read."""
     first = min((found.step for found in troubles if found.kind == "reward_hacking"), default=head)
     return range(first, head)
 
 
 def _values(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
-    """Return (outer step, mean over replicas) where it was measured and is finite."""
+    """Return (outer step, mean over replicas) of each step with a finite value."""
     found = [(s.t, s.mean_reward if name == "reward" else over_replicas(s).get(name)) for s in steps]
     return [(t, value) for t, value in found if value is not None and math.isfinite(value)]
 
 
 def _first_and_later(values: Sequence[tuple[int, float]]) -> tuple[list[float], list[tuple[int, float]]] | None:
-    """The first outer steps' values, and the others; None where too few are known of either."""
+    """Split into the first outer steps' values and the others; None if too few of either are known."""
     first = [value for t, value in values if t < FIRST_STEPS]
     later = [(t, value) for t, value in values if t >= FIRST_STEPS]
     return (first, later) if len(first) >= LEAST_FIRST and len(later) >= NEWEST else None
 
 
 def _rise(rewards: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """The reward of the first and of the newest steps, if it rose by more than it scattered at first."""
+    """Return the reward of the first and of the newest steps, if it rose by more than the scatter of the first."""
     split = _first_and_later(rewards)
     if split is None:
         return None
@@ -125,7 +125,7 @@ def _rise(rewards: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
 
 
 def _outside(name: str, values: Sequence[tuple[int, float]]) -> tuple[int, str] | None:
-    """Since which outer step a metric is outside its band, in words, too."""
+    """Return the outer step since which a metric is outside its band, and a text; None if it is inside."""
     split = _first_and_later(values)
     if split is None:
         return None
@@ -142,7 +142,7 @@ def _outside(name: str, values: Sequence[tuple[int, float]]) -> tuple[int, str] 
 
 
 def reward_broken(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Completions break the reward, and they do not become fewer."""
+    """Find completions that break the reward and do not become fewer."""
     share = _newest_mean(report.steps, "reward_broken")
     before = [value for t, value in _values(report.steps[:-NEWEST], "reward_broken") if t < FIRST_STEPS]
     if share is None or share < BROKEN or (before and share < FEWER * fmean(before)):
@@ -157,7 +157,7 @@ def reward_broken(report: Report, now: float, spent: Spending | None) -> list[Tr
 
 
 def tool_failures(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Half of the tool calls fail."""
+    """Find a run in which half of the tool calls fail."""
     share = _newest_mean(report.steps, "tool_failures")
     if share is None or share < TOOL_FAILURES:
         return []
@@ -167,7 +167,7 @@ def tool_failures(report: Report, now: float, spent: Spending | None) -> list[Tr
 
 
 def masked(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Many completions teach nothing, since vLLM's policy is too far from the trainer's."""
+    """Find a run with many masked completions, because vLLM's policy is too far from the trainer's."""
     share = _newest_mean(report.steps, "importance_masked")
     if share is None or share <= MASKED:
         return []
@@ -182,7 +182,7 @@ def _newest_mean(steps: Sequence[Step], name: str) -> float | None:
 
 
 def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Held-out prompts are solved worse than at the best evaluation, while the training reward rose."""
+    """Find a held-out reward below that of the best evaluation, while the training reward rose."""
     found = [e for e in report.evaluations if not math.isnan(e.headline[1].error)]
     if len(found) < 2:
         return []
@@ -202,7 +202,7 @@ def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trou
 
 
 def held_out_differs(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Greedy and sampled answers to the held-out prompts are worth very different rewards."""
+    """Find very different rewards of greedy and sampled answers to the held-out prompts."""
     newest = report.evaluations[-1:]
     if not newest or len(newest[0].rewards) < 2:
         return []
@@ -223,12 +223,12 @@ def held_out_differs(report: Report, now: float, spent: Spending | None) -> list
 
 
 def _fell(best: Evaluation, newest: Evaluation) -> bool:
-    """Whether it fell by more than the noise of both.  The prompts are the same, so the true noise is smaller."""
+    """Whether the score fell by more than the noise of both.  The prompts are equal, so the true noise is smaller."""
     one, other = best.headline[1], newest.headline[1]
     return one.mean - other.mean > ERRORS * math.hypot(one.error, other.error)
 
 
 def _reward_around(steps: Sequence[Step], t: int) -> float | None:
-    """The mean training reward of the outer steps that made θ_t."""
+    """Return the mean training reward of the last outer steps before θ_t."""
     rewards = [r for step in steps if t - NEWEST <= step.t < max(t, 1) and (r := step.mean_reward) is not None]
     return fmean(rewards) if rewards else None

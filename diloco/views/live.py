@@ -1,13 +1,13 @@
-"""A run for a live view: a first picture at once, then all of it, then what is new, at RATE requests a second.
+"""Read a run for a live view: first an overview, then everything once, then new records at RATE requests a second.
 
-    glance   how far it is, wishes, sessions, beats, the supervisor's log, the newest steps     a few hundred requests
+    glance   step, desired state, sessions, heartbeats, supervisor's log, newest steps          a few hundred requests
     look 1   the rest of `watch_scope`: every commit, curves, the newest logs                   once; kept (cache.py)
     look k   the part that is most overdue (pace.py)                                            1 request per second
-             of a run in a folder: everything, as it costs nothing
+             for a run in a folder: everything, as it costs nothing
 
-A look that ends in an error changes nothing that was read; the next one goes on.  No thread and no timer is here.
+After an error, the reader keeps all earlier records, and the next look continues.  This file has no thread or timer.
 
-Not promised: a picture of one moment; each beat was read when `read_at` says.
+Not promised: the state of a single moment; `read_at` has the time at which each heartbeat was read.
 """
 
 from dataclasses import replace
@@ -26,22 +26,22 @@ from rendezvous.records.records import Beat, Offer, WireError
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-NEAR_LOOK_S = 1.0  # a folder
-LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
-KEPT_STEPS = 100  # outer steps whose events stay in memory while a view goes on
+NEAR_LOOK_S = 1.0  # for a folder
+LONGEST_PAUSE_S = 60.0  # longest pause between two looks at a bucket that does not answer
+KEPT_STEPS = 100  # outer steps whose events stay in memory during a live view
 
 
 class CountingStore:
-    """A store to read from that counts its requests."""
+    """A readable store that counts its requests."""
 
     def __init__(self, store: Readable) -> None:
         self._store = store
-        self._lock = Lock()  # many are asked at the same time
+        self._lock = Lock()  # requests are parallel
         self.url = store.url
         self.requests = 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)  # what only some stores have: near, cheap
+        return getattr(self._store, name)  # attributes of some stores: near, cheap
 
     def get(self, key: str) -> bytes | None:
         self._count()
@@ -61,9 +61,9 @@ class CountingStore:
 
 
 class LiveReader:
-    """supervisor_beat: as it was last read.   read_at: slot -> when its beat was last read, Unix time.
+    """A reader for a live view.   supervisor_beat: as last read.   read_at: slot -> last read of its heartbeat (Unix).
 
-    failures: looks in a row that ended in an error.
+    failures: successive looks that ended in an error.
     """
 
     def __init__(self, view: View, clock: Clock) -> None:
@@ -87,19 +87,19 @@ class LiveReader:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything has been read once."""
+        """Whether all records were read once."""
         return self._reader is not None
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look is worth while; none between the glance and the first whole look."""
+        """Seconds until the next useful look; 0 between the glance and the first whole look."""
         usual_s = NEAR_LOOK_S if self._is_near else LOOK_S
         if self.failures:
             return min(LONGEST_PAUSE_S, usual_s * 2 ** (self.failures - 1))
         return usual_s if self.is_whole else 0.0
 
     def next_look(self) -> Report | None:
-        """A glance, and then one look after the other.   Raises the store's errors; the next call goes on."""
+        """Take the glance at the first call, then one look per call.   Raises the store's errors; then call again."""
         self.failures += 1
         report = self.look() if self._glanced else self.glance()
         self._glanced = True
@@ -107,14 +107,14 @@ class LiveReader:
         return report
 
     def glance(self) -> Report:
-        """Enough for a first picture: its newest steps are the only ones that it has."""
+        """Read enough for an overview. The report has only the newest steps."""
         reader = Reader(self.store, COSTS, self._view.cache, self._view.answers)
         report = reader.refresh()
         self._note_look(reader, report, WHOLE)
         return replace(report, steps=newest_steps(self.store, report.head))
 
     def look(self) -> Report | None:
-        """The run as far as it is known now; None if it is not worth while to ask for anything yet."""
+        """Return the report after one look; None if no request is due yet."""
         if self._reader is None or self._report is None:
             return self._first_look()
         self._earn()
@@ -124,7 +124,7 @@ class LiveReader:
         return None if focus is None else self._refresh(self._reader, focus)
 
     def charge(self, requests: int) -> None:
-        """Count requests that another reader made for this view: the next looks wait for them."""
+        """Count another reader's requests for this view against the budget; the next looks are later."""
         self._budget -= requests
 
     def _first_look(self) -> Report:
@@ -135,7 +135,7 @@ class LiveReader:
         report = self._refresh(reader, WHOLE)
         self._reader = reader
         self._view = replace(self._view, cache=None, answers={})
-        self._budget = 0.0  # what was read at once is not paid back
+        self._budget = 0.0  # the first look's requests do not delay the next looks
         self._paid_at = self._clock.now()
         return report
 
@@ -165,25 +165,25 @@ class LiveReader:
         self._paid_at = now
 
 
-# -------------------------------------------------------------------- the newest steps alone
+# -------------------------------------------------------------------- only the newest steps
 
 
 def newest_steps(store: Readable, head: int) -> list[Step]:
-    """Read as many steps as a pace needs, with the numbers of a few replicas; [] if a commit cannot be read."""
+    """Read the steps that the pace needs, with the numbers of a few replicas; [] if a commit cannot be read."""
     ahead = Ahead(store)
     steps = range(max(0, head - PACE_STEPS - 1), head)
     ahead.ask(layout.commit_key(t) for t in steps)
     try:
         bodies = [ahead.get(layout.commit_key(t)) for t in steps]
         commits = [read_commit(body) for body in bodies if body is not None]
-    except WireError:  # the whole look says what it is
+    except WireError:  # the whole look reports the fault
         return []
     ahead.ask(layout.offer_key(o.step, o.slot, 0) for c in commits for o in c.fresh[:SAMPLED])
     return [_step_with_numbers(ahead, c) for c in commits]
 
 
 def _step_with_numbers(ahead: Ahead, c: Decision) -> Step:
-    step = replace(Step.of_commit(c, linked=True), carried=(), gated=(), empty=False)  # the whole look tells these
+    step = replace(Step.of_commit(c, linked=True), carried=(), gated=(), empty=False)  # the whole look reads these
     for o in c.fresh[:SAMPLED]:
         body = ahead.get(layout.offer_key(o.step, o.slot, 0))
         offer = None if body is None else decode_or_none(Offer, body)

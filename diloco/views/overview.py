@@ -1,14 +1,14 @@
-"""The numbers of a live view, out of a report.  Pure; no torch here.
+"""Compute the numbers of a live view from a report.  Pure functions, without torch.
 
     commits     … ●──43 s──● t−1 ──43 s──● t        seconds per step: median of the newest PACE_STEPS intervals
-                                         └─ now      ETA: (T − t) of these, less what the open step has taken so far
-    commit t    samples 192 of r01 ──▶ samples per second of r01: 192 / 43 s, with all its waiting
+                                         └─ now      ETA: (T − t) of these, minus the time of the open step
+    commit t    samples 192 of r01 ──▶ samples per second of r01: 192 / 43 s, including its waits
     beat        phase, inner i of H, read at 12:00:03, written at 12:00:01: 2 s old, or silent
     steps       reward, loss, KL, entropy, length; evaluation ──▶ a MetricCurve each, by outer step
 
-Money is not in it: prices are known to executors (executors/supervision/costs.py).
+Costs are not in it, because only executors know prices (executors/supervision/costs.py).
 
-Not promised: an ETA of a fleet that changes; it counts with the seconds per step of just now.
+Not promised: the ETA of a fleet that changes; it uses the current seconds per step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from diloco.runlog.reader import Report, SessionSummary, Step
 from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
-OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
-SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
+OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
+SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; in a store on another machine they come every 5 s
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -36,7 +36,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class MetricCurve:
-    """One metric by outer step: (step, mean over the replicas that were read).   label: for people."""
+    """One metric by outer step: (step, mean over the replicas that were read).   label: the displayed name."""
 
     name: str
     label: str
@@ -51,10 +51,10 @@ class MetricCurve:
 class SessionRow:
     """One session of a slot, or a slot without a claim yet (generation 0).
 
-    place: the platform, or the machine's name.   phase: of its beat; "silent", "starting", or how it ended.
-    inner, inner_steps: i of H, None outside of training.   beat_age_s: None where it has no beat of its own.
-    beat_unread_s: since the reader last looked at its beat.   counted: outer steps that list its work.
-    ended: Unix time.   end: how, in words.   why: the reason, in a line.   is_newest: of its slot.
+    place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
+    inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
+    beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps with its work.
+    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: whether newest of its slot.
     """
 
     slot: str
@@ -86,9 +86,10 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """state: "not begun", "running", "done", "stopped".   step: outer steps that are committed.   steps: T, 0: no end.
+    """A live view's numbers.   state: "not begun", "running", "done" or "stopped".   step: committed outer steps.
 
-    step_s: seconds per outer step.   eta_s: until T.   open_s: since the newest commit.   snapshot_age_s: of its θ.
+    steps: wanted ones, 0 if unlimited.   step_s: seconds per step.   eta_s: until the end.   open_s: since the newest
+    commit.   snapshot_age_s: since the newest snapshot's step.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Overview:
 
 
 def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None = None) -> Overview:
-    """now: Unix time.   read_at: slot -> when its beat was read (default: now)."""
+    """Compute the overview.   now: Unix time.   read_at: slot -> time of its heartbeat's read (default: now)."""
     state = run_state(report)
     step_s = seconds_per_step(report.steps)
     open_s = now - report.steps[-1].at if report.steps and state == "running" else None
@@ -130,7 +131,7 @@ def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None 
 
 
 def aged(seen: Overview, by_s: float) -> Overview:
-    """Return the same overview some seconds later, when nothing new has been read."""
+    """Return the same overview `by_s` seconds later, without new records."""
     rows = tuple(
         row
         if row.beat_age_s is None
@@ -159,14 +160,14 @@ def run_state(report: Report) -> str:
 
 
 def _elapsed_s(report: Report, state: str, now: float) -> float:
-    """Return the run's elapsed seconds; its clock stands once no session runs any more."""
+    """Return the run's elapsed seconds; after its end or stop, until its last sign."""
     if state == "not begun":
         return 0.0
     return max(0.0, {"done": report.ended, "stopped": report.last_sign}.get(state, now) - report.began)
 
 
 def seconds_per_step(steps: Sequence[Step]) -> float | None:
-    """Return the median seconds of the newest outer steps; None before there are two commits."""
+    """Return the median seconds of the newest outer steps; None before the second commit."""
     newest = [step.at for step in steps[-PACE_STEPS - 1 :]]
     gaps = [max(0.0, later - sooner) for sooner, later in pairwise(newest)]
     return median(gaps) if gaps else None
@@ -179,7 +180,7 @@ def _eta_s(report: Report, state: str, step_s: float | None, open_s: float | Non
 
 
 def _snapshot_age_s(report: Report, snapshot: int, now: float) -> float | None:
-    """Since θ of this step came to be, by the commit before it; None where that was not read."""
+    """Return the age of this step's θ, by the commit that made it; None if that was not read."""
     made = report.began if snapshot == 0 else next((s.at for s in report.steps if s.t == snapshot - 1), None)
     return None if made is None else max(0.0, now - made)
 
@@ -188,7 +189,7 @@ def _snapshot_age_s(report: Report, snapshot: int, now: float) -> float | None:
 
 
 def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tuple[SessionRow, ...]:
-    """Return all sessions, by slot and generation, and a row for each unclaimed slot while the run goes on."""
+    """Return all sessions, by slot and generation; in an unfinished run also a row for each unclaimed slot."""
     newest = {session.slot: session for session in report.sessions}
     rates = samples_per_second(report.steps)
     rows = [_session_row(session, is_newest=session is newest[session.slot]) for session in report.sessions]
@@ -205,7 +206,7 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
 
 
 def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Each slot's newest session, and the latest few that ended before."""
+    """Return each slot's newest session, and the few earlier ones that ended last."""
     before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
     late = {row.name for row in before[-OLD_SESSIONS:]}
     return [row for row in rows if row.is_newest or row.name in late]
@@ -240,27 +241,27 @@ def _with_beat(
 
 
 def phase_of(beat: Beat, url: str, read_at: float) -> str:
-    """The phase that a replica tells, or "silent" where its beat was old when it was read."""
+    """Return the phase in a heartbeat, or "silent" if it was old when it was read."""
     return "silent" if beat.phase != "left" and read_at - beat.at > silent_s(url) else beat.phase
 
 
 def silent_s(url: str) -> float:
-    """Return how old the beat of a living session may be, in seconds."""
+    """Return the maximal age of a live session's heartbeat, in seconds."""
     return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
 
 
 def inner_steps_per_round(report: Report) -> int:
-    """Inner steps between two meetings."""
+    """Return the inner steps between two syncs."""
     return report.setting("outer", "sync_every", 1) // max(1, report.setting("outer", "fragments", 1))
 
 
 def place_of_host(host: str) -> str:
-    """ "modal/r01.2" -> "modal"; a user's own machine has its name."""
+    """Convert "modal/r01.2" -> "modal"; for a user's own machine, return its name."""
     return host_words(host.partition("/")[0])
 
 
 def samples_per_second(steps: Sequence[Step]) -> dict[str, float]:
-    """Slot -> what its newest listed work learned from, per second of that outer step."""
+    """Return slot -> samples of its newest listed work, per second of that outer step."""
     found = dict[str, float]()
     for step, before in zip(reversed(steps[-PACE_STEPS:]), reversed(steps[-PACE_STEPS - 1 : -1]), strict=False):
         if (took := step.at - before.at) > 0:
@@ -282,7 +283,7 @@ def series_of(report: Report) -> tuple[MetricCurve, ...]:
 
 
 def step_values(step: Step) -> dict[str, float]:
-    """Means over the replicas whose numbers were read; the reward where it came late, too."""
+    """Return means over the replicas whose numbers were read; the reward also from late work."""
     rewards = [step.mean_reward] if step.mean_reward is not None else list(step.reward.values())
     numbers = {name: value for name, value in over_replicas(step).items() if name in LABELS}
     return {"reward": fmean(rewards), **numbers} if rewards else numbers

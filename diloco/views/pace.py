@@ -1,21 +1,21 @@
-"""The part of a run that the next look of a live view is about, so that views cost no more than RATE requests a second.
+"""Choose the part of a run that a live view's next look reads, so that a view sends at most RATE requests a second.
 
     name            every    costs                           overdue = (now − asked) / every; the most overdue go first,
     newest commit   LOOK_S   1, and SAMPLED offers of a new  as long as the budget lasts:  RATE × seconds since the last
-    supervisor      10 s     2   its log, a new claim of it  look, less what that one really cost
-    control         60 s     2   wishes, supervisor's beat
-    beat of a slot   5 s     1   replicas beat every five
-    log of a slot   60 s     6   once its beat is at another outer step than when its log was last read; how far the
-                                 log goes is found by probing
-    sessions        20 s     7   claims, goodbyes, log: where a beat is of a new session, says goodbye, or is old
+    supervisor      10 s     2   its log, a new claim of it  look, less the real cost of that look
+    control         60 s     2   desired state, supervisor's heartbeat
+    beat of a slot   5 s     1   a replica writes one every 5 s
+    log of a slot   60 s     6   if its heartbeat is at another outer step than at the last read of its log; the length
+                                 of the log is found by probing
+    sessions        20 s     7   claims, leave records, log: if a heartbeat is of a new session, is the last, or is old
 
-What is due and too dear for now makes the others wait, so that the budget is saved up for it.
+If the most overdue part is too expensive now, the others wait, so that the budget grows.
 
     4 replicas, a step in 43 s:   each beat every ten seconds, each log every other minute
     32 replicas:                  each beat after a minute or two, each log every quarter of an hour: its newest objects
-    64 replicas:                  twice that
+    64 replicas:                  twice as long
 
-Pure.  Not promised: that a view has seen every word of a large fleet's logs; `diloco report` reads them all.
+Pure functions.  Not promised: all of a large fleet's logs; `diloco report` reads them all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,23 +26,23 @@ from diloco.runlog.scope import SAMPLED, Focus
 from diloco.views.overview import silent_s
 from rendezvous.records.records import Beat
 
-RATE = 1.0  # requests per second, of which a month at S3's price is a dollar
+RATE = 1.0  # requests per second; a month of these costs a dollar at S3's price
 LOOK_S = 5.0  # from one look to the next
-BURST_S = 2 * LOOK_S  # that much is saved up, at most
+BURST_S = 2 * LOOK_S  # the budget grows for at most so long
 EVERY = {"supervisor": 10.0, "control": 60.0, "beat": 5.0, "log": 60.0, "sessions": 20.0}
 COSTS_OF = {"supervisor": 2, "control": 2, "beat": 1, "log": 6, "sessions": 7}
 
 
 @dataclass(frozen=True)
 class AskedSoFar:
-    """Requests and their times, by (kind, slot); "" for no slot.   log_steps: slot -> its beat's step then."""
+    """Times of requests, by (kind, slot); "" for no slot.   log_steps: slot -> its heartbeat's step at that time."""
 
     at: Mapping[tuple[str, str], float]
     log_steps: Mapping[str, int]
 
 
 def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) -> Focus | None:
-    """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that may be made now."""
+    """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that are allowed now."""
     left = budget - 1  # the newest commit
     if left < 0:
         return None
@@ -64,7 +64,7 @@ def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) 
 
 
 def items_of(focus: Focus, report: Report) -> list[tuple[str, str]]:
-    """The (kind, slot) pairs that a look with this focus asks for."""
+    """Return the (kind, slot) pairs that a look with this focus requests."""
     slots = report.wanted.slot_names
     found = [("control", "")] * focus.control + [("supervisor", "")] * focus.supervisor
     found += [("beat", slot) for slot in slots if focus.reads_beat(slot)]
@@ -77,7 +77,7 @@ def _slots_of(kind: str, chosen: set[tuple[str, str]]) -> frozenset[str]:
 
 
 def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str, str]]:
-    """Everything that there may be something new of."""
+    """Yield all (kind, slot) pairs that may have new records."""
     yield from (("control", ""), ("supervisor", ""))
     newest = {session.slot: session for session in report.sessions}
     for slot in report.wanted.slot_names:
@@ -97,5 +97,5 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
 
 
 def _is_settled(beat: Beat, session: SessionSummary) -> bool:
-    """Whether the beat is of the session that is known to live there."""
+    """Whether the heartbeat is of the known running session."""
     return beat.generation == session.generation and session.how == "running" and beat.phase != "left"

@@ -1,11 +1,11 @@
-"""A few completions per outer step, out of the rollouts that replicas wrote down.
+"""Read a few completions per outer step from the replicas' logged rollouts.
 
     log/{slot}-{generation}/{n}.rollouts.jsonl      line 1: outer step, tools; then one rollout a line
-      └─ from each session's newest object back to the first that is wanted ──▶ table of row s, at most `most` rows
+      └─ from each session's newest object back to the first that is needed ──▶ table of row s, at most `most` rows
 
 A session writes its rollouts of an outer step before its "step" event, so the rollouts of a complete row are there.
 
-Not promised: any sample, where fleet.log_rollouts is 0.
+Not promised: any sample if fleet.log_rollouts is 0.
 """
 
 import json
@@ -18,22 +18,22 @@ from rendezvous import layout
 from rendezvous.store import Readable
 
 COLUMNS = ("step", "replica", "prompt", "completion", "reward")
-MOST_CHARACTERS = 4000  # of one cell
+MOST_CHARACTERS = 4000  # in one cell
 Sample = tuple[int, str, str, str, float | None]
 
 
 class SampleReader:
-    """most: samples per outer step, over all replicas.   Each object is read once, if all goes well."""
+    """A reader of samples.   most: samples per outer step, over all replicas.   It usually reads each object once."""
 
     def __init__(self, store: Readable, most: int) -> None:
         self._store = store
         self._most = most
         self._seen = set[str]()
-        self._first = 0  # rows before this one were not read, or are forgotten
+        self._first = 0  # rows before this one were not read, or were forgotten
         self._samples = defaultdict[int, dict[str, list[Sample]]](dict)
 
     def read_from(self, row: int) -> None:
-        """Read what is new, as far as it is of row `row` or a later one; all again, if earlier rows are gone."""
+        """Read new samples of row `row` and later ones; read all again if these rows were forgotten."""
         if row < self._first:
             self._seen.clear()
             self._samples.clear()
@@ -50,19 +50,19 @@ class SampleReader:
             self._seen |= set(keys)
 
     def samples_of(self, row: int) -> list[Sample]:
-        """The samples of one row, by turns of each replica."""
+        """Return the samples of one row, alternating between replicas."""
         by_slot = self._samples.get(row, {})
         turns = zip_longest(*(by_slot[slot] for slot in sorted(by_slot)))
         return [sample for sample in chain.from_iterable(turns) if sample is not None][: self._most]
 
     def forget_before(self, row: int) -> None:
-        """Drop the rows before this one: they are not needed again, unless a tracker turns out not to have them."""
+        """Drop the rows before this one, which are usually not needed again."""
         self._first = max(row, self._first)
         for old in [r for r in self._samples if r < row]:
             del self._samples[old]
 
     def _read(self, key: str, slot: str, first: int) -> bool:
-        """Read one object of samples; -> whether the objects before it are wanted, too."""
+        """Read one object of samples. Return whether the objects before it are needed, too."""
         row, found = _samples_in(self._store, key, slot, self._most)
         if row is not None and row >= first:
             self._samples[row].setdefault(slot, []).extend(found)
@@ -70,7 +70,7 @@ class SampleReader:
 
 
 def session_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
-    """The newest rollouts of one session, the newest outer step first; at the end those of its first object."""
+    """Return a session's newest rollouts, the newest outer step first, and then those of its first object."""
     keys = sorted(key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key))
     newest = list[Sample]()
     while keys[1:] and len(newest) < most:
@@ -79,7 +79,7 @@ def session_samples(store: Readable, slot: str, generation: int, most: int) -> l
 
 
 def _samples_in(store: Readable, key: str, slot: str, most: int | None = None) -> tuple[int | None, list[Sample]]:
-    """The row that an object's first line names, None if it names none; and its samples, of the first `most` lines."""
+    """Return the row in an object's first line, or None, and the samples in the next `most` lines."""
     head, *lines = (store.get(key) or b"").decode(errors="replace").splitlines() or [""]
     try:
         row = rollout_head(head)[0] + 1
@@ -89,7 +89,7 @@ def _samples_in(store: Readable, key: str, slot: str, most: int | None = None) -
 
 
 def _sample_of(line: str, row: int, slot: str) -> Sample | None:
-    """A rollout as a row of the table; None if the object is not one."""
+    """Return a rollout as a row of the table; None if the line is not a rollout."""
     try:
         rollout = rollout_line(line)
         messages = rollout["messages"]
@@ -102,7 +102,7 @@ def _sample_of(line: str, row: int, slot: str) -> Sample | None:
 
 
 def _text_of(messages: list[dict[str, Any]]) -> str:
-    """One message is its text; of several each says whose it is."""
+    """Return a single message's text; for several, each text with its role."""
     texts = [_content_of(m) for m in messages]
     if len(messages) != 1:
         texts = [f"[{m.get('role', '')}] {text}" for m, text in zip(messages, texts, strict=True)]

@@ -1,11 +1,11 @@
-"""One trouble of a run, as people and webhooks hear it.
+"""One trouble of a run, as views show it and webhooks send it.
 
     Trouble("stalled", "", 12, "no outer step for 6 min 10 s, …", "`diloco logs RUN …`", "stalled")
-            kind       slot step what was seen, with numbers  the next thing to do  anchor in docs/troubles.md
+            kind       slot step the observation, in numbers  the next thing to do  anchor in docs/troubles.md
 
-A trouble is there as long as a detector finds it: kind and slot name it, text and step may move on meanwhile.
+A trouble lasts as long as a detector finds it. Kind and slot identify it; its text and step may change.
 
-Not promised: that a trouble is a fault; each says what was seen, and a person judges.
+Not promised: that a trouble is a fault; it is an observation, and you decide.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ PAGE = "docs/troubles.md"
 
 @dataclass(frozen=True)
 class Trouble:
-    """kind: a short word that stays.   slot: "" for the whole run.   step: the outer step where it began.
+    """A trouble.   kind: its short name, which is fixed.   slot: "" for the whole run.   step: where it began.
 
-    text: what was seen.   advice: the next thing to do.   page: anchor in docs/troubles.md.
+    text: the observation.   advice: the next thing to do.   page: anchor in docs/troubles.md.
     """
 
     kind: str
@@ -29,19 +29,19 @@ class Trouble:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity of the trouble: the same at two looks."""
+        """The trouble's identity, which is the same at each look."""
         return self.kind, self.slot
 
     @property
     def line(self) -> str:
-        """The trouble in a line of words."""
+        """The trouble as one line of text."""
         about = f"{self.slot}: " if self.slot else ""
         return f"{about}{self.text}. {self.advice} ({PAGE}#{self.page})"
 
 
 @dataclass(frozen=True)
 class Spending:
-    """The run's cost, as executors reckon it.   hours: with any replica running."""
+    """The run's cost, as executors compute it.   hours: time with at least one running replica."""
 
     usd: float = 0.0
     hours: float = 0.0
@@ -49,5 +49,5 @@ class Spending:
 
 
 def trouble(kind: str, text: str, advice: str, *, step: int, slot: str = "") -> Trouble:
-    """Make one; its page is its kind."""
+    """Make a Trouble whose page is its kind."""
     return Trouble(kind, slot, step, text, advice, page=kind)

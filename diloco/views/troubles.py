@@ -1,13 +1,13 @@
-"""Everything that a person must hear of a run, as data: one detector per kind, in one table.  Pure; no torch here.
+"""Find a run's troubles, as data: one detector per kind, in one table.  Pure functions, without torch.
 
     Report, now, Spending ──▶ find_troubles ──▶ [Trouble, …]     `diloco status`, `diloco watch`, `--alert URL`
 
     docs/troubles.md has a section for each kind; a test compares them.
 
-Costs are an argument: prices are known to executors (executors/supervision/costs.py), and executors add what only they
-know of: platforms, disks, rewards that are asked again (executors/supervision/notices/remarks.py).
+Costs are an argument, because only executors know prices (executors/supervision/costs.py). Executors also add troubles
+that only they know: platforms, disks, rewards that are retried (executors/supervision/notices/remarks.py).
 
-Not promised: a verdict.  A detector says what it saw.
+Not promised: a judgement.  A detector reports its observation.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,5 +42,5 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
 
 
 def find_troubles(report: Report, now: float, spent: Spending | None = None) -> list[Trouble]:
-    """Return the run's troubles at a moment.   now: Unix time.   spent: the run's costs; None where unknown."""
+    """Return the run's troubles at time `now` (Unix).   spent: the run's costs; None if unknown."""
     return [found for detector in DETECTORS.values() for found in detector(report, now, spent)]

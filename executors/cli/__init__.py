@@ -1,1 +1,1 @@
-"""The command line: what a person types, and what the terminal shows."""
+"""The command line: the user's commands, and the terminal's output."""

@@ -1,12 +1,12 @@
-"""The output of a command: an answer for programs or for people, a word beside it, and an error in words.
+"""The output of a command: an answer for programs or for people, notes on stderr, and error messages.
 
     act(args) ──▶ Answer(data, lines, code) ──▶ stdout: lines, or --json: data        stderr: note, say
     an error  ──▶ explain_error ──▶ (text, exit code)
 
     step 3 was closed by r01-1 at 2026-11-23 23:44:35.233 UTC: 2 fresh and 0 late
-      pseudogradients, min_replicas 2, …              ◀── sentences, in a terminal: their own indent and two more
+      pseudogradients, min_replicas 2, …              ◀── sentences, in a terminal: wrapped, with two more spaces
 
-Not promised: stable words for people; programs read --json.  What is wider than the terminal loses its alignment.
+Not promised: stable texts for people; programs read --json.  Lines wider than the terminal lose their alignment.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from executors.preflight.quote import Quote
 
-NARROWEST = 20  # below this a terminal that names its width wrongly would get a word per line
+NARROWEST = 20  # columns; a terminal that reports a too small width would get one word per line
 DECLINED = 130
 BUSY = (
     "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
@@ -31,7 +31,7 @@ BUSY = (
 
 @dataclass(frozen=True)
 class Answer:
-    """data: for programs.   lines: for people; whole sentences take the terminal's width.   note: for stderr, after it.
+    """data: for programs.   lines: for people.   note: for stderr, afterwards.   sentences: wrap the lines.
 
     An act that has printed its answer itself leaves all of them empty.
     """
@@ -47,7 +47,7 @@ Act = Callable[[Namespace], Answer]
 
 
 def print_answer(answer: Answer, as_json: bool) -> int:
-    """Print the answer; -> its exit code."""
+    """Print the answer; return its exit code."""
     lines = fit_lines(answer.lines, sys.stdout) if answer.sentences else answer.lines
     if answer.data if as_json else lines:
         print(json.dumps(answer.data, indent=1) if as_json else "\n".join(lines), flush=True)
@@ -57,12 +57,12 @@ def print_answer(answer: Answer, as_json: bool) -> int:
 
 
 def say(text: str) -> None:
-    """Print a word to the person, beside the data."""
+    """Print a text for the user on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def is_agreed(offer: "Quote", yes: bool) -> bool:
-    """Show what a start costs, and ask whether that is right."""
+    """Show the costs of a start, and ask the user to accept them."""
     from executors.preflight.quote import ask_agreement
 
     if not offer.free:
@@ -74,7 +74,7 @@ def is_agreed(offer: "Quote", yes: bool) -> bool:
 
 
 def fit_lines(lines: Iterable[str], out: TextIO) -> list[str]:
-    """The lines as they are to be printed there: elsewhere than in a terminal one each, for `grep`."""
+    """Return the lines, wrapped if `out` is a terminal; else unchanged, for `grep`."""
     if not out.isatty():
         return [*lines]
     width = max(NARROWEST, shutil.get_terminal_size().columns)
@@ -82,7 +82,7 @@ def fit_lines(lines: Iterable[str], out: TextIO) -> list[str]:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Wrap between words alone: a path or command that is longer than the terminal stays whole, to be copied."""
+    """Wrap only between words: a path or command that is longer than the terminal stays whole, to be copied."""
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -93,7 +93,7 @@ def wrap_line(line: str, width: int) -> list[str]:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the error says what to do next; any other is a defect, and keeps its traceback."""
+    """Whether the error says what to do next; any other error is a defect, and keeps its traceback."""
     from diloco.run.config import ConfigError
     from diloco.views.page.charts import ReportError
     from executors.platforms.base import ExecutorError
@@ -106,7 +106,7 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  No answer of a platform, or a full disk, is not a mistake in the command: the same one
+    """Return (text, exit code).  A platform without an answer, or a full disk, is not a mistake in the command, which
     may work later."""
     from diloco.process import exitcodes
     from diloco.process.disk_space import full_disk_words, is_full
@@ -114,7 +114,7 @@ def explain_error(error: Exception) -> tuple[str, int]:
     from executors.platforms.base import Unavailable
     from rendezvous.errors import GaveUp, StoreUnclear
 
-    if isinstance(error, StoreUnclear | GaveUp):  # the latter says what to do
+    if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP

@@ -1,4 +1,4 @@
-"""Tab completion, made from the parser itself: verbs, their options, words that are chosen from a list, slots of a run.
+"""Tab completion, made from the parser itself: verbs, their options, choices of arguments, slots of a run.
 
     eval "$(diloco completion bash)"                               in ~/.bashrc
     eval "$(diloco completion zsh)"                                in ~/.zshrc
@@ -7,7 +7,7 @@
     diloco drain runs/mine <TAB>  ──▶  diloco completion bash --slots runs/mine --verb drain  ──▶  r00 r01 r02
     diloco logs runs/mine <TAB>                                              … --verb logs   ──▶  r00 … r00-1 r00-2 …
 
-Not promised: names of runs; slots where the bucket cannot be read now (nothing is offered then).
+Not promised: names of runs; slots if the bucket cannot be read now.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from executors.cli.options import SLOTS
 
 @dataclass(frozen=True)
 class Option:
-    """One option.   words: the values that it takes; none: any value."""
+    """One option.   words: the values that it takes; (): any value."""
 
     flags: tuple[str, ...]
     text: str
@@ -45,14 +45,14 @@ class Verb:
 
 
 def completion_script(verbs: Any, shell: str) -> str:
-    """The script for this shell.   verbs: of the parser (argparse's action)."""
+    """Return the script for this shell.   verbs: of the parser (argparse's action)."""
     return SCRIPTS[shell](list(verbs_of(verbs)))
 
 
 def slots_of(url: str, sessions: bool = False) -> list[str]:
-    """Slots of the run at `url`, for a shell that waits for a key: none rather than an error.
+    """Return the slots of the run at `url`; [] instead of an error, which a shell cannot show.
 
-    sessions: those of each slot as well, and the supervisor.
+    sessions: add the sessions of each slot, and the supervisor.
     """
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
     from diloco.runlog.scope import COSTS
@@ -61,7 +61,7 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
 
     try:
         found = take_look(Ahead(open_signed(url)), COSTS, ReadSoFar())
-    except Exception:  # a half-typed URL, no keys, no network: a shell has nowhere to say so
+    except Exception:  # a half-typed URL, no keys, no network: a shell cannot show errors during completion
         return []
     slots = found.wanted.slot_names
     ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
@@ -123,7 +123,7 @@ complete -o default -F _diloco diloco"""
 
 
 def _slot_cases(verbs: str, at: str) -> str:
-    """ "logs|drain" -> "logs\\ 3\\ *|drain\\ 3\\ *": the third word of these verbs."""
+    """Return patterns for word `at` of these verbs: "logs|drain" -> "logs\\ 3\\ *|drain\\ 3\\ *"."""
     return "|".join(f"{verb}\\ {at}\\ *" for verb in verbs.split("|"))
 
 

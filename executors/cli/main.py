@@ -1,11 +1,11 @@
-"""The command `diloco`: one verb per intent, and a clear word when something is wrong.
+"""The command `diloco`: its verbs, and clear messages for errors.
 
     diloco VERB …  ──make_parser──▶  args  ──▶  args.act(args)  ──▶  Answer  ──▶  exit code
              └─ VERBS: starting looking changing writing checking: verbs.py of each has options and acts
 
-Of a verb that is typed its own kind is loaded alone, and what it needs when it is used, so that it answers at once.
+A command imports only the module of its verb's kind, and further modules when they are used, so it answers at once.
 
-Not promised: stable words for people; programs read --json.
+Not promised: stable texts for people; programs read --json.
 """
 
 import os
@@ -27,7 +27,7 @@ VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
     "writing": ("export", "verify", "explain", "blame", "bisect", "gc", "eval", "traces", "track"),
     "checking": ("init", "check", "doctor", "setup", "objectives", "completion"),
 }
-WHOLE = ("completion",)  # verbs that speak of all others
+WHOLE = ("completion",)  # verbs that need the parsers of all others
 WITH_COMMAND = ("bisect", "blame")
 SHOWN = {
     "starting": ("init", "check", "demo", "plan", "train", "resume"),
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return print_answer(_short_form(args) or args.act(args), args.json)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `diloco status RUN | head`: the reader has seen enough
+    except BrokenPipeError:  # `diloco status RUN | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def split_command(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Take off a command behind `--`, which argparse would take for its own.
+    """Split off a command behind `--`, which argparse would parse as its own arguments.
 
     ("bisect", "RUN", "--", "cmd", "-x") -> (["bisect", "RUN"], ["cmd", "-x"])"""
     words = [*argv]
@@ -88,7 +88,7 @@ def split_command(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _short_form(args: Namespace) -> Answer | None:
-    """Answer for a run of `launch_replicas`, which has no records; -> None for any other run."""
+    """Return the answer for a run of `launch_replicas`, which has no records; None for any other run."""
     if not getattr(args, "run", None):
         return None
     from executors.cli.looking.short_runs import short_answer, short_run
@@ -102,7 +102,7 @@ def _short_form(args: Namespace) -> Answer | None:
 
 
 def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Make the parser of all verbs; where the first of `words` is one, that of its kind."""
+    """Make the parser of all verbs; if the first of `words` is a verb, only of its kind."""
     kinds = [kind for kind, names in VERBS.items() if words and words[0] in names and words[0] not in WHOLE]
     parser = Parser(prog="diloco", epilog=EXIT_CODES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
@@ -116,7 +116,7 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _description(texts: Mapping[str, str]) -> str:
-    """The verbs in groups: most with a line each, the others by name."""
+    """Return the verbs in groups: most with a line each, the others only by name."""
     lines = ["Train one model on replicas that meet only in a bucket."]
     for group, names in SHOWN.items():
         lines += ["", f"{group}:", *(f"    {name:8s} {texts[name]}" for name in names)]
@@ -125,7 +125,7 @@ def _description(texts: Mapping[str, str]) -> str:
 
 
 class Version(Action):
-    """`diloco --version`; the release is looked up only then."""
+    """The action of `diloco --version`, which looks up the release only when it is used."""
 
     def __call__(self, parser: ArgumentParser, *_: object) -> None:
         from importlib import metadata

@@ -1,12 +1,12 @@
-"""A command opens its run, and waits a while for a bucket that gives no answer.
+"""Opens a command's run, and waits a while for a bucket that does not answer.
 
-    503, time-out, no route  ──▶ asked again for PATIENCE_S ──▶ StoreUnclear or GaveUp: exit code 75, say it again later
-    403, no such bucket      ──▶ said at once: only a person can mend it
+    503, time-out, no route  ──▶ repeated for PATIENCE_S ──▶ StoreUnclear or GaveUp: exit code 75, try again later
+    403, no such bucket      ──▶ raised at once: only the user can repair it
 
-People call a run that was founded again by its first URL; a view finds the present one out with its first requests
-(diloco/runlog/opening.py), all others ask `present_url`.
+Users type the first URL of a run that was founded again.  A view finds the present URL with its first requests
+(diloco/runlog/opening.py); all other commands call `present_url`.
 
-Not promised: that the bucket answers later requests; each of them is waited for as long.
+Not promised: that the bucket answers later requests; each of them is repeated as long.
 """
 
 import shlex
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def ask_again(request: Callable[[], T], clock: Clock | None = None) -> T:
-    """Return `request()`, asked again after each StoreUnclear for PATIENCE_S; then the last one is raised."""
+    """Return `request()`, repeated after each StoreUnclear for PATIENCE_S; then raise the last StoreUnclear."""
     clock = clock or SystemClock()
     until = clock.now() + PATIENCE_S
     said = False
@@ -47,17 +47,17 @@ def ask_again(request: Callable[[], T], clock: Clock | None = None) -> T:
 
 
 def patient(act: Act) -> Act:
-    """The act, asked again while the bucket gives no answer: it writes nothing before it has read all."""
+    """Return the act, repeated while the bucket does not answer; it must write nothing before it has read all."""
     return lambda args: ask_again(lambda: act(args))
 
 
 def opened(act: "Callable[[Namespace, Run], Answer]") -> Act:
-    """The act, which is given its run: one that is not there is told before anything heavy is imported."""
+    """Return an act that opens its run first, so that a missing run raises before heavy imports."""
     return lambda args: act(args, reach_run(args.run))
 
 
 def present_url(url: str) -> str:
-    """The URL of the run that people call `url`.   Raises UsageError where it cannot be one."""
+    """Return the present URL of the run that users call `url`.   Raise UsageError if `url` is not valid."""
     from diloco.run.superseded import current_url
 
     checked = run_url.checked_url(url)
@@ -65,7 +65,7 @@ def present_url(url: str) -> str:
 
 
 def reach_run(url: str) -> "Run":
-    """The run that people call `url`, whose store is asked patiently.   Raises ConfigError where there is none."""
+    """Return the run that users call `url`, with a patient store.   Raise ConfigError if there is none."""
     from diloco.run.record import read_run
 
     present = present_url(url)
@@ -74,15 +74,14 @@ def reach_run(url: str) -> "Run":
 
 
 def reach_store(url: str) -> "Store":
-    """The store of the run at `url`, also where its run.json is damaged."""
+    """Return the store of the run at `url`, even if its run.json is damaged."""
     from diloco.run.record import store_of
 
     return patient_store(ask_again(lambda: store_of(url)))
 
 
 def patient_store(store: "Store") -> "Store":
-    """The store, with patience.  A folder of this machine stays as it is: it has no bad moments, and its errors say
-    more."""
+    """Return the store with retries.  A folder of this machine needs none, and its own errors say more."""
     if getattr(store, "near", False):
         return store
     from rendezvous.store import PatientStore
@@ -91,7 +90,7 @@ def patient_store(store: "Store") -> "Store":
 
 
 def finished_words(store: "Store", url: str, steps: int | None = None) -> str:
-    """The message for a run that has all its outer steps; "" for another run, and where other `steps` are asked for."""
+    """Return the message for a run that has all its outer steps; "" for other runs, and if other `steps` are wanted."""
     from diloco.run.founding import is_finished
     from rendezvous.agreement.membership import read_control
 

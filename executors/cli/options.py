@@ -1,9 +1,9 @@
 """The parts of every verb: its parser, its act, its options.
 
     add_run_verb(verbs, "logs", "what a replica prints", _logs) ──▶ RUN, --json, args.act = _logs
-    args.run    RUN: a run that is there        args.url    --run URL: where one is to be founded
+    args.run    RUN: an existing run            args.url    --run URL: of a run to found or resume
 
-Not promised: what a typed word must look like (typed.py), and that what it names exists: the act tells.
+Not promised: checks of a word's form (typed.py), or that a named thing exists: the act checks that.
 """
 
 import argparse
@@ -43,13 +43,13 @@ def add_run_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.Argumen
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, and what replaces single settings of it."""
+    """Add CONFIG, and --set, which replaces single settings."""
     parser.add_argument("config", metavar="CONFIG", help="the run.toml")
     again(parser, "--set", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's: inner.lr=2e-6")
 
 
 def read_config(args: argparse.Namespace) -> "RunConfig":
-    """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
+    """Read the config, and gather its data here: fetch data from the Hub, and join several files into one."""
     from diloco.run.config import load_config
 
     config = load_config(args.config, args.set)
@@ -69,11 +69,11 @@ def value(parser: Any, name: str, metavar: str, help: str, **more: Any) -> argpa
 
 
 def again(parser: Any, *names: str, **more: Any) -> argparse.Action:
-    """An option that may be given more than once; -> a list."""
+    """Add an option that may be given more than once; its value is a list."""
     return parser.add_argument(*names, action="append", **more)
 
 
-SLOTS = "{slots of the run}"  # what TAB offers where only the run knows its slots (completion.py)
+SLOTS = "{slots of the run}"  # stands for slots, which completion.py reads from the run
 
 
 def offer(action: argparse.Action, *words: str) -> None:

@@ -1,8 +1,8 @@
-"""The form of each typed word: its value, or the message that names the mistake.
+"""Converts typed words into values, or raises a message that names the mistake.
 
     "1.7B" ──count──▶ 1_700_000_000     "90m" ──duration──▶ 5400.0     "0" ──positive──▶ ArgumentTypeError: in words
 
-Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
+Not promised: that a name exists (a slot, a GPU); the verb or the platform checks it.
 """
 
 import json
@@ -15,7 +15,7 @@ UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def step_or_all(text: str) -> int | None:
-    """ "all" -> None"""
+    """Return a step; None for "all"."""
     return None if text == "all" else natural(text)
 
 
@@ -42,14 +42,14 @@ def natural(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """ "12.50", "$12.50" """
+    """Return an amount, as "12.50" or "$12.50"."""
     if not re.fullmatch(r"\$?\d+(\.\d*)?", text):
         raise ArgumentTypeError(f"{text!r} is not an amount; write e.g. 25 or 12.50 (0: no limit)")
     return float(text.removeprefix("$"))
 
 
 def duration(text: str) -> float:
-    """ "90m" -> 5400.0"""
+    """Return seconds: "90m" -> 5400.0."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text)
     if found is None or not float(found[1]):
         raise ArgumentTypeError(f"{text!r} is not a time; write e.g. 90m, 6h or 1d")
@@ -57,7 +57,7 @@ def duration(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """ "20", "0.5" -> a number of seconds that can be waited for"""
+    """Return a finite number of seconds."""
     try:
         number = float(text)
     except ValueError:
@@ -68,7 +68,7 @@ def seconds(text: str) -> float:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """ "cpu=4" -> ("cpu", 4);  a value that is not a JSON is a text"""
+    """Return key and value: "cpu=4" -> ("cpu", 4); a value that is not JSON is a text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")
@@ -79,7 +79,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def place(text: str) -> dict[str, Any]:
-    """ "modal:2:H100,A100" -> a place as it stands in the run (executors/platforms/multi.py)"""
+    """Return "modal:2:H100,A100" as a place of the run's records (executors/platforms/places.py)."""
     name, _, rest = text.partition(":")
     number, _, gpus = rest.partition(":")
     if not name or (number and not re.fullmatch(r"[1-9]\d*", number)):
@@ -93,7 +93,7 @@ def place(text: str) -> dict[str, Any]:
 
 
 def count(text: str) -> int:
-    """ "1.7B" -> 1_700_000_000"""
+    """Return a number of parameters: "1.7B" -> 1_700_000_000."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if scale > 1 else text) * scale

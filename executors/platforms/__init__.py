@@ -1,6 +1,6 @@
-"""The platforms of replicas: one protocol (base), the life of a process (executor, platform), a module or folder each.
+"""The platforms of replicas: one protocol (base), one base class (executor, platform), a module or folder each.
 
-A new platform has one line in EXECUTORS, and one more in FAR if its machines see nothing of this one.
+A new platform needs a line in EXECUTORS, and one in FAR if its machines cannot see this one's files.
 """
 
 EXECUTORS = {

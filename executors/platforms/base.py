@@ -1,17 +1,17 @@
-"""The protocol of every platform that runs replicas, in plain data: six verbs, and a supervisor's further questions.
+"""The protocol of all platforms that run replicas: six methods, and further ones that a supervisor needs.
 
     ServerlessExecutor
       launch_replicas ──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
-                             ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
+                             ├──cancel──▶ (asked to leave)                               ├▶ FAILED    its own fault
                              ├──collect─▶ results                                        ├▶ CANCELLED we asked
                              └──logs, follow ─▶ lines                                    └▶ LOST      killed, gone
-    FleetExecutor, of which those are a part
-      specs ──plan──▶ what it would do       find(run) ──▶ handles, from another process and with no local state
+    FleetExecutor(ServerlessExecutor)
+      specs ──plan──▶ effects and price      find(run) ──▶ handles, also in another process without local state
 
-A replica's whole input is the run's URL and its slot.  Specs, handles and statuses survive JSON.
-An executor reports; only the supervisor replaces.
+A replica needs only the run's URL and its slot as input.  Specs, handles and statuses can be stored as JSON.
+An executor only reports the end of a replica; the supervisor replaces it.
 
-Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
+Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket shows that.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ FIRST_PAUSE_S = 0.02
 
 
 class ExecutorError(ValueError):
-    """A platform cannot do this as asked: what happened, what was seen, and the next thing to do."""
+    """A platform cannot do what was asked.  The text says what happened, what was seen, and what to do next."""
 
 
 class Unavailable(ExecutorError):
-    """A platform does not answer now; the same may work later."""
+    """A platform does not answer now; the same request may work later."""
 
 
 class Refused(ExecutorError):
-    """A platform answers, and does not let us in (401, 403): a person must give other credentials or rights."""
+    """A platform denies access (401, 403): the user must give other credentials or rights."""
 
 
 class State(StrEnum):
@@ -60,7 +60,7 @@ class State(StrEnum):
 
 
 def short_name(run: str, digits: int = 8) -> str:
-    """A run's URL in letters, digits and dashes, as names and labels may have them: its end for people, its digest."""
+    """Return a run's URL as a name of letters, digits and dashes: the readable end of the URL, and its digest."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2] or run).strip("-")[-40:].strip("-")
     return f"{words}-{run_digest(run, digits)}".lstrip("-")
 
@@ -70,13 +70,13 @@ def run_digest(run: str, digits: int) -> str:
 
 
 def load_name(name: str) -> Any:
-    """ "package.module:function" -> the function; `main` where none is named."""
+    """Import the function of "package.module:function", or `main` of "package.module"."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function or "main")
 
 
 class Plain:
-    """A dataclass that goes to JSON and back."""
+    """A dataclass that converts to and from JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]
@@ -92,12 +92,12 @@ class ReplicaSpec(Plain):
     """One process to start.
 
     entrypoint: "package.module[:function]"; without a function, `main`.
-    argv: called as function(list(argv)), and its return value is the exit code (None: 0).
-    kwargs: called as function(**kwargs) instead, and its return value is the result.
-    env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
-    gpu: kinds in order of preference, in the platform's words; none: CPU only.   secrets: names, never values.
-    timeout_s: how long the process may live (0: as long as the executor allows); it leaves by itself before that.
-    lease_s: it leaves, too, once its launcher has said nothing for so long (short_form.py); 0: it asks for no word.
+    argv: the call is function(list(argv)), and its return value is the exit code (None: 0).
+    kwargs: if given, the call is function(**kwargs), and its return value is the result.
+    env: environment variables; set before heavy imports only if `fresh`.   fresh: start a new interpreter.
+    gpu: the platform's names of GPUs, in order of preference; (): CPU only.   secrets: names, never values.
+    timeout_s: longest run time (0: the executor's limit); the process leaves by itself before it is over.
+    lease_s: the process also leaves if its launcher has not renewed its lease for so long (short_form.py); 0: no lease.
     """
 
     run: str
@@ -115,21 +115,21 @@ class ReplicaSpec(Plain):
 
 
 def _is_id(native: str) -> bool:
-    """Whether it is empty, or a word that no command takes for an option."""
+    """Whether an id is empty, or is a word that no command takes for an option."""
     return re.fullmatch(r"|[A-Za-z0-9][\w.:/-]*", native, re.ASCII) is not None
 
 
 @dataclass(frozen=True)
 class Handle(Plain):
-    """One launched process, as any launcher on the same platform can find it again.
+    """One launched process; any launcher on the same platform can find it again.
 
-    host, pid and started (clock ticks since boot) together name a process of a machine for ever (process/host.py).
-    files: where its files are, for people; "" if it was found by its claim alone.   native: its id on a platform (a
-    FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None where
-    it is unknown.
+    host, pid, started (clock ticks since boot): together they identify a process of a machine (process/host.py).
+    files: path of its files, for people to read; "" if only its claim was found.   native: its id on a platform (a
+    FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None if
+    unknown.
 
-    A handle that was read (`from_json`) has fields of these types and ranges.  The platform tells whether it is the
-    run's.
+    `from_json` checks types and ranges of the fields.  Only the platform knows whether the process belongs to the
+    run.
     """
 
     run: Key
@@ -146,16 +146,16 @@ class Handle(Plain):
 
     @property
     def place(self) -> str:
-        """The host that its claim and beats name, where that is not this machine (container.py)."""
+        """The host that its claim and heartbeats name if it runs on a platform (container.py), else ""."""
         return f"{self.executor}/{self.slot}.{self.attempt}" if self.native else ""
 
 
 @dataclass(frozen=True)
 class Status(Plain):
-    """The present knowledge of an executor about a handle.  exit_code: negative for a signal, None if it is unknown.
+    """An executor's present knowledge about a process.  exit_code: negative for a signal, None if unknown.
 
-    stale: the platform gave no news; this is the status known before.   trouble: why.   refused: it did not let us in.
-    began_at, ended_at: Unix times between which the platform ran it, once it has ended; 0 where it does not tell.
+    stale: the platform gave no news; this is the status known before.   trouble: why.   refused: access was denied.
+    began_at, ended_at: Unix times between which the platform ran an ended process; 0 if the platform does not say.
     """
 
     handle: Handle
@@ -170,13 +170,13 @@ class Status(Plain):
 
 
 def unanswered(known: Status, why: Exception | str) -> Status:
-    """The status known before, marked as stale, with the reason why there is no news."""
+    """Return the known status, marked as stale, with the reason why there is no news."""
     return replace(known, stale=True, trouble=str(why), refused=isinstance(why, Refused))
 
 
 @dataclass(frozen=True)
 class Result(Plain):
-    """The end of one replica.  value: its function's return value; tail: its last log lines if it failed."""
+    """The end of one replica.   value: its function's return value.   tail: its last log lines if it failed."""
 
     handle: Handle
     state: State
@@ -192,9 +192,9 @@ class Result(Plain):
 
 @dataclass(frozen=True)
 class LaunchPlan(Plain):
-    """The effects and the price of a launch.   usd_per_hour: of all together, None when one of the prices is unknown.
+    """The effects and the price of a launch.   usd_per_hour: sum over all specs, None if one price is unknown.
 
-    refused: why some of them could not be launched, in sentences.
+    refused: a sentence for each reason why some specs could not be launched.
     """
 
     lines: tuple[str, ...]
@@ -203,11 +203,11 @@ class LaunchPlan(Plain):
 
 
 class ServerlessExecutor(Protocol):
-    """Starts processes somewhere, and reports how they are and how they ended: six verbs.
+    """Starts processes on a platform, and reports their statuses and results.
 
-    The answer to a launch may be lost, and a platform's list may lag behind, so two processes of one (slot, attempt)
-    may live.  There a handle means its launch: a poll reports the process that runs it, in Status.handle, and ends the
-    others.
+    The answer to a launch may be lost, and a platform's list may be out of date, so two processes of one (slot,
+    attempt) may run.  A handle then stands for the launch: a poll reports the process that counts, in Status.handle,
+    and ends the others.
     """
 
     @abstractmethod
@@ -224,46 +224,46 @@ class ServerlessExecutor(Protocol):
     ) -> list[Handle]:
         """Launch these specs, all at once; or, in the short form (short_form.py), the same function n times.
 
-        The same (run, slot, attempt) again gives the same handle, from any process.  A failed start is a FAILED handle,
-        so that some may start.  Raises ExecutorError before anything was started if nothing could be: no credentials,
+        A repeated launch of one (run, slot, attempt) returns the same handle, in any process.  If only some specs can
+        start, the others get FAILED handles.  If none can start, raise ExecutorError and start nothing: no credentials,
         an unknown GPU, a run that the platform cannot reach.
         """
         ...
 
     @abstractmethod
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        """Report all at once; never blocks, never raises for a dead one."""
+        """Return the status of each process; never blocks, and never raises for a dead process."""
         ...
 
     @abstractmethod
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """Ask the processes to leave; returns at once.  A later poll kills those that remain after `grace_s`."""
+        """Ask the processes to leave, and return at once.  A later poll kills those that remain after `grace_s`."""
         ...
 
     @abstractmethod
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        """Wait for all; -> results in the order of handles.  After `timeout` seconds, those that still run say so."""
+        """Wait for all; return results in the order of handles.  After `timeout` s some may say "still running"."""
         ...
 
     @abstractmethod
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        """Its output so far; the last `tail` lines only."""
+        """Return the process's output so far, or only its last `tail` lines."""
         ...
 
     @abstractmethod
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        """Its output so far and its further lines, until it has ended.  A dropped connection is opened again, and each
-        line comes once."""
+        """Yield the process's lines so far (the last `tail`) and then each new line, until it has ended.  After a
+        dropped connection, connect again; each line comes once."""
         ...
 
 
 class FleetExecutor(ServerlessExecutor, Protocol):
-    """The further questions of a run's supervisor; the short form needs none of them.
+    """The further methods that a run's supervisor needs; the short form needs none of them.
 
-    labelled: it labels every process with its run, so that it finds also those of other launchers.
-    hosts_supervisor: a run's supervisor can live there (`start_supervisor`).
+    labelled: the platform labels each process with its run, so it also finds processes of other launchers.
+    hosts_supervisor: a run's supervisor can run on the platform (`start_supervisor`).
 
-    A method with a body here is right for a platform without these abilities.
+    The default methods here suit a platform without these abilities.
     """
 
     name: str
@@ -272,51 +272,51 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
     @abstractmethod
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        """Say what a launch of these specs would do; no side effects."""
+        """Return what a launch of these specs would do, without side effects."""
         ...
 
     @abstractmethod
     def find(self, run: str) -> list[Handle]:
-        """Find the newest process of each slot of a run, from durable data alone."""
+        """Find the newest process of each slot of a run, only from durable data."""
         ...
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Hear of launches that follow later, so that the next one prepares for them, too (Modal)."""
+        """Note specs of later launches, so that the next launch also prepares for them (Modal)."""
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """Start a run's supervisor on something small; its time limit is the platform's longest where spec has none.
+        """Start a run's supervisor on small hardware; without spec.timeout_s its limit is the platform's longest.
 
-        replicas: one of each kind that it may launch.
+        replicas: one spec of each kind that the supervisor may launch.
         """
         raise ExecutorError(f"{self.name} has no place for a supervisor; `diloco train --detach` starts one here")
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        """Live processes of the run that none of `known` names, as the last poll or find saw them."""
+        """Return the run's live processes, as the last poll or find saw them, that are not in `known`."""
         return []
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """End all processes of this project there, of any run and any launcher; -> what they are, in words.
+        """End this project's processes on the platform, of all runs and launchers; return a description of each.
 
-        dry_run: only say it.   Raises ExecutorError where the platform cannot list it.
+        dry_run: only describe them.   Raise ExecutorError if the platform cannot list them.
         """
         raise ExecutorError(f"{self.name} keeps no list of what was started there; `diloco stop RUN` ends one run")
 
     def sweep(self, run: str) -> list[str]:
-        """End all that lives of the run, of any launcher; -> what that was, in words.  Raises ExecutorError."""
+        """End all processes of the run, of any launcher; return a description of each.  Raises ExecutorError."""
         return []
 
     def purge(self, run: str) -> list[str]:
-        """Remove what the platform keeps of a run without live processes; -> what that was, in words."""
+        """Remove the objects that the platform keeps for a run without live processes; return a description of each."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Let go.  Never stops a replica."""
+        """Release local resources.  Never stops a replica."""
         ...
 
 
 def require_fleet(executor: object) -> None:
-    """Raise ExecutorError, which names the missing parts, where this is not a FleetExecutor."""
+    """Raise ExecutorError, which names the missing members, if `executor` is not a FleetExecutor."""
     asked = [name for kind in (ServerlessExecutor, FleetExecutor) for name in (*kind.__annotations__, *vars(kind))]
     if missing := sorted({name for name in asked if name[0] != "_" and not hasattr(executor, name)}):
         raise ExecutorError(
@@ -327,7 +327,7 @@ def require_fleet(executor: object) -> None:
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
-    """Poll until all have ended, or `timeout` seconds are over; -> their statuses then.   pause_s: the longest."""
+    """Poll until all have ended or `timeout` s are over; return the last statuses.   pause_s: the longest pause."""
     until = math.inf if timeout is None else clock.now() + timeout
     pause = min(FIRST_PAUSE_S, pause_s)
     while True:

@@ -1,18 +1,18 @@
-"""The inside of a rented container: it runs the replica as a child process, and reports its end as data.
+"""The process in a rented container: it runs the replica as a child process, and reports its end as JSON.
 
-    platform ──spec──▶ run_replica ─▶ can the run's store carry it, from here? ─▶ child: the entry point
+    platform ──spec──▶ run_replica ─▶ can this container use the run's store?  ─▶ child: the entry point
                           │  SIGTERM, Ctrl-C, a cancelled input   ─▶ SIGTERM to the child, `grace_s`, SIGKILL
                           │  the platform's time limit is near    ─▶ the same, and the exit code is RESUME
                           └─▶ {"exit_code": 0, "reason": "done", "value": …, "tail": […]}
 
-    python -m executors.platforms.container SPEC EXECUTOR     for platforms that start a command: the same, in its log
+    python -m executors.platforms.container SPEC EXECUTOR     for platforms that start a command: the end is in its log
         diloco-started: r01.1                       the first line
-        diloco-ended: {"exit_code": 0, …            the last ones: log collectors cut lines that are too long
+        diloco-ended: {"exit_code": 0, …            the last lines: several, as log collectors cut long lines
 
-The replica is a child of its own: the threads and signals of the platform's runtime do not touch it, and a crash is
-data too.  Light: nothing heavy is imported here.
+The replica is a separate process, so the threads and signals of the platform's runtime do not affect it, and its crash
+is also reported.  This module imports nothing heavy.
 
-Not promised: anything after a SIGKILL.  The run goes on without, and the platform or the supervisor starts it again.
+Not promised: a report after a SIGKILL.  The run continues, and the platform or the supervisor starts the replica again.
 """
 
 import ctypes
@@ -41,26 +41,26 @@ from executors.platforms.machine import oom
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
-ENDED = "diloco-ended: "  # begins the last ones; together they are an end as JSON
-PIECE = 4000  # characters of it in one line
+ENDED = "diloco-ended: "  # begins each of the last lines; joined, they are the end as JSON
+PIECE = 4000  # characters of that JSON in one line
 TAIL = 12
 CRASHED = 1
 FOREVER_S = 1e9
-PATIENCE_S = 30.0  # with a store that does not answer the first look
-GRACE_S = 12.0  # platforms give about fifteen seconds between asking and killing
-MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
+PATIENCE_S = 30.0  # for a store that does not answer the first request
+GRACE_S = 12.0  # platforms kill about fifteen seconds after they ask to leave
+MARGIN, MARGIN_MOST_S = 0.1, 180.0  # part of the time limit that is left for a last offer, and its maximum
 
 
 def run_replica(
     raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S, until: Callable[[], float] | None = None
 ) -> dict[str, Any]:
-    """Run one spec to its end; -> {"exit_code", "reason", "value", "tail", "began", "ended"}, JSON.
+    """Run one spec to its end; return {"exit_code", "reason", "value", "tail", "began", "ended"}, JSON.
 
-    began, ended: Unix times, for a bill whose end no supervisor saw.
-    until(): how long its launcher's word counts, for a spec with a lease; it may raise.
+    began, ended: Unix times, for the bill if no supervisor saw the end.
+    until(): Unix time at which the launcher's lease ends, for a spec with a lease; may raise.
 
-    An interruption (KeyboardInterrupt, or an exception of the platform) is passed on to the child and then raised
-    again: the platform knows what it wanted.
+    At an interruption (KeyboardInterrupt, or an exception of the platform), ask the child to leave, then raise it
+    again, because the platform acts on it.
     """
     spec = ReplicaSpec.from_dict(raw)
     end, interruption = _run_timed(spec, executor, grace_s, LauncherWord(spec.lease_s, until))
@@ -72,14 +72,14 @@ def run_replica(
 def _run_timed(
     spec: ReplicaSpec, executor: str, grace_s: float, lease: "LauncherWord"
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """Run the child; -> (its end, the interruption or None)."""
+    """Run the child; return (its end, the interruption or None)."""
     began = time.time()
     end, interruption = _run_child(spec, executor, grace_s, lease)
     return {**end, "began": began, "ended": time.time()}, interruption
 
 
 class LauncherWord:
-    """The word of a launcher, asked for four times while it counts.   until: None where no launcher gives one."""
+    """A launcher's lease, read again after every quarter of lease_s.   until: see run_replica; None: no lease."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
@@ -90,7 +90,7 @@ class LauncherWord:
     def is_over(self) -> bool:
         if self._ask is None:
             return False
-        with suppress(Exception):  # no answer is not news
+        with suppress(Exception):  # without an answer the known lease stays
             self._until = max(self._until, self._ask())
         return time.time() > self._until
 
@@ -99,7 +99,7 @@ def _run_child(
     spec: ReplicaSpec, executor: str, grace_s: float, lease: LauncherWord
 ) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
-    os.environ.update(spec.env)  # this look needs the store's variables, too
+    os.environ.update(spec.env)  # why_unreachable needs the store's variables, too
     try:
         unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
     except BaseException as interruption:
@@ -133,16 +133,16 @@ def _run_child(
 
 
 def _refuse_start(spec: ReplicaSpec, executor: str, code: int, why: str) -> tuple[dict[str, Any], None]:
-    """The end of a spec whose child was never started."""
+    """Return the end of a spec whose child was never started."""
     reason = f"{spec.slot}: from inside {executor}: {why}"
     print(reason, file=sys.stderr, flush=True)
     return _make_end(code, reason=reason, tail=(reason,)), None
 
 
 class Child:
-    """The entry point in a process of its own.   tail: its last lines; all of them go on to our own output.
+    """The child process that runs the entry point.   tail: its last lines; all its lines also go to our output.
 
-    why: it was ended from here.
+    why: the reason, if it was ended because the launcher's lease was over; else "".
     """
 
     def __init__(self, spec: ReplicaSpec, executor: str, files: Path) -> None:
@@ -156,7 +156,7 @@ class Child:
 
     def start(self) -> None:
         request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
-        with _signals_held():  # a signal inside Popen would leave a child that we do not know
+        with _signals_held():  # a signal inside Popen would leave a child whose pid we do not know
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(request)],
                 env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -173,10 +173,10 @@ class Child:
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord) -> int:
-        """Wait for the child; -> its exit code.  After `seconds` it is asked to leave; if it does, the code is RESUME.
+        """Wait for the child; return its exit code.  After `seconds`, ask it to leave; if it does, return RESUME.
 
-        A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
-        took would be heard when the child has ended.  With one it looks up twenty times a second.
+        The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
+        kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.
         """
         assert self._process is not None
         until = time.monotonic() + (FOREVER_S if seconds is None else seconds)
@@ -196,7 +196,7 @@ class Child:
             return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
 
     def leave(self, grace_s: float) -> int:
-        """Ask, wait, kill.  Interrupted once more: kill now."""
+        """Ask the child to leave, wait `grace_s`, then kill it.  A further interruption kills it at once."""
         if self._process is None:
             return exitcodes.LEFT
         with suppress(ProcessLookupError):
@@ -211,26 +211,26 @@ class Child:
             raise
 
     def value(self) -> Any:
-        """The return value of the entry point, if it was called with keywords."""
+        """Return the entry point's return value; None if it was not called with keywords."""
         try:
             return json.loads(Path(f"{self._files}.result").read_text())
         except FileNotFoundError:
             return None
 
     def _pass_on(self) -> None:
-        """Pass all output on to its end, also where our own fails: a child whose pipe is full stands still."""
+        """Read all output and print it.  Read on if printing fails: a child whose pipe is full stops."""
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
-            with suppress(Exception):  # closed, broken, of an encoding that lacks a letter, a platform's own
+            with suppress(Exception):  # our output is closed or broken, lacks a letter, or is a platform's object
                 print(text, flush=True)
 
 
 @contextmanager
 def _signals_held() -> Generator[None]:
-    """Hold back the signals that ask this process to leave until the block is over."""
-    if threading.current_thread() is not threading.main_thread():  # Python's handlers run in the main one alone
+    """Delay the signals that ask this process to leave until the block is over."""
+    if threading.current_thread() is not threading.main_thread():  # Python's handlers run only in the main thread
         yield
         return
     came = list[int]()
@@ -249,9 +249,9 @@ def _signals_held() -> Generator[None]:
 
 
 def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:
-    """Return (exit code, why) if the run's store cannot carry a run from here, else None.
+    """Return (exit code, why) if a replica here cannot use the run's store, else None.
 
-    A refusal is the user's to mend.  No answer for `patience_s` is a crash like others: the next start may do better.
+    The user must repair a refusal (USER_ERROR).  No answer for `patience_s` is CRASHED: the next start may succeed.
     """
     from rendezvous import layout
     from rendezvous.clock import SystemClock
@@ -275,7 +275,7 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
 
 
 def run_in_child(request: str) -> int:
-    """Run the entry point, in the child, which ends with its parent."""
+    """Run the entry point in the child process, which ends with its parent."""
     raw = json.loads(request)
     _die_with(raw["parent"])
     sys.argv = [raw["entrypoint"], *raw["argv"]]
@@ -283,13 +283,13 @@ def run_in_child(request: str) -> int:
 
 
 def end_lines(end: Mapping[str, Any]) -> list[str]:
-    """An end as the last lines of a log."""
+    """Return an end as the last lines of a log."""
     text = json.dumps(end)
     return [ENDED + text[at : at + PIECE] for at in range(0, len(text), PIECE)]
 
 
 def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The end that a container's log reports, or None if it was cut off.  For a job started again: the last one."""
+    """Return the end that a container's log reports (after its last start), or None if the log was cut off."""
     starts = [i for i, line in enumerate(lines) if line.startswith(STARTED)]
     lines = lines[starts[-1] if starts else 0 :]
     text = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
@@ -300,23 +300,23 @@ def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def with_times(status: Status, end: Mapping[str, Any]) -> Status:
-    """The status with the times between which its container ran, where the end tells them."""
+    """Return the status with the container's times of start and end; 0 if the end has none."""
     return replace(status, began_at=end.get("began", 0.0), ended_at=end.get("ended", 0.0))
 
 
 def replica_lines(lines: Iterable[str]) -> list[str]:
-    """The lines that the replica itself printed."""
+    """Return the lines that the replica itself printed."""
     return [line for line in lines if not line.startswith((STARTED, ENDED))]
 
 
 def main(argv: list[str]) -> int:
-    """argv: the spec as JSON, the executor's name; for a spec with a lease also the function that tells `until`."""
+    """Run a spec.   argv: the spec as JSON, the executor's name, and for a lease the name of `until`'s function."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     spec = ReplicaSpec.from_dict(json.loads(argv[0]))
     run_marks.mark(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
     lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
-    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, asked to go or not
+    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, also after an interruption
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 
@@ -334,16 +334,16 @@ def _time_left(spec: ReplicaSpec, began: float) -> float | None:
 
 
 def _raise_interrupt(*_: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the child has its grace
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not cut the child's grace short
     raise KeyboardInterrupt
 
 
 def _die_with(parent: int) -> None:
-    """Ask for SIGTERM when the parent is gone, for any reason (Linux; containers are)."""
+    """Ask the kernel for SIGTERM when the parent ends, for any reason (only on Linux, as all containers are)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:  # it went before we asked
+        if os.getppid() != parent:  # it ended before we asked
             sys.exit(exitcodes.LEFT)
 
 

@@ -1,16 +1,16 @@
-"""The inside of a started process: it calls one function, writes a log file, and leaves its end in files beside it.
+"""The start of a local process: it calls one function, and writes a log, its identity and its end into files.
 
     stem.json     process file: pid, start    written first, and only if there is none
     stem.log      stdout and stderr
     stem.result   the function's return value JSON, only for entry points called with keywords
-    stem.exit     pid, start, exit code       last, by the process that reaped it
-    stem.launchers  "PID:START" a line        of the short form: with the last of these it leaves
+    stem.exit     pid, start, exit code       written last, by the process that reaped it
+    stem.launchers  "PID:START" per line      short form only: the process leaves when all of these have ended
 
-A fresh interpreter enters by START, with the request as JSON; the fork server calls `run_process` directly.  The
-process file stem.json makes a launch happen once: two launchers may start the same (slot, attempt), and the process
+A fresh interpreter runs START, with the request as JSON; the fork server calls `run_process` directly.  The
+process file stem.json makes a launch happen once: if two launchers start the same (slot, attempt), the process
 that finds another one's file ends at once.
 
-Not promised: an end by itself at `timeout_s` for an entry point that ignores SIGTERM; it is ended then.
+Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM; it is killed then.
 """
 
 import io
@@ -34,14 +34,14 @@ from executors.platforms.machine import gpu
 from rendezvous.layout import is_slot, slot_index
 
 LAUNCHERS = ".launchers"
-LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from "leave" to a kill
-MARGIN = 0.9  # of its time: the rest is for a last offer
-STAGGER, GOLDEN = 0.1, 0.6180339887498949  # of its time: between the ends of a fleet's replicas; and how they lie there
+LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from SIGTERM to SIGKILL
+MARGIN = 0.9  # part of its time after which it is asked to leave: the rest is for a last offer
+STAGGER, GOLDEN = 0.1, 0.6180339887498949  # part of the limit over which the ends are spread; see staggered_s
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
 
 def run_process(request: Mapping[str, Any]) -> int:
-    """Run a started process from its first line to its end; -> the exit code."""
+    """Run a started process from its first line to its end; return the exit code."""
     if not settle(request):
         return exitcodes.FENCED
     sys.argv = [request["entrypoint"], *request["argv"]]
@@ -55,7 +55,7 @@ def run_process(request: Mapping[str, Any]) -> int:
 
 
 def settle(request: Mapping[str, Any]) -> bool:
-    """Become a process of its own: session, working files, cores, process file.   False: another one runs it."""
+    """Set environment, cores, log and process file.   Return False if another process runs this launch."""
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
@@ -70,7 +70,7 @@ def settle(request: Mapping[str, Any]) -> bool:
 
 
 def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the process file unless there is one; -> the content that stands."""
+    """Write the process file unless there is one; return the content of the file."""
     part = part_of(f"{stem}.json", card)
     with suppress(FileExistsError):
         try:
@@ -81,7 +81,7 @@ def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leave_with(launchers: str) -> None:
-    """Wait until none of the processes that the file names lives; then leave, by force if need be."""
+    """Wait until all processes that the file names have ended; then SIGTERM this one, and SIGKILL its group later."""
     names = list[str]()
     while True:
         with suppress(OSError), open(open_own(launchers), encoding="ascii") as file:
@@ -96,19 +96,19 @@ def leave_with(launchers: str) -> None:
 
 
 def staggered_s(timeout_s: float, slot: str) -> float:
-    """The seconds of a limit that all replicas share, less a part of its own for each slot.
+    """Return one slot's time limit in seconds, up to a tenth below the common limit of all replicas.
 
         slot i ends at  timeout_s · (1 - STAGGER · frac(i · golden ratio))
 
-    The ends lie evenly in that tenth for any number of slots; else a fleet that was started at once would leave at
-    once, in one outer step.
+    The ends are spread evenly over that tenth, for any number of slots.  Otherwise replicas that start together
+    would all leave in one outer step.
     """
     index = slot_index(slot) if is_slot(slot) else 0
     return timeout_s * (1.0 - STAGGER * (index * GOLDEN % 1.0))
 
 
 def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
-    """Run as `run` does; ask it to leave before its time is over, and end it by force then."""
+    """Do `run`; ask it to leave after MARGIN of the time, and end this process by force after `seconds`."""
     late = threading.Event()
 
     def ask() -> None:
@@ -130,7 +130,7 @@ def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
 
 
 def run(request: Mapping[str, Any]) -> int:
-    """Call the entry point; -> the exit code.  A crash leaves its traceback in the log."""
+    """Call the entry point; return the exit code.  A crash leaves its traceback in the log."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: a reader may follow the log
     try:
@@ -158,7 +158,7 @@ def _call_entrypoint(request: Mapping[str, Any]) -> int:
 
 
 def _without_gpu(asked: Sequence[str]) -> int:
-    """The exit code for a replica whose GPU is not there; 0 if it is, and then its journal will name it."""
+    """Return the exit code for a replica whose GPU is missing, else 0.  Store the device's name for its journal."""
     build = gpu.torch_build()
     driver = gpu.driver_here()
     os.environ[DEVICE_ENV] = gpu.device_name(build, driver)
@@ -169,7 +169,7 @@ def _without_gpu(asked: Sequence[str]) -> int:
 
 
 def _exit_code(code: object) -> int:
-    """The exit code that sys.exit makes of its argument."""
+    """Return the exit code that sys.exit makes of its argument."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -1,21 +1,21 @@
-"""One executor for every platform: the life of launched processes, written once over a platform's verbs.
+"""The base class of all platforms' executors: launch, poll, cancel and collect, in terms of a platform's methods.
 
-    launch_specs    ─▶ fault_of(spec) ─▶ submit(specs)     a handle each; one that could not start is FAILED, and why
-    poll            ─▶ deadlines ─▶ observe(handles)       all in one batch; without an answer the last status, stale
+    launch_specs    ─▶ fault_of(spec) ─▶ submit(specs)     a handle each, FAILED with a reason if it could not start
+    poll            ─▶ deadlines ─▶ observe(handles)       one batch; without an answer the last status, as stale
     cancel          ─▶ stop(handles, kill=False)           after the grace a later poll calls stop(handles, kill=True)
     collect         ─▶ poll until all have ended           then read_value(handle), or the last lines of its log
-    logs, follow    ─▶ read_log(handle, tail)              each line once, over dropped connections
+    logs, follow    ─▶ read_log(handle, tail)              each line once, also after a dropped connection
     find            ─▶ discover(run)                       the newest process of each slot
     orphans, sweep  ─▶ alive(run)                          on a platform that labels its processes
 
-A platform is a subclass with the verbs on the right (platform.py), which keeps what it needs to reach its service and
-nothing about the life of a process.  It is a subclass and no object beside it, since people write how it is made,
+A platform is a subclass that implements the methods on the right (platform.py).  It stores what it needs to reach its
+service; the status of processes is stored here.  It is a subclass, not a member, because users write its constructor,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
-Several threads may use one executor: their requests are done one after the other (`in_turn`), while waiting, reading
-logs and following them go on beside it.
+Several threads may use one executor.  Its requests run one after the other (`in_turn`), except waiting, reading
+logs and following them.
 
-Not promised: that a poll answers while another thread's launch is under way; it comes after it.
+Not promised: that a poll answers during another thread's launch; it waits for that launch.
 """
 
 import re
@@ -45,7 +45,7 @@ from executors.platforms.platform import NotStarted, Platform
 from executors.platforms.short_form import Leash, ShortForm
 from rendezvous.clock import Clock, SystemClock
 
-GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for leaving, and for being seen to have left
+GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for processes to leave, and for polls to see that they did
 TAIL = 12  # lines of a failed process's log that its result shows
 Launch = tuple[str, str, int]
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concatenate[Executor, P], T]":
-    """Make a method wait until no other thread is inside one of these."""
+    """Decorate a method so that only one thread at a time runs one of the decorated methods."""
 
     @wraps(method)
     def alone(self: "Executor", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +64,7 @@ def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concat
 
 
 class Executor(ShortForm, Platform, FleetExecutor, ABC):
-    """The life of the processes of one platform."""
+    """The processes that were launched on one platform."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -74,7 +74,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         self._known: dict[Hashable, Status] = {}  # the last answer about each process
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
-        self._functions: set[Handle] = set()  # called with keywords: their exit codes are their own
+        self._functions: set[Handle] = set()  # called with keywords: their exit codes are not ours (exitcodes.py)
         self._leash = Leash(self.renew, self._clock)
 
     # ------------------------------------------------------------------ starting
@@ -88,7 +88,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Launch specs.  A launch that has a process is not repeated; one that failed may be tried again."""
+        """Launch specs.  A launch that has a process is not repeated; a failed launch may be tried again."""
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):
@@ -105,7 +105,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return [handles[launch_of(s)] for s in specs]
 
     def keep_answer(self, spec: ReplicaSpec, answer: Handle | NotStarted) -> Handle:
-        """Remember the platform's answer to a launch; -> the handle, a failed one where nothing was started."""
+        """Store the platform's answer to a launch; return the handle, a failed one if nothing was started."""
         if isinstance(answer, Handle):
             self._launched[launch_of(spec)] = answer
             return answer
@@ -114,7 +114,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return handle
 
     def forget(self, run: str) -> None:
-        """Forget a run of which nothing is left on the platform: a launch starts anew."""
+        """Forget the launches of a run of which nothing is left on the platform; launches then start new processes."""
         self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
 
     # ------------------------------------------------------------------ watching
@@ -131,34 +131,34 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return [self._status_of(h, answers.get(h)) for h in handles]
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether a poll asks the platform about it."""
+        """Whether a poll asks the platform about this process."""
         return self.why_not_started(handle) is None and not self.has_ended(handle)
 
     def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
-        """The status that follows from the newest answer, and from the last one known before."""
+        """Return the status by the newest answer, or the last known one if there is no answer."""
         if not self.is_ours(handle):
             return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
         if (why := self.why_not_started(handle)) is not None:
             return Status(handle, why.state, why.reason)
         known = answer if isinstance(answer, Status) else self.last_status(handle)
-        if known.handle.native == handle.native:  # else another process runs this launch, and is named
+        if known.handle.native == handle.native:  # else another process runs this launch: report its handle
             known = replace(known, handle=handle)
         return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known
 
     def why_not_started(self, handle: Handle) -> NotStarted | None:
-        """The reason why a handle has no process; None if it has one."""
+        """Return the reason why a handle has no process; None if it has one."""
         if handle in self._not_started:
             return self._not_started[handle]
         if handle.native and re.fullmatch(self.id_form, handle.native, re.ASCII) is None:
-            return NotStarted(f"{handle.native!r} is not an id of {self.name}, so nothing there is meant")
+            return NotStarted(f"{handle.native!r} is not an id of {self.name}, so it names no process there")
         return None if self.is_started(handle) else NotStarted("it could not be started")
 
     def last_status(self, handle: Handle) -> Status:
-        """The status that the platform told last."""
+        """Return the status that the platform reported last."""
         return self._known.get(self.memory_key(handle)) or Status(handle, self.first_state)
 
     def has_ended(self, handle: Handle) -> bool:
-        """Whether an earlier poll saw its end."""
+        """Whether an earlier poll saw the end of this process."""
         return self.last_status(handle).state.ended
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
@@ -166,16 +166,16 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return self.make_results([s if s.state.ended else _still_running(s, timeout) for s in statuses])
 
     def make_results(self, statuses: Sequence[Status]) -> list[Result]:
-        """Make results one after the other; a platform where each costs requests overrides this."""
+        """Return results, made one after the other; a platform overrides this if each needs requests."""
         return [self.make_result(status) for status in statuses]
 
     def make_result(self, status: Status) -> Result:
-        """The result of a process, with its value or its last lines."""
+        """Return the result of a process, with its value or its last lines."""
         result = Result(status.handle, status.state, status.reason, status.exit_code)
         if status.state is State.SUCCEEDED:
             return replace(result, value=self.read_value(status.handle))
         if status.state.ended:
-            with suppress(ExecutorError):  # its end is known; its last lines are only a help
+            with suppress(ExecutorError):  # its end is known; its last lines are optional
                 return replace(result, tail=tuple(self.logs(status.handle, TAIL)))
         return result
 
@@ -192,13 +192,13 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return self.follow_log(handle, tail, lambda: self.poll([handle])[0].state.ended)
 
     def follow_log(self, handle: Handle, tail: int | None, ended: Callable[[], bool]) -> Iterator[str]:
-        """Read the log again and again from where the last line was told, until `ended()`."""
+        """Yield the log's new lines, again and again, until `ended()`."""
         if (file := self.log_file(handle)) is not None:
             yield from file.follow(tail, ended, self._clock, self.pause_s)
             return
         shown = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
         while True:
-            over = ended()  # before the look, so that nothing is missed
+            over = ended()  # before the log is read, so that no line is missed
             with suppress(Unavailable):
                 for number, line in enumerate(self.stream_log(handle), 1):
                     if number > shown:
@@ -225,11 +225,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         self._enforce_deadlines()
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether there is something to cancel, as far as is known here."""
+        """Whether the process may still run, as far as is known here."""
         return self.is_started(handle) and not self.has_ended(handle)
 
     def _enforce_deadlines(self) -> None:
-        """Kill the processes whose grace is over, and again those that could not be told."""
+        """Kill the processes whose grace is over; try again later for those that the platform could not reach."""
         now = self._clock.now()
         due = [h for h, until in self._deadlines.items() if until <= now]
         for handle in due:
@@ -253,7 +253,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     @in_turn
     def sweep(self, run: str) -> list[str]:
-        list(self.discover(run))  # so that `alive` is of now
+        list(self.discover(run))  # refreshes the list that `alive` reads
         alive = list(self.alive(run))
         _stop(self, alive, kill=True)
         return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]
@@ -265,7 +265,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     @in_turn
     def close(self) -> None:
-        """Let go.  Runs without a name are removed from the platform, if all of their processes have ended."""
+        """Release resources.  Runs without a name are removed from the platform if all their processes have ended."""
         self._leash.let_go()
         for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
             launched = [h for launch, h in self._launched.items() if launch[0] == run]
@@ -275,11 +275,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
 
 def _is_told(platform: Platform, specs: Sequence[ReplicaSpec], until: float) -> bool:
-    """Give the first word of the launcher, before the start; -> whether the platform carries it.  Warns if not."""
-    with suppress(OSError):  # no file can be written: `submit` says why
+    """Write the launcher's lease before the start; return whether the platform supports leases.  Warn if not."""
+    with suppress(OSError):  # the disk takes no file: `submit` reports why
         if platform.renew([platform.new_handle(s) for s in specs], until):
             return True
-        words = f"warning: what was launched lives on when this process dies, since {platform.name} carries no lease"
+        words = f"warning: the launch continues when this process dies, since {platform.name} carries no lease"
         print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
     return False
 
@@ -293,7 +293,7 @@ def last_lines(lines: list[str], tail: int | None) -> list[str]:
 
 
 def total_price(prices: Iterable[float | None]) -> float | None:
-    """The sum; None if one of the prices is unknown."""
+    """Return the sum; None if one of the prices is unknown."""
     known = list(prices)
     return None if None in known else sum(price for price in known if price is not None)
 
@@ -303,12 +303,12 @@ def _whose(handle: Handle) -> str:
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
-    """Ask to leave, or kill; -> those that could not be told."""
+    """Ask processes to leave, or kill them; return those that the platform could not reach."""
     return (platform.stop(handles, kill) or ()) if handles else ()
 
 
 def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
-    """One answer for each handle."""
+    """Return one answer for each handle."""
     try:
         return platform.observe(handles) if handles else ()
     except ExecutorError as error:

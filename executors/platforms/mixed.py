@@ -1,8 +1,8 @@
-"""Several executors as one: it routes by slot to launch, and by handle ever after.
+"""Several executors as one: launches are routed by slot, all other calls by handle.
 
     launch r00 ──▶ the executor of r00's place          poll, cancel, logs of a handle ──▶ the executor that has it
 
-Not promised: that a slot moves when the places change; its process there runs on until it ends.
+Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class Mixed(FleetExecutor):
-    """Several executors as one.   executors: one per place, in the same order; the same one may come twice.
+    """Several executors as one.   executors: one per place, in the same order; one may occur twice.
 
-    others: more of them, in which nothing is launched.
+    others: executors that launch nothing, for processes that they launched earlier.
     """
 
     name = "mixed"
@@ -58,7 +58,7 @@ class Mixed(FleetExecutor):
         return self._executors[self._places.index(place_of(self._places, slot))]
 
     def _for_handle(self, handle: Handle) -> FleetExecutor:
-        """The slot's own executor if the handle is one of its; else another one of that name."""
+        """Return the slot's executor if the handle has its name; else another executor of that name."""
         own = self._for_slot(handle.slot)
         named = [e for e in (own, *self._all) if e.name == handle.executor]
         if not named:
@@ -77,7 +77,7 @@ class Mixed(FleetExecutor):
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
-        """Launch at all places at once.  Raises only if no place could start anything."""
+        """Launch at all places in parallel.  Raise ExecutorError only if all places raise it."""
         specs = rank_specs(self.name, **short) if specs is None else specs
         parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
@@ -94,7 +94,7 @@ class Mixed(FleetExecutor):
         return [handles[s.slot, s.attempt] for s in specs]
 
     def _none_of(self, executor: FleetExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
-        """Failed handles for the specs that one place could not start, while others could."""
+        """Return failed handles for the specs of a place that raised, while other places could launch."""
         handles = [
             Handle(s.run, s.slot, s.attempt, executor.name, launched_at=self._clock.wall(), usd_per_hour=0.0)
             for s in specs
@@ -152,7 +152,7 @@ class Mixed(FleetExecutor):
         return self._for_handle(handle).follow(handle, tail)
 
     def find(self, run: str) -> list[Handle]:
-        """Find the newest process of each slot, at any place; one that runs counts before one that has ended."""
+        """Find the newest process of each slot over all places; a running process is preferred to an ended one."""
         found = sorted((h for e in self._all for h in e.find(run)), key=lambda h: (h.slot, h.attempt))
         twice = {b.slot for a, b in pairwise(found) if a.slot == b.slot}
         ended = {s.handle for s in self.poll([h for h in found if h.slot in twice]) if s.state.ended}
@@ -179,7 +179,7 @@ class Mixed(FleetExecutor):
     def _shared_out(
         self, items: Iterable[T], whose: Callable[[T], FleetExecutor]
     ) -> Iterator[tuple[FleetExecutor, list[T]]]:
-        """The items grouped by their executor."""
+        """Yield each executor with its items."""
         parts: dict[int, tuple[FleetExecutor, list[T]]] = {}
         for item in items:
             executor = whose(item)

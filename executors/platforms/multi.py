@@ -1,9 +1,9 @@
 """One executor for all places of a run's replicas.
 
-    build_executor(places) ──▶ the one executor of all (places.py), or a Mixed of several (mixed.py)
+    build_executor(places) ──▶ the executor of the only place (places.py), or a Mixed of several (mixed.py)
 
-The places stand in the run's control records, so that a supervisor on any machine can rebuild the executors.
-Not promised: that a slot moves when the places change; its process there runs on until it ends.
+The run's control records list the places, so that a supervisor on any machine can rebuild the executors.
+Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from executors.platforms.base import (
 )
 from executors.platforms.places import Place, checked_place, places_of
 
-# Modules that a replica imports: the fork server has them ready.  A missing name is the replica's to report.
+# Modules that a replica imports: the fork server imports them once.  The replica itself reports a missing module.
 PRELOAD = (
     "diloco.replica.replica",
     "diloco.outer.managers.manager",
@@ -32,9 +32,9 @@ PRELOAD = (
 def build_executor(
     places: Iterable[Place | Mapping[str, Any]] = (), former: Iterable[Place | Mapping[str, Any]] = ()
 ) -> FleetExecutor:
-    """Make one executor for all places.  Raises ExecutorError if one is unknown or takes no such option.
+    """Make one executor for all places.  Raise ExecutorError for an unknown executor or option.
 
-    former: earlier places of the run; processes that still run there are seen, but none is launched there any more.
+    former: earlier places of the run; the executor sees processes that still run there, but launches none there.
     """
     present = places_of(places)
     made: dict[tuple[str, str], FleetExecutor] = {}
@@ -43,7 +43,7 @@ def build_executor(
             made[place.maker] = make_executor(place)
     executors = [made[p.maker] for p in present]
     for raw in former:
-        with suppress(ExecutorError, ImportError):  # Mixed names what it cannot reach
+        with suppress(ExecutorError, ImportError):  # Mixed reports handles that it cannot reach
             place = checked_place(raw)
             if place.maker not in made:
                 made[place.maker] = make_executor(place)
@@ -55,7 +55,7 @@ def build_executor(
 
 
 def make_executor(place: Place) -> FleetExecutor:
-    """The executor of one place; its module is imported only now."""
+    """Make the executor of one place; its module is imported only now."""
     if place.executor not in EXECUTORS:
         raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
     kind = load_name(EXECUTORS[place.executor])

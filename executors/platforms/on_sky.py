@@ -1,15 +1,15 @@
 """Replicas as SkyPilot managed jobs: on a dozen clouds, Kubernetes, spot machines, if SkyPilot has the credentials.
 
     spec ──▶ Task(run: python -m executors.platforms.container SPEC sky) ──jobs.launch──▶ managed job diloco-{run}-r00-1
-                 code: the wheel of this installation, as a file mount              by its name it is found again
+                 code: the wheel of this installation, as a file mount              its name lets us find it again
 
     PENDING ▶ PENDING   STARTING, RECOVERING ▶ STARTING   RUNNING, CANCELLING ▶ RUNNING   SUCCEEDED ▶ SUCCEEDED
-    CANCELLED ▶ CANCELLED   FAILED ▶ FAILED, with the exit code that its log tells   FAILED_… ▶ LOST, and why
+    CANCELLED ▶ CANCELLED   FAILED ▶ FAILED, with the exit code in its log   FAILED_… ▶ LOST, with a reason
 
-SkyPilot starts a preempted job again by itself, as the same job: the slot stays its own, and the replica takes a new
-generation.  It does not start a job again that failed.
+SkyPilot itself starts a preempted job again, as the same job: it keeps its slot, and its replica takes a new
+generation.  SkyPilot does not start a failed job again.
 
-Not promised: anything that only a cloud can show.  docs/internals/platforms.md lists what was checked without one.
+Not promised: behaviour that only a cloud can show.  docs/internals/platforms.md lists the checks without a cloud.
 """
 
 import json
@@ -46,7 +46,7 @@ from rendezvous.clock import Clock
 
 NAME = "sky"
 MOUNT = "/tmp/diloco-code"
-PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # of a job's lines in the log
+PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's prefix of a job's log lines
 END_LINES = 64
 FIELDS = (
     "job_id",
@@ -55,7 +55,7 @@ FIELDS = (
     "failure_reason",
     "details",
     "recovery_count",
-)  # the first answer lacks reasons
+)  # without this list, the answer has no reasons
 REFUSALS = (
     "ApiServerAuthenticationError", "PermissionDeniedError", "NoWorkspaceAccessError", "NoCloudAccessError",
     "InvalidCloudCredentials", "ClusterOwnerIdentityMismatchError",
@@ -76,7 +76,7 @@ STATES = {
     "SUCCEEDED": State.SUCCEEDED,
     "CANCELLED": State.CANCELLED,
     "FAILED": State.FAILED,
-}  # every other word of SkyPilot's: FAILED_SETUP, FAILED_NO_RESOURCE, …
+}  # all other states of SkyPilot are LOST: FAILED_SETUP, FAILED_NO_RESOURCE, …
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class SkyJob:
 
 
 class SkyExecutor(Executor):
-    """resources: sky.Resources' own words: infra="aws", use_spot=True, cpus="8+", disk_size=200, …
+    """The executor for SkyPilot.   resources: arguments of sky.Resources: infra="aws", use_spot=True, cpus="8+", …
 
-    setup: shell lines before the replica starts.   usd_per_hour: of one replica, if you know it; SkyPilot decides late.
-    pip: packages that a reward of your own needs, beside those that the project needs.
-    vllm: replicas generate with it: they get the versions of vllm_pins.py.
+    setup: shell lines before the replica starts.   usd_per_hour: price of one replica, if you know it.
+    pip: packages that your own reward needs, in addition to those of the project.
+    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
     """
 
     name = NAME
@@ -154,13 +154,13 @@ class SkyExecutor(Executor):
         try:
             ids, _ = wait_for_answer(lambda: sky().jobs.launch(self.task(spec), name=job_name(spec)))
             return self._handle_for(spec.run, spec.slot, spec.attempt, SkyJob(ids[0], job_name(spec), "PENDING", ""))
-        except Exception as error:  # its answer may be lost, and the job there
+        except Exception as error:  # the job may exist although its answer was lost
             if (job := self._newest_by_name().get(job_name(spec))) is not None:
                 return self._handle_for(spec.run, spec.slot, spec.attempt, job)
             return NotStarted(str(error) if isinstance(error, ExecutorError) else f"{type(error).__name__}: {error}")
 
     def task(self, spec: ReplicaSpec) -> Any:
-        """The sky.Task of one replica."""
+        """Return the sky.Task of one replica."""
         folder = self._code_folder()
         install = shlex.join(["pip", "install", "-q", "-r", f"{MOUNT}/{folder.name}/requirements.txt", *self._pip])
         check = check_command() if self._vllm else ""
@@ -193,7 +193,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Make one request for all, and one for the log of each that has failed."""
+        """Return a status each, from one request for all jobs and one for the log of each failed job."""
         jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
@@ -208,7 +208,7 @@ class SkyExecutor(Executor):
 
     def _failed_as(self, handle: Handle, job: SkyJob, end: Mapping[str, Any] | None) -> Status:
         if end is None:
-            why = job.why or "it failed without a last word"
+            why = job.why or "it failed without a report of its end"
             return Status(handle, State.FAILED if oom.says_out_of_memory(why) else State.LOST, why)
         words = end["reason"] + (f"; {job.why}" if oom.says_out_of_memory(job.why) else "")
         outside = oom.from_outside(end["exit_code"], words)
@@ -222,7 +222,7 @@ class SkyExecutor(Executor):
         return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
-        """List all jobs by name; of two of one name (a lost answer) the older counts."""
+        """Return all jobs by name; of two jobs with one name (after a lost answer) the older one counts."""
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}
 
@@ -241,11 +241,11 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """Cancel, and wait for the answer: a request that fails later was not cancellation."""
-        with suppress(NoController):  # it is gone, and its jobs with it
+        """Cancel, and wait for the answer, because the server may accept the request and fail later."""
+        with suppress(NoController):  # without a controller there are no jobs
             names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
             ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]
-            if ids:  # those that the queue calls by this run's name
+            if ids:  # only jobs whose name in the queue is this run's
                 wait_for_answer(lambda: sky().jobs.cancel(job_ids=ids))
 
     def alive(self, run: str) -> list[Handle]:
@@ -255,7 +255,7 @@ class SkyExecutor(Executor):
         return sorted(self._handles_of(run, self._newest_by_name().values()), key=lambda handle: handle.attempt)
 
     def _handles_of(self, run: str, jobs: Iterable[SkyJob]) -> list[Handle]:
-        """The jobs whose names say that they are the run's."""
+        """Return handles of the jobs that are this run's by their names."""
         named = [(re.fullmatch(rf"diloco-{run_digest(run, 8)}-(\w+)-(\d+)", job.name), job) for job in jobs]
         return [self._handle_for(run, found[1], int(found[2]), job) for found, job in named if found]
 
@@ -265,7 +265,7 @@ class NoController(ExecutorError):
 
 
 def wait_for_answer(request: Callable[[], Any]) -> Any:
-    """Wait for the server's answer to a request, since a call returns only a request id; its errors become ours."""
+    """Return the server's answer to a request (a call itself returns only a request id); translate its errors."""
     with translated_errors():
         return sky().get(request())
 
@@ -291,7 +291,7 @@ def translated_errors() -> Iterator[None]:
 def sky() -> Any:
     try:
         module = import_module("sky")
-        import_module("sky.jobs")  # not loaded with it
+        import_module("sky.jobs")  # `import sky` does not load it
     except ImportError:
         raise ExecutorError("SkyPilot is not installed here: pip install 'serverless-diloco[sky]'") from None
     return module

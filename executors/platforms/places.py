@@ -3,7 +3,7 @@
     places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
               r00, r01 ──▶ modal                  r02, r03, … ──▶ local
 
-Places are filled in their order; the last one takes every slot beyond.
+Places get slots in their order; the last place gets all remaining slots.
 
 Not promised: that a platform of that name exists; multi.py makes its executor.
 """
@@ -23,11 +23,11 @@ from rendezvous.records.schema import Within, from_json
 
 @dataclass(frozen=True)
 class Place(Plain):
-    """Some of a run's slots in one place.
+    """A platform with its settings, and the number of a run's slots there.
 
-    count: how many of them (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
+    count: number of slots (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
     options: arguments of the executor: image, region, namespace, …
-    lease: whether rented replicas leave when no supervisor has looked after the run for half an hour.
+    lease: whether rented replicas leave when the run has had no supervisor for half an hour.
     """
 
     executor: str = "local"
@@ -41,20 +41,20 @@ class Place(Plain):
 
     @property
     def maker(self) -> tuple[str, str]:
-        """Places with the same one share an executor."""
+        """A key of the executor: places with equal keys share one."""
         return self.executor, repr(sorted(self.options.items()))
 
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
-    """The places of a control record; a run that names none lives on this machine.
+    """Return the places of a control record; without any, this machine.
 
-    Raises ExecutorError for an invalid one: any writer of the bucket may have written it.
+    Raise ExecutorError for an invalid place, because any writer of the bucket may have written the record.
     """
     return tuple(checked_place(p) for p in raw) or (Place(),)
 
 
 def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
-    """The places where a run lived before; an invalid one is left out, since nothing is launched there."""
+    """Return a run's earlier places, without invalid ones, because no replica is launched there any more."""
     found: list[Place] = []
     for one in raw:
         with suppress(ExecutorError):
@@ -63,14 +63,14 @@ def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
 
 
 def are_places(raw: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> bool:
-    """Whether a control record names exactly these."""
+    """Whether a control record has exactly these places."""
     with suppress(ExecutorError):
         return places_of(raw) == tuple(places)
     return False
 
 
 def checked_place(raw: Place | Mapping[str, Any]) -> Place:
-    """Return the place of a control record.   Raises ExecutorError for one that is not valid."""
+    """Return a place of a control record.   Raise ExecutorError if it is not valid."""
     if isinstance(raw, Place):
         return raw
     try:
@@ -83,7 +83,7 @@ def checked_place(raw: Place | Mapping[str, Any]) -> Place:
 
 
 def place_of(places: Sequence[Place], slot: str) -> Place:
-    """The place of a slot.  The publisher, which is not a replica's slot, belongs to the first place."""
+    """Return the place of a slot.  The publisher, which is not a replica's slot, belongs to the first place."""
     try:
         index = layout.slot_index(slot)
     except ValueError:

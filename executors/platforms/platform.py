@@ -1,14 +1,14 @@
-"""The verbs that a place for replicas has to offer; the life of a process around them is written once (executor.py).
+"""The methods that a platform implements; executor.py has the common code that calls them.
 
     submit(specs) ─▶ handles      observe(handles) ─▶ statuses      stop(handles)      read_log(handle) ─▶ lines
     discover(run) ─▶ handles      plan_line(spec) ─▶ words
 
-Six methods make a platform.  The others have an answer that fits most of them; a platform overrides what differs.
+Every platform implements these six.  The other methods have defaults that fit most platforms.
 
-    class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a whole one
+    class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a complete example
 
-Not promised: an order between calls of the verbs, but that `submit` of a process comes before the rest of its verbs or
-another launcher has started it.
+Not promised: an order between calls of the methods, except that a process was submitted, here or by another launcher,
+before the other methods get its handle.
 """
 
 import os
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """The reason why a spec has no process.   state: LOST where the platform may have started it all the same."""
+    """The reason why a spec has no process.   state: LOST if the platform may have started it nevertheless."""
 
     reason: str
     state: State = State.FAILED
 
 
 class Platform(ABC):
-    """A place where processes run.
+    """A service or machine that runs processes.
 
-    first_state: the state of a process before the platform has told one.
-    pause_s: between two polls of `collect` and two reads of `follow`, at most.
-    id_form: the platform's spelling of an id; another spelling names nothing there.
-    own_grace: the platform waits between asking and killing by itself, and `stop` is called once for a cancellation.
+    first_state: the state of a process before the platform's first answer about it.
+    pause_s: longest pause between two polls of `collect`, or two reads of `follow`.
+    id_form: a regular expression for the platform's ids; any other text is not an id there.
+    own_grace: the platform itself kills some time after it has asked; `stop` is called once per cancellation.
     """
 
     name: str
@@ -46,97 +46,97 @@ class Platform(ABC):
     own_grace = False
     id_form = r"[A-Za-z0-9][\w.:/-]*"
 
-    # ------------------------------------------------------------------ the six
+    # ------------------------------------------------------------------ required methods
 
     @abstractmethod
     def plan_line(self, spec: ReplicaSpec) -> str:
-        """Say what a launch of this spec would start."""
+        """Describe what a launch of this spec would start."""
 
     @abstractmethod
     def submit(self, specs: Sequence[ReplicaSpec]) -> Sequence[Handle | NotStarted]:
-        """Start them, all at once; -> one answer each, in their order.
+        """Start processes for the specs, all at once; return one answer each, in the same order.
 
-        A process of the same (run, slot, attempt) that was started before is the answer; none is started twice.
-        Raises ExecutorError if nothing could be started at all.
+        If a process of the same (run, slot, attempt) was started before, return it, and start no second one.
+        Raise ExecutorError if no spec could be started.
         """
 
     @abstractmethod
     def observe(self, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
-        """Ask for all of them in one batch; an error stands for each that got no answer.
+        """Return the status of each process, from one batch; an error for each without an answer.
 
-        Raises ExecutorError if none of them got one: Unavailable, or Refused where credentials are the reason.
+        Raise ExecutorError if the platform did not answer: Unavailable, or Refused if it rejects the credentials.
         """
 
     @abstractmethod
     def stop(self, handles: Sequence[Handle], kill: bool) -> Collection[Handle] | None:
-        """Ask these processes to leave, or kill them; -> those that could not be told, and are told again.
+        """Ask these processes to leave, or kill them; return those that were not reached, to try again later.
 
-        A log may have named them: one that is not of its handle's run, by the platform's own word, is left alone.
+        A handle may come from a forged log: leave a process alone if the platform says that it is of another run.
         """
 
     @abstractmethod
     def discover(self, run: str) -> Iterable[Handle]:
-        """Find the processes of a run from durable data alone; of each slot the best one comes last."""
+        """Find the processes of a run, only from durable data; of each slot the best one comes last."""
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        """Read the lines that the process printed; at least the last `tail` of them."""
+        """Return the lines that the process printed, or at least the last `tail` of them."""
         file = self.log_file(handle)
         return [] if file is None else file.lines(tail)
 
-    # ------------------------------------------------------------------ what is as usual on most platforms
+    # ------------------------------------------------------------------ methods with a default for most platforms
 
     def log_file(self, handle: Handle) -> "LogFile | None":
-        """The log, where it is a file that can be read here: then `read_log` is written already."""
+        """Return the log if it is a file that can be read here; then `read_log` needs no override."""
         return None
 
     def fault_of(self, spec: ReplicaSpec) -> str:
-        """Say why this spec cannot be started, or "".  Raises ExecutorError if no spec of this launch can."""
+        """Return why this spec cannot be started, or "".  Raise ExecutorError if no spec of this launch can."""
         return ""
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
-        """Dollars per hour; None where the price is unknown."""
+        """Return dollars per hour; None if the price is unknown."""
         return 0.0
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> Iterable[str]:
-        """More lines of a plan, about all specs together."""
+        """Return more lines of a plan, about all specs together."""
         return ()
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
-        """The handle of a spec that has no process."""
+        """Return a handle for a spec without a process."""
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
 
     def is_ours(self, handle: Handle) -> bool:
-        """Whether it is of this platform.  A log may name any."""
+        """Whether the handle is of this platform; one from a log may be of any platform."""
         return handle.executor == self.name
 
     def is_started(self, handle: Handle) -> bool:
-        """Whether the handle names a process.  Where that is not `native`, the platform's id of it, override this."""
+        """Whether the handle names a process.  Override this if a process is not named by its id in `native`."""
         return bool(handle.native)
 
     def memory_key(self, handle: Handle) -> Hashable:
-        """The key of its last status in memory: the process, or the launch where a handle means its launch."""
+        """Return the key of its last status in memory: the handle, or the launch if a handle stands for its launch."""
         return handle
 
     def read_value(self, handle: Handle) -> Any:
-        """The value that the function returned, of a process that has succeeded."""
+        """Return the return value of the function, for a process that has succeeded."""
         return None
 
     def stream_log(self, handle: Handle) -> Iterable[str]:
-        """The lines from the first on, until the connection ends.  Raises Unavailable if it breaks."""
+        """Return the lines from the first on, until the connection ends.  Raises Unavailable if it breaks."""
         return self.read_log(handle)
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
-        """Tell these processes that their launcher lives, which counts until then (Unix time); -> whether they can be
-        told."""
+        """Renew the launcher's lease of these processes until a Unix time; return whether the platform supports
+        leases."""
         return False
 
     def alive(self, run: str) -> Collection[Handle]:
-        """The processes of the run that lived when the platform was asked last, by a poll or by `discover`."""
+        """Return the run's processes that were alive at the last request to the platform, by a poll or `discover`."""
         return ()
 
 
 def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
-    """One answer of `observe`: where a process costs a request of its own, its trouble is not that of the others."""
+    """Return a status or an ExecutorError, for an `observe` that needs a request per process."""
     try:
         return ask()
     except ExecutorError as error:
@@ -144,6 +144,6 @@ def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
 
 
 def missing_secret(spec: ReplicaSpec) -> str:
-    """Say which of the spec's secrets is not an environment variable here, or ""."""
+    """Return an error text for a secret of the spec that is not an environment variable here, or ""."""
     missing = [name for name in spec.secrets if name not in os.environ]
     return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch" if missing else ""

@@ -1,14 +1,14 @@
-"""The short form: one function, n times, with its rank in an environment variable; and the leash of its processes.
+"""The short form: one function, n times, with its rank in an environment variable; and the lease of its processes.
 
     launch_replicas(n_replicas=4, entrypoint="pkg.work", entrypoint_args={"x": 1}, run="sweep-3") ─▶ specs
     launcher   every quarter of LEASE_S     Platform.renew(handles, until)       a dict on Modal, labels on Hugging
                                                                                  Face, a file on Slurm
-    container  every quarter of it          nothing newer came, `until` is over ─▶ asked to leave, then killed
+    container  every quarter of LEASE_S     `until` is over and not renewed ─▶ asked to leave, then killed
 
-Such a fleet has no supervisor, so without a leash its GPUs would live for a day after a script that was killed.
-On this machine a process leaves with the last one that launched it, within seconds.
+Such a fleet has no supervisor.  Without a lease its GPUs could run for a day after the launching script was killed.
+On this machine a process leaves within seconds of the end of its last launcher.
 
-Not promised: a leash on a platform that has no place for the word (SkyPilot); a launch there says so.
+Not promised: a lease on a platform that cannot store one (SkyPilot); a launch there warns about it.
 """
 
 import json
@@ -23,12 +23,12 @@ from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
 
 LEASE_S = 1800.0
-LOOKS = 4  # in one lease
+LOOKS = 4  # renewals in one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
-    """ "package.module:function".  A function is taken by its name: a container imports it.   Raises ValueError."""
+    """Return "package.module:function", by which a container imports the function.   Raises ValueError."""
     if isinstance(entrypoint, str):
         return entrypoint
     module, name = getattr(entrypoint, "__module__", None), getattr(entrypoint, "__qualname__", "")
@@ -42,7 +42,7 @@ def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
 
 
 def arguments_per_rank(arguments: Arguments, n: int) -> list[dict[str, Any]]:
-    """The keywords of each rank.   Raises ValueError."""
+    """Return the keyword arguments of each rank.   Raises ValueError."""
     rows = [arguments or {}] * n if arguments is None or isinstance(arguments, Mapping) else list(arguments)
     if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(
@@ -69,10 +69,10 @@ def rank_specs(
     run: str = "",
     lease: bool = True,
 ) -> list[ReplicaSpec]:
-    """The short form as specs, one for each rank.   Raises ExecutorError.
+    """Return specs for the short form, one for each rank.   Raises ExecutorError.
 
-    name: of the executor, for a run without a URL.   entrypoint_args: keywords for all, or a list with those of each
-    rank.   run: a name ("": a new one); the same one again takes up what it started.   lease: they leave half an hour
+    name: of the executor, for a run without a URL.   entrypoint_args: keywords for all ranks, or a list with one dict
+    each.   run: a name ("": a new one); an earlier name returns its processes.   lease: processes leave half an hour
     after this process has died, on this machine at once (SkyPilot: never).
     """
     try:
@@ -89,7 +89,7 @@ def rank_specs(
 
 
 class ShortForm(ABC):
-    """`launch_replicas` in both forms, and a block that ends what it launched."""
+    """`launch_replicas` in both forms, and a `with` block that ends the processes that it launched."""
 
     name: str
 
@@ -104,9 +104,9 @@ class ShortForm(ABC):
         run: str = "",
         lease: bool = True,
     ) -> list[Handle]:
-        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable.
+        """Launch these specs; or, in the short form, one function n times, with its rank in an environment variable.
 
-        The short form's words: `rank_specs`.
+        `rank_specs` explains the short form's arguments.
         """
         if specs is None:
             specs = rank_specs(
@@ -117,25 +117,25 @@ class ShortForm(ABC):
 
     @abstractmethod
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Start them, all at once."""
+        """Start processes for the specs, all at once."""
 
     def nameless_run(self) -> str:
-        """A new run, for processes that are launched in the short form; "" for an URL of the usual form."""
+        """Return a URL for a new run in the short form; "" for one of the usual form."""
         return ""
 
     @abstractmethod
     def end_launched(self) -> None:
-        """End what this executor launched, and wait until it has ended."""
+        """End the processes that this executor launched, and wait for their ends."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go.  Never stops a replica."""
+        """Release resources.  Never stops a replica."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what the block launched."""
+        """End the processes that the block launched."""
         try:
             self.end_launched()
         finally:
@@ -143,7 +143,7 @@ class ShortForm(ABC):
 
 
 class Leash:
-    """Says again and again that the launcher lives.   renew(handles, until): raises where it is not heard."""
+    """Renews the launcher's lease in a thread.   renew(handles, until): raises if the platform did not accept it."""
 
     def __init__(self, renew: Callable[[Sequence[Any], float], object], clock: Clock) -> None:
         self._renew = renew
@@ -166,5 +166,5 @@ class Leash:
         while not self._over.wait(lease_s / LOOKS):
             try:
                 self._renew(list(self._handles), self._clock.wall() + lease_s)
-            except Exception as error:  # of any client: the next turn says it again, three times within one lease
+            except Exception as error:  # of any client: the next renewals come before the lease is over
                 print(f"warning: the launcher's lease was not renewed: {error}", flush=True)

@@ -1,1 +1,1 @@
-"""Before anything is launched: the place, its price, and every mistake that is visible on this machine."""
+"""Before a launch: the places, their price, and every mistake that is visible on this machine."""

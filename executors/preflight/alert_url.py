@@ -1,9 +1,9 @@
-"""The address that `--alert` names, checked before anything starts, and handed to the supervisor as a secret.
+"""Checks the URL of `--alert` before a start, and passes it to the supervisor as a secret.
 
     --alert URL ─▶ this environment: DILOCO_ALERT ─▶ a supervisor here, in a terminal or detached
-    a supervisor on Modal or in a Hugging Face job sees nothing of this environment: a secret of the platform has it
+    a supervisor on Modal or in a Hugging Face job does not get this environment: it needs a secret of the platform
 
-It is written nowhere: neither into the bucket nor into a log.
+The URL is written neither into the bucket nor into a log.
 
 Not promised: that a server listens at the address; the first trouble shows it (docs/troubles.md).
 """
@@ -17,11 +17,11 @@ from executors.supervision.notices import VARIABLE
 HOSTS = {
     "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",
     "hf-jobs": "set {0} in this shell and name it as a job's secret: --secret {0}",
-}  # platforms where a detached supervisor lives
+}  # platforms that run a detached supervisor
 
 
 def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, environ: MutableMapping[str, str]) -> None:
-    """Put the URL into `environ`.  Raises UsageError, which hides the URL, if it is not one or would not reach its
+    """Put the URL into `environ`.  Raise UsageError, without the URL, if it is not valid or would not reach the
     supervisor."""
     if any(VARIABLE in place.env for place in places):
         raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")

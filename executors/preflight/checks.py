@@ -1,15 +1,15 @@
-"""Checks on the laptop, before anything is founded or paid: whether this config can run in these places.
+"""Checks on your machine, before a run is founded or paid for, whether this config can run in these places.
 
     config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
     inner.model        ─▶ inner/models/known.py          a folder, the cache, or one request to the Hub   no torch
-    reward, …          ─▶ inner/usercode/rehearse.py   tried in a process of its own, 8 s at most
+    reward, …          ─▶ inner/usercode/rehearse.py   tried in a separate process, 8 s at most
     template, adapter … ─▶ inner/train/dry_run.py  a replica's start without weights, if the model is here
 
     the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
-    what this machine cannot tell ──▶ a note: "not checked: …"
+    a fact that cannot be checked here ──▶ a note: "not checked: …"
 
-Not promised: that a run which passes will train well; that a platform has a machine free.
+Not promised: that a run which passes trains well; that a platform has a free machine.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 @dataclass(frozen=True)
 class Checked:
-    """model: the folder of the start model's files, if they are on this machine.   notes: facts that were not checked.
+    """The result.   model: folder of the start model's files, if it is on this machine.   notes: unchecked facts.
 
-    unreached: the model, where it is neither here nor at hand for the process here that would publish it.
+    unreached: the model's name, if a process here must publish it and it could not be checked; else "".
     """
 
     model: Path | None = None
@@ -38,9 +38,9 @@ class Checked:
 
 
 def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
-    """Check a config in its places.   name: of the config file.   url: of the run, "" if none is named.
+    """Check a config in its places.   name: of the config file.   url: of the run, or "".
 
-    Raises UsageError for the first mistake.
+    Raise UsageError for the first mistake.
     """
     _check_trackers(config, name)
     try:
@@ -80,7 +80,7 @@ def _known_model(inner: InnerConfig) -> KnownModel:
 
 
 def _check_trackers(config: RunConfig, name: str) -> None:
-    """Check the trackers here: the supervisor writes to them on this machine, unless it is detached to a platform."""
+    """Check the trackers here, where the supervisor runs and writes to them, unless a platform runs it."""
     if not config.log.to:
         return
     from diloco.views.trackers.make import check_tracker
@@ -96,7 +96,7 @@ def _check_trackers(config: RunConfig, name: str) -> None:
 
 
 def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
-    """Try the reward and other own code; -> notes.  Raises InnerError where it cannot work."""
+    """Try the reward and other user code; return notes.  Raise InnerError if it cannot work."""
     from inner.usercode.rehearse import TIME_S, rehearse
 
     notes = list[str]()
@@ -116,7 +116,7 @@ def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
 
 
 def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
-    """Try a replica's start without weights; -> notes.  Raises InnerError where no replica could train."""
+    """Try a replica's start without weights; return notes.  Raise InnerError if no replica could train."""
     inner = config.inner
     if inner.loop == "supervised" or inner.model in BUILT_IN_MODELS:
         return []
@@ -135,7 +135,7 @@ def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
 
 
 def _check_template(config: RunConfig, known: KnownModel) -> None:
-    """Raise InnerError where prompts are chats, and the tokenizer has no chat template."""
+    """Raise InnerError if prompts are chats and the tokenizer has no chat template."""
     inner = config.inner
     if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
         return
@@ -156,6 +156,6 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
 
 
 def _with_inner(text: str) -> str:
-    """ "reward = …" is a key of [inner]."""
+    """Return the text with "inner." before a key: "reward = …" becomes "inner.reward = …"."""
     key, equals, _ = text.partition(" = ")
     return f"inner.{text}" if equals and key.isidentifier() else text

@@ -1,9 +1,9 @@
-"""A command that was mistyped: one line, with the nearest word, and exit code 2.
+"""Reports a mistyped command: one line, with the nearest word, and exit code 2.
 
     diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
     diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
 
-Not promised: that the nearest word is the one that was meant.
+Not promised: that the nearest word is the intended one.
 """
 
 import argparse
@@ -16,7 +16,7 @@ _CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, without the usage in front of every error."""
+    """argparse's parser, without a usage text before each error."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         found, unknown = self.parse_known_args(args, namespace)
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Print the message; raises SystemExit(2)."""
+        """Print the message; raise SystemExit(2)."""
         self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
 
     def _verb_parser(self, name: str) -> "Parser":
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
-    """A message about the first of `unknown`, with the nearest of `options` if it begins like one."""
+    """Return a message about the first word of `unknown`, with the nearest option if it begins like one."""
     first = unknown[0].partition("=")[0]
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"
@@ -43,13 +43,13 @@ def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?", or "" if nothing is near."""
+    """Return "; did you mean X?", or "" if no known word is near."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def in_words(message: str, prog: str) -> str:
-    """argparse's message, with the nearest choice or the next thing to do."""
+    """Return argparse's message, with the nearest choice or the next thing to do."""
     if (choice := _CHOICE.fullmatch(message)) is not None:
         name, word, listed = choice.groups()
         known = re.findall(r"[\w.-]+", listed)

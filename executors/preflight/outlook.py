@@ -1,9 +1,9 @@
 """The forecast of `diloco plan` for a run that does not exist yet: price, memory, bytes, seconds.
 
-    --run URL     wishes and costs as they stand there; a bucket that does not answer is a note, not an error
+    --run URL     desired state and costs from the bucket; a bucket that does not answer is a note, not an error
     no --run      places and budget as typed; the price is the same
 
-Not promised: what only the bucket knows (whether another config stands there, what was spent).
+Not promised: facts that are only in the bucket (another config, or earlier costs).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
 
 @dataclass(frozen=True)
 class Bucket:
-    """The contents of a run's bucket.   url: where the run is now.   note: why that is not known.
+    """The contents of a run's bucket.   url: the run's present URL.   note: why its contents are unknown.
 
-    unreached: the URL, where it gave no answer.
+    unreached: the URL if the bucket did not answer, else "".
     """
 
     url: str = ""
@@ -45,9 +45,9 @@ class Bucket:
 
 
 def look_into_bucket(url: str) -> Bucket:
-    """Read the bucket, for LOOK_S at most: a cloud without keys or network makes one wait much longer.
+    """Read the bucket, for LOOK_S at most, because a client without keys or network waits much longer.
 
-    url: "" for none.
+    url: of the run, or "".
     """
     if not url:
         return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
@@ -67,7 +67,7 @@ def _read_bucket(url: str) -> Bucket:
 
 
 def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int) -> list[str]:
-    """Memory, bytes and seconds in words.   model: its folder on this machine, if there is one."""
+    """Return lines on memory, bytes and seconds.   model: its folder on this machine, or None."""
     parameters = parameters_within(config, model)
     if parameters is None:
         return [
@@ -80,7 +80,7 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
 
 
 def rate_line(config: RunConfig, replicas: int) -> str:
-    """Return the learning rate that this many replicas train with, in words."""
+    """Return a line with the learning rate of a run with so many replicas."""
     inner = config.inner
     factor = lr_factor(inner, 0, replicas) / lr_factor(inner, 0, 1)
     if factor == 1:
@@ -95,7 +95,7 @@ def rate_line(config: RunConfig, replicas: int) -> str:
 
 
 def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
-    """Device memory that comes on top, model by model."""
+    """Return a line for each reward model, with its additional device memory."""
     from diloco.run.sizing import stored_bytes
 
     found: list[str] = []
@@ -108,7 +108,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
 
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
-    """The model's parameters, from the headers of its files, here or on the Hub; None without an answer in time."""
+    """Return the model's number of parameters, from its files' headers, here or on the Hub; None if it is too late."""
     from diloco.run.sizing import parameters_in, parameters_of
 
     if model is not None:
@@ -117,7 +117,7 @@ def parameters_within(config: RunConfig, model: "Path | None", seconds: float = 
 
 
 def _within(seconds: float, ask: Callable[[], int]) -> int | None:
-    """The answer; None if it takes longer, or there is none."""
+    """Return the answer; None if it takes longer, or if `ask` fails."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(ask).result(seconds)
@@ -128,5 +128,5 @@ def _within(seconds: float, ask: Callable[[], int]) -> int | None:
 
 
 def stand_in_url(url: str, places: Sequence[Place], far: Sequence[str]) -> str:
-    """The run's URL, or one that stands for it."""
+    """Return the run's URL, or an example URL if there is none."""
     return url or (SOMEWHERE if any(p.executor in far for p in places) else "runs/RUN")

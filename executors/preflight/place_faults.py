@@ -1,17 +1,17 @@
-"""Mistakes in the chosen places: pure functions of config, places and environment.
+"""Finds mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    [inner.vllm] where it is not installed, … (vllm_faults.py)
-    eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
-    task_fault      the run's task is scored by a package that no index has (task_packages.py)
-    keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
-    model_far       the model is a folder of this machine, and is published from somewhere else
+    vllm_missing    [inner.vllm] where vLLM is not installed, … (vllm_faults.py)
+    eight_bits      inner.optimizer = "adamw8bit" where bitsandbytes will be missing
+    task_fault      a package that scores the run's task is on no index (task_packages.py)
+    keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
+    model_far       the model is a folder of this machine, and another machine publishes it
     image_fault     a text that is not an image's name
-    options_fault   sbatch's and SkyPilot's own options (platform_options.py)
+    options_fault   options of sbatch and SkyPilot (platform_options.py)
 
-Each returns a sentence, or "" if nothing speaks against it.
+Each returns a sentence about a mistake, or "".
 
-Not promised: what a Modal secret or an image holds; notes say so.
+Not promised: checks of the contents of a Modal secret or an image; notes say so.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0
 def place_faults(
     config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """The mistakes, one sentence each, the cheapest to find first."""
+    """Yield the mistakes, one sentence each; the cheapest checks come first."""
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
@@ -55,7 +55,7 @@ def place_faults(
 def notes_about(
     config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Notes about facts that cannot be checked from here."""
+    """Yield notes about facts that cannot be checked from here."""
     for place in places:
         if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
@@ -86,7 +86,7 @@ def idle_devices(place: Place) -> str:
 
 
 def device_count(executor: str, gpu: str) -> int:
-    """The number of devices that a platform's word names; 1 if it names none.   "H100:8" -> 8, "a10g-largex4" -> 4"""
+    """Return the number of devices in a platform's name; 1 if it has no number.   "H100:8" -> 8, "a10g-largex4" -> 4"""
     found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
     return int(found[1]) if found else 1
 
@@ -95,7 +95,7 @@ def one_device(executor: str, gpu: str) -> str:
     return re.sub(r"x\d+$" if executor == "hf-jobs" else r":\d+$", "x1" if executor == "hf-jobs" else "", gpu)
 
 
-# -------------------------------------------------------------------- what is installed there
+# -------------------------------------------------------------------- installed packages
 
 
 def _vllm_fault(config: RunConfig, place: Place) -> str:
@@ -123,8 +123,8 @@ def _options_fault(place: Place) -> str:
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:
-    """The fault where bitsandbytes would be missing.  An image elsewhere gets the packages of `--pip`, beside those
-    that are installed here and needed."""
+    """Return a fault if bitsandbytes would be missing.  An image gets the packages of `--pip`, and those of the
+    project that are installed here."""
     if config.inner.optimizer != "adamw8bit":
         return ""
     if place.executor in FAR:
@@ -142,9 +142,9 @@ def eight_bits(config: RunConfig, place: Place) -> str:
 
 
 def about_missing(package: str, spelling: str, refused: str, places: Sequence[Place]) -> str:
-    """A note for a package that the user's code imports and this machine lacks.  Raises InnerError if replicas do, too.
+    """Return a note on a package that the user's code imports and this machine lacks.
 
-    Images are built from the installation here, so only a package that an option adds can be there and not here.
+    Raise InnerError if replicas lack it, too: an image has the packages installed here and those that an option adds.
     """
     without = next((p for p in places if p.executor not in FAR or not _may_bring(p, package)), None)
     if without is None:
@@ -162,9 +162,9 @@ def _may_bring(place: Place, package: str) -> bool:
 
 
 def about_sandbox(spelling: str, refused: str, places: Sequence[Place]) -> list[str]:
-    """Notes for code that runs programs in bubblewrap; `refused`: in words, why this machine cannot.
+    """Return notes for code that runs programs in bubblewrap.   refused: why this machine cannot, or "".
 
-    Raises InnerError for a place that surely cannot: this machine, or an image without bubblewrap.
+    Raise InnerError for a place that surely cannot: this machine, or an image without bubblewrap.
     """
     far = [place for place in places if place.executor in FAR]
     if refused and len(far) < len(places):
@@ -202,7 +202,7 @@ def _image_words(place: Place, image: str) -> str:
 
 
 def plain_secret(place: Place) -> str:
-    """The fault of a variable that looks like a secret and would stand in the bucket: places are control records."""
+    """Return a fault if a variable looks like a secret: the bucket would show it, as control records have places."""
     own = place.options.get("env", {})
     named = {**place.env, **(own if isinstance(own, Mapping) else {})}
     found = [name for name, value in named.items() if SECRET_NAME.search(name) or SECRET_VALUE.match(str(value))]
@@ -215,10 +215,10 @@ def plain_secret(place: Place) -> str:
 
 
 def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several: bool = False) -> str:
-    """The fault where the store's keys are not named.  On Modal any secret will do, since secrets there have names of
-    their own; elsewhere the very variables are needed.
+    """Return a fault if no secret is named for the store's keys.  On Modal any secret counts, because a secret's name
+    is not its variables' names; elsewhere the secrets are the variables.
 
-    several: the run has other places, too, whose secrets have other names.
+    several: the run has several places, so options name the place: --secret PLACE.NAME.
     """
     whose = f"{place.executor}." if several else ""
     needed = _needed_variables(url, environ)
@@ -244,7 +244,7 @@ def _modal_words(url: str, needed: Sequence[str], whose: str) -> str:
 
 
 def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:
-    """Variables without which a replica elsewhere cannot take part."""
+    """Return the variables that a replica elsewhere needs to take part."""
     keys = list(NEEDED.get(url.partition("://")[0], ()))
     temporary = ["AWS_SESSION_TOKEN"] if keys and environ.get("AWS_SESSION_TOKEN") else []
     return [*keys, *temporary, *([KEY] if environ.get(KEY) else [])]
@@ -254,7 +254,7 @@ def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def model_far(config: RunConfig, places: Sequence[Place]) -> str:
-    """The fault of a model that is on this machine alone, while a process in the first place publishes θ₀."""
+    """Return a fault if the model is only on this machine, and the first place, which publishes it, is elsewhere."""
     model = config.inner.model
     if places and places[0].executor in FAR and (Path(model).is_dir() or is_gguf_file(model)):
         kind = "file" if is_gguf_file(model) else "folder"

@@ -1,7 +1,7 @@
-"""Whether the options of Slurm and SkyPilot exist, by their own clients; a missing client is reported.
+"""Checks the options of Slurm and SkyPilot with their own clients; a missing client is reported.
 
     slurm   submitit's names for sbatch's options · the partition, as sinfo lists it
-    sky     the words of sky.Resources, and what SkyPilot says when it is given them
+    sky     the arguments of sky.Resources, and SkyPilot's error if it rejects them
 
 Not promised: accounts, QOS and limits of a site; whether a cloud has such a machine.
 """
@@ -18,7 +18,7 @@ from executors.preflight.mistyped import nearest_hint
 ASK_S = 5.0
 SLURM_OWN = ("folder", "cluster", "usd_per_hour", "timeout_s")  # arguments of SlurmExecutor
 SKY_OWN = ("setup", "usd_per_hour", "packages", "pip", "vllm")
-OURS = ("time", "job_name", "gres")  # set by us, from --timeout, the slot and --gpu
+OURS = ("time", "job_name", "gres")  # SlurmExecutor sets these from --timeout, the slot and --gpu
 
 
 def options_fault(place: Place) -> str:
@@ -36,7 +36,7 @@ def unknown_option(key: str, known: Iterable[str], what: str) -> str:
 
 
 def slurm_fault(options: Mapping[str, Any], ask: Any) -> str:
-    """The fault of Slurm's options, or "".   ask() -> the partitions, None if they are not known."""
+    """Return the fault of Slurm's options, or "".   ask(): returns the partitions, None if they are unknown."""
     known = submitit_names()
     if known is None:
         return ""  # the executor itself says that submitit is missing
@@ -59,7 +59,7 @@ def _no_partition(name: str, there: frozenset[str]) -> str:
 
 
 def submitit_names() -> frozenset[str] | None:
-    """The names of sbatch's options in submitit; None without submitit."""
+    """Return submitit's names of sbatch's options; None without submitit."""
     try:
         slurm = import_module("submitit").SlurmExecutor
     except ImportError:
@@ -68,7 +68,7 @@ def submitit_names() -> frozenset[str] | None:
 
 
 def slurm_partitions() -> frozenset[str] | None:
-    """The partitions of this cluster; None where sinfo does not tell."""
+    """Return the partitions of this cluster; None if sinfo does not list them."""
     try:
         listed = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=True, timeout=ASK_S)
     except (OSError, subprocess.SubprocessError):

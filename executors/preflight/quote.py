@@ -1,11 +1,11 @@
-"""A quote: places and budget as a person asked for them, shown with a price before anything is rented.
+"""A quote: the requested places and budget, shown with a price before anything is rented.
 
     StartRequest (request.py)  ──wanted_places, budget_from──▶ places, budget
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
-                          └─agree──▶ yes · no · no terminal to ask at: an error
+                          └─agree──▶ yes · no · without a terminal to ask: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
 
-Not promised: the bill.  Prices are the platforms' own lists, or a dated table; storage and traffic are not in them.
+Not promised: the bill.  Prices come from the platforms' lists, or a dated table, without storage and traffic.
 """
 
 import os
@@ -39,7 +39,7 @@ OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets",
 
 
 def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
-    """Take the places that the wish names, else those that the run had before."""
+    """Return the places of the request, else those that the run had before."""
     if wish.places and wish.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
     if wish.places or wish.executor:
@@ -57,7 +57,7 @@ def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def _check_words(wish: PlaceWish, named: Sequence[Place]) -> None:
-    """Raise UsageError where an option names an unknown executor, or one that no place has."""
+    """Raise UsageError if an option names an unknown executor, or one that no place has."""
     _check_pip(wish.pip, named)
     there = {p.executor for p in named}
     if unknown := there.difference(EXECUTORS):
@@ -78,9 +78,9 @@ def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
 
 
 def _refined_place(place: Place, wish: PlaceWish) -> Place:
-    """One place, with the options for all of them.  "modal.region=eu" is an option for modal alone.
+    """Return a place with the request's options.  "modal.region=eu" is an option only for modal.
 
-    Secrets and the like become the place's own, also where they were given as an option: readers look there.
+    Secrets, environment and time limit become fields of the place, even if they were given as options.
     """
     options = dict(place.options)
     for key, value in wish.options:
@@ -103,7 +103,7 @@ def _refined_place(place: Place, wish: PlaceWish) -> Place:
 
 
 def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
-    """Pick those of `--secret` that this place gets: "modal.aws" is for modal alone, "aws" for every place."""
+    """Return the names of `--secret` for this place: "modal.aws" is only for modal, "aws" for every place."""
     pairs = [(name, *name.partition(".")) for name in names]
     return tuple(
         rest if dot and whose == place.executor else name
@@ -113,15 +113,15 @@ def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """A list, or a text with commas."""
+    """Return a list, or a text with commas, as a tuple."""
     return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
-    """The places, with options that follow from the run's settings, unless a place names them itself.
+    """Return the places with options that follow from the run's settings, unless a place has them already.
 
-    Modal bills for the memory that is used: a limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]:
-    versions that have it, where the environment is made for the run.   A task: the package that scores it.
+    Modal: a memory limit, as it bills the memory used, and for a model on the Hub a Volume that keeps it.
+    [inner.vllm]: package versions with vLLM.   A task: the package that scores it.
     """
     if not any(p.executor in FAR for p in places):
         return tuple(places)
@@ -147,13 +147,13 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
         options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
-    except ConfigError:  # its size is not known here: the platform's own default holds
+    except ConfigError:  # the model's size is unknown here: use the platform's default
         options = cache
     return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
 
 
 def check_reach(url: str, places: Sequence[Place]) -> None:
-    """Raise UsageError where the run is a folder of this machine, and a place elsewhere cannot reach it."""
+    """Raise UsageError if the run is a folder of this machine, which a place elsewhere cannot reach."""
     far = sorted({p.executor for p in places if p.executor in FAR})
     if far and is_folder(url):
         raise UsageError(
@@ -167,7 +167,7 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 
 
 def budget_from(wish: BudgetWish, wanted: Wanted) -> Budget:
-    """Take the limits that the wish names, else those that the run had before."""
+    """Return the limits of the request, else those that the run had before."""
     return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(wish).items()})
 
 
@@ -220,7 +220,7 @@ def quote_start(
     wanted: Wanted | None = None,
     spent: Costs | None = None,
 ) -> Quote:
-    """The quote of a start.   replicas: unless the request names them.   wanted, spent: None: read from the run."""
+    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read the run."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     check_reach(asked.url, places)
@@ -234,7 +234,7 @@ def quote_start(
 
 
 def spent_so_far(url: str) -> Costs:
-    """Return the costs of the run at `url` so far; nothing where no run stands."""
+    """Return the costs of the run at `url` so far; no costs if there is no run."""
     if open_store(url).get(layout.RUN) is None:
         return Costs()
     from diloco.runlog.reader import read_report
@@ -247,7 +247,7 @@ def spent_so_far(url: str) -> Costs:
 
 
 def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Quote:
-    """Make the quote.  Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
+    """Make the quote.  Raise UsageError or ExecutorError if the start is impossible or above the budget."""
     check_reach(url, places)
     if budget.limited and not all(p.lease for p in places):
         raise UsageError(
@@ -276,7 +276,7 @@ def slots_of(replicas: int) -> list[str]:
 
 
 def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool:
-    """Ask whether the price is right; a start without a cost needs no answer.  Raises UsageError without a terminal."""
+    """Ask the user to accept the price; a free start needs no answer.  Raise UsageError without a terminal."""
     if found.free or yes:
         return True
     if not _is_terminal(person := person or sys.stdin):
@@ -285,7 +285,7 @@ def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool
 
 
 def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
-    """Ask whether it may be done; without a terminal the answer is no.   agreed: the person has said yes before."""
+    """Ask the user a yes/no question; without a terminal the answer is no.   agreed: the user has said yes before."""
     return agreed or (_is_terminal(person := person or sys.stdin) and _ask_person(question, person))
 
 
@@ -298,11 +298,11 @@ def _ask_person(question: str, person: TextIO) -> bool:
     return person.readline().strip().lower() in ("y", "yes")
 
 
-# -------------------------------------------------------------------- into the bucket
+# -------------------------------------------------------------------- writes into the bucket
 
 
 def write_quote(store: Store, clock: Clock, found: Quote) -> None:
-    """Write places and budget into the run's control records, unless they stand there already."""
+    """Write places and budget into the run's control records, unless they are there already."""
     wanted = read_control(store)
     budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
     places = {} if are_places(wanted.places, found.places) else {"places": [p.to_dict() for p in found.places]}
@@ -311,10 +311,10 @@ def write_quote(store: Store, clock: Clock, found: Quote) -> None:
 
 
 def write_desired(run: Run, clock: Clock, **changed: int) -> None:
-    """Let the fleet go on, with these wishes; stopped and drained slots come back."""
+    """Write this desired state, and let the fleet continue: stopped and drained slots start again."""
     wanted = read_control(run.store)
     fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
-    replace(run.config.fleet, **fleet)  # which checks them together
+    replace(run.config.fleet, **fleet)  # checks the values together
     news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
     if "steps" in news:
         refuse_fewer_steps(run.store, changed["steps"])

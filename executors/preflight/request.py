@@ -1,12 +1,12 @@
-"""The request of a person who starts or resumes a run: the command line makes it once, and all other parts read it.
+"""The user's request to start or resume a run: the command line makes it once, and all other parts read it.
 
     --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
     --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest
     --replicas --steps --min-replicas    ─▶ FleetWish  ┘
 
-What was not typed is None or empty: the run's own value counts then, or the config's.
+A value that was not typed is None or empty: the run's own value counts then, or the config's.
 
-Not promised: that it can be had; `preflight`, the quote and the platform tell.
+Not promised: that the request can be met; `preflight`, the quote and the platform check that.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from executors.preflight.run_url import UsageError
 
 @dataclass(frozen=True)
 class PlaceWish:
-    """Where replicas run.   options: (key, value), the key perhaps with a place's name before it: modal.region."""
+    """The replicas' places.   options: (key, value), the key perhaps with a place's name before it: modal.region."""
 
     executor: str = ""
     places: tuple[Place, ...] = ()
@@ -32,7 +32,7 @@ class PlaceWish:
 
     @property
     def refines(self) -> bool:
-        """Whether it says anything about places, beside their names."""
+        """Whether it has settings of places, besides their names."""
         return any((self.gpu, self.secrets, self.timeout_s, self.options, self.pip, self.no_lease))
 
 
@@ -52,11 +52,11 @@ class FleetWish:
     min_replicas: int | None = None
 
     def told(self) -> dict[str, int]:
-        """Those that were typed."""
+        """Return the values that were typed."""
         return {name: value for name, value in vars(self).items() if value}
 
     def within(self, places: Sequence[Place]) -> "FleetWish":
-        """The wish, with the number of replicas that the places name.   Raises UsageError where they contradict it."""
+        """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
@@ -65,9 +65,9 @@ class FleetWish:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A start.   url: of the run, "" for none.   alert: None for no alerts, "" for the environment's.
+    """A start.   url: of the run, or "".   alert: a URL, None for no alerts, "" for the environment's.
 
-    origin: OLD[@STEP], the run to begin with.
+    origin: OLD[@STEP], a run from whose model to start.
     """
 
     url: str
@@ -86,5 +86,5 @@ class StartRequest:
 
 
 def replicas_in(places: Sequence[Place]) -> int | None:
-    """The number of replicas in all places; None unless each names its own."""
+    """Return the number of replicas in all places; None unless each place has a number."""
     return sum(p.count for p in places) if all(p.count for p in places) else None

@@ -1,10 +1,10 @@
-"""A run's URL, as typed: whether it can be one, and which processes can see it.
+"""Checks a typed run URL: whether it is valid, and which processes can see the run.
 
     runs/mine · file:///an/absolute/path      a folder: processes of machines that share it
     s3:// gs:// az:// hf://buckets/…           a bucket: processes with its keys
-    memory://                                  one process: no run of several
+    memory://                                  one process: not for several replicas
 
-Not promised: that the bucket answers; the first read tells.  Light: stores are imported when they are asked for.
+Not promised: that the bucket answers; the first read shows that.  This module imports stores only when needed.
 """
 
 import shlex
@@ -17,18 +17,18 @@ _SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…,
 
 
 class UsageError(ValueError):
-    """The command cannot mean anything."""
+    """The command or an option of it is not valid."""
 
 
 def shareable_url(url: str) -> str:
-    """The URL of a run that several processes can see.  Raises UsageError."""
+    """Return the URL of a run that several processes can see.  Raises UsageError."""
     if url.startswith("memory://"):
         raise UsageError(f"{url} lives inside one process, replicas are several; use a folder, e.g. --run runs/mine")
     return checked_url(url)
 
 
 def checked_url(url: str) -> str:
-    """The URL of a run that this version can open.  Raises UsageError."""
+    """Return the URL of a run that this version can open.  Raises UsageError."""
     from rendezvous.stores.open import open_store
 
     if url.startswith(("http://", "https://")):
@@ -45,14 +45,14 @@ def is_folder(url: str) -> bool:
 
 
 def foreign_files(folder: Path, ours: Iterable[str]) -> str:
-    """The names in a folder that are not in `ours`, in words; "" for none.  Hidden files do not count."""
+    """Return the names in a folder that are not in `ours`, as a text, or "".  Hidden files do not count."""
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     found = [name for name in names if name not in set(ours) and not name.startswith(".")]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError where a run would be founded among files of another kind."""
+    """Raise UsageError if a run would be founded in a folder with other files."""
     folder = Path(url.removeprefix("file://"))
     if not is_folder(url) or (folder / layout.RUN).exists():
         return

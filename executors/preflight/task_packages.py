@@ -1,11 +1,11 @@
-"""The packages that score a run's task, where replicas run elsewhere.
+"""The packages that score a run's task, for replicas on other machines.
 
     inner.data.task, eval.task ── no rewards of the user's own ──▶ reasoning-gym==0.1.25, the taskset's own package
                                                                         └──▶ `pip` of each place that is elsewhere
 
-At the versions that are installed here, which are those that make the rows.
+They have the versions installed here, which also make the rows.
 
-Not promised: what an image or a command line of the user's own brings beside them.
+Not promised: the packages that an image or a command line of the user adds.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ BUILT_IN = "verifiers.v1.tasksets"
 
 
 def scoring_tasks(config: RunConfig) -> list[str]:
-    """The tasks whose own scorers replicas ask: "reasoning-gym:chain_sum", …"""
+    """Return the tasks whose own scorers replicas use: "reasoning-gym:chain_sum", …"""
     task = config.inner.scoring_task
     if task is None:
         return []
@@ -30,20 +30,20 @@ def scoring_tasks(config: RunConfig) -> list[str]:
 
 
 def task_requirements(config: RunConfig) -> list[str]:
-    """name==version of each package that pip can install elsewhere."""
+    """Return name==version of each package that pip can install elsewhere."""
     names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
     return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
 
 
 def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
-    """{"pip": the place's own packages and the missing ones}, in the user's spelling where there is one; or {}."""
+    """Return {"pip": the place's packages and the missing ones}, or {}.  The user's spelling of a package stays."""
     named = named_packages(place)
     missing = [text for text in needed if not any(_name_of(text) == _name_of(other) for other in named)]
     return {"pip": [*named, *missing]} if missing and "code" not in place.options else {}
 
 
 def task_fault(config: RunConfig, place: Place) -> str:
-    """ "" or why replicas at this place could not score the run's task."""
+    """Return why replicas at this place could not score the run's task, or ""."""
     if place.executor not in FAR:
         return ""
     for task in scoring_tasks(config):
@@ -64,13 +64,13 @@ def task_fault(config: RunConfig, place: Place) -> str:
 
 
 def named_packages(place: Place, option: str = "pip") -> list[str]:
-    """The place's option, a list or "A,B", as a list."""
+    """Return the place's option, a list or "A,B", as a list."""
     named = place.options.get(option, ())
     return [name for name in (named.split(",") if isinstance(named, str) else named) if name]
 
 
 def _left_here(task: str, place: Place) -> str:
-    """The module of a taskset that no index has, unless an option brings it."""
+    """Return the module of a taskset that is on no index, unless an option adds it; else ""."""
     module = _taskset_module(task)
     if not module or any(key in place.options for key in ("image", "code")):
         return ""
@@ -87,7 +87,7 @@ def _distributions(task: str) -> Iterator[str]:
 
 
 def _taskset_module(task: str) -> str:
-    """The import name of a taskset's own package, by verifiers' rule; "" for one that verifiers brings."""
+    """Return the import name of a taskset's own package, by verifiers' rule; "" if verifiers contains it."""
     package, _, name = task.partition(":")
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if package != "verifiers" or importlib.util.find_spec(MODULES[package]) is None:
@@ -100,7 +100,7 @@ def _distributions_of(module: str) -> list[str]:
 
 
 def _is_local(name: str) -> bool:
-    """Whether it is installed from a folder or an address, so that no index knows it; or not installed at all."""
+    """Whether it is installed from a folder or a URL, so that no index has it, or is not installed at all."""
     try:
         return metadata.distribution(name).read_text("direct_url.json") is not None
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Mistakes of [inner.vllm] in the chosen places, and what cannot be checked of it from here.
+"""Finds mistakes of [inner.vllm] in the chosen places, and makes notes on unchecked facts.
 
-    vllm_missing    where it is not installed, on a place without a GPU, or beside an excluding package
+    vllm_missing    vLLM is not installed, a place has no GPU, or --pip names a package that excludes vLLM
 
 Each returns a sentence, or "" if nothing speaks against it.
 
@@ -29,8 +29,8 @@ def notes_about_vllm(place: Place) -> Iterator[str]:
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:
-    """The fault where vLLM would be missing.  Elsewhere the environment is made with vLLM, in its build for GPUs; here
-    it stays as it is."""
+    """Return a fault if vLLM would be missing.  A platform's environment is made with vLLM, in its build for GPUs;
+    this machine's is not changed."""
     if place.executor not in FAR:
         if has_vllm():
             return ""
@@ -48,11 +48,11 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
 
 
 def _vllm_conflict(place: Place) -> str:
-    """The fault of a package that is asked for beside vLLM, at a version that excludes it."""
+    """Return a fault if --pip names a package at a version that vLLM's versions exclude."""
     for text in named_packages(place):
         try:
             need = Requirement(text)
-        except InvalidRequirement:  # a URL or a file: pip has the say
+        except InvalidRequirement:  # a URL or a file: pip checks it
             continue
         pin = next((p for p in vllm_requirements() if p.startswith(f"{canonicalize_name(need.name)}==")), "")
         if pin and not need.specifier.contains(pin.partition("==")[2], prereleases=True):

@@ -1,1 +1,1 @@
-"""One run, at any places: which replicas are missing, what may still be spent, which process supervises."""
+"""The supervision of one run, on any platforms: missing replicas, the budget, the lease of the supervisor."""

@@ -1,13 +1,13 @@
-"""The past, present and allowed costs of a run, from its log alone.
+"""The past, present and allowed costs of a run, from its log.
 
-    bills (money/bills.py) ▶ Costs ─┬─ refusal   would this launch pass the budget?   Is its price known?
-                                    ├─ over      must the run end now, so that it has ended before the budget is passed?
-                                    └─ lease     until when may replicas go on if no supervisor looks any more?
+    bills (money/bills.py) ▶ Costs ─┬─ refusal   would this launch exceed the budget?  Is its price known?
+                                    ├─ over      must the run end now, so that it ends before the budget is exceeded?
+                                    └─ lease     how long may replicas continue without a supervisor?
 
-        spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: of all, the waiting too
-        a launch: + its price · BOOT_S, since a replica that must end before it has booted is money for nothing
+        spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: also of waiting replicas
+        a launch: + its price · BOOT_S, because a replica that must end before it has booted is a waste of money
 
-Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
+Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
 
 from collections import defaultdict
@@ -19,16 +19,16 @@ from diloco.units import dollars
 from executors.platforms.base import Plain
 from rendezvous.agreement.membership import Wanted
 
-END_S = 60.0  # from "leave now" until no replica runs: a last offer, the goodbye, a kill if need be
-LEASE_S = 1800.0  # a fleet without a supervisor bills no longer than this
+END_S = 60.0  # from "leave now" until no replica runs: a last offer, the leave record, a kill if necessary
+LEASE_S = 1800.0  # a fleet without a supervisor is billed no longer than this
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
 
 
 @dataclass(frozen=True)
 class Bill(Plain):
-    """One launch.   usd_per_hour: None if unknown.   seconds: billed for so far.   began, ended: Unix time.
+    """The bill of one launch.   usd_per_hour: None if unknown.   seconds: billed so far.   began, ended: Unix time.
 
-    pending: it waits for a machine.
+    pending: the launch waits for a machine.
     """
 
     slot: str
@@ -42,7 +42,7 @@ class Bill(Plain):
 
     @property
     def usd(self) -> float:
-        """US dollars so far; 0 where the price is unknown."""
+        """US dollars so far; 0 if the price is unknown."""
         return (self.usd_per_hour or 0.0) * self.seconds / 3600
 
     @property
@@ -52,15 +52,15 @@ class Bill(Plain):
 
     @property
     def rate_soon(self) -> float:
-        """The same, once it has its machine."""
+        """US dollars per hour, also while the launch waits for its machine."""
         return 0.0 if self.ended is not None else self.usd_per_hour or 0.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """hours: of the clock, in which any launch was billed.   unlogged: US dollars that only control records tell.
+    """The costs of a run.   hours: of wall time with a billed launch.   unlogged: US dollars only in control records.
 
-    untold: sessions on rented machines that neither tells.
+    untold: sessions on rented machines whose costs neither the log nor a control record has.
     """
 
     bills: tuple[Bill, ...] = ()
@@ -79,17 +79,17 @@ class Costs:
 
     @property
     def rate_soon(self) -> float:
-        """The same, once those that wait for a machine have one: the rate that a budget must reckon with."""
+        """US dollars per hour, with launches that wait for a machine: the rate for budget decisions."""
         return sum(b.rate_soon for b in self.bills)
 
     @property
     def rented(self) -> bool:
-        """Whether a launch runs, or waits for a machine, that costs money or has no known price."""
+        """Whether a launch that costs money, or has an unknown price, runs or waits for a machine."""
         return any(b.ended is None and b.usd_per_hour != 0 for b in self.bills)
 
     @property
     def unknown(self) -> tuple[Bill, ...]:
-        """Bills whose price is unknown: they are not in any sum."""
+        """Bills with an unknown price, which are in no sum."""
         return tuple(b for b in self.bills if b.usd_per_hour is None)
 
     def per_slot(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Costs:
         return _sum_by_key((b.executor, b.usd) for b in self.bills)
 
     def to_dict(self) -> dict[str, Any]:
-        """The costs for programs (`diloco costs --json`)."""
+        """Return the costs for `diloco costs --json`."""
         return {
             "usd": self.usd,
             "usd_per_hour": self.rate,
@@ -141,12 +141,12 @@ class Budget:
 
 
 def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None]) -> str:
-    """Why replicas at these prices per hour may not be launched; "" if they may."""
+    """Return why replicas at these prices per hour must not be launched; "" if they may."""
     if None in prices and not budget.allow_unknown_price:
         return "no price is known for this launch; --allow-unknown-price launches it anyway"
     if budget.max_usd and spent.untold and not budget.allow_unknown_price:
         return (
-            f"nobody knows what {', '.join(spent.untold)} cost: the log of their launch is gone, so max_usd = "
+            f"the cost of {', '.join(spent.untold)} is unknown: the log of their launch is gone, so max_usd = "
             f"{budget.max_usd:g} cannot be kept. Restore the objects below log/, or add --allow-unknown-price"
         )
     new = sum(p or 0.0 for p in prices)
@@ -154,12 +154,12 @@ def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None])
 
 
 def over(budget: Budget, spent: Costs) -> str:
-    """Why the run must end now; "" if it may go on."""
+    """Return why the run must end now; "" if it may continue."""
     return _limit_passed(budget, spent, spent.rate_soon, "going on")
 
 
 def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: float = 0.0) -> str:
-    """The words if a limit would be passed, else "".   boot: US dollars until the new replicas have booted."""
+    """Return a message if a limit would be exceeded, else "".   boot: US dollars until new replicas have booted."""
     end = END_S / 3600
     if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
         boots = f" {dollars(boot)} until it has booted, and" if boot else ""
@@ -176,7 +176,7 @@ def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: f
 
 
 def lease(budget: Budget, spent: Costs, now: float, rate: float | None = None) -> float:
-    """Unix time until which replicas may go on unattended at `rate` (default: theirs)."""
+    """Return the Unix time until which replicas may run without a supervisor at `rate` (default: `spent`'s)."""
     rate = spent.rate_soon if rate is None else rate
     left = [LEASE_S]
     if budget.max_usd and rate > 0:

@@ -1,9 +1,9 @@
-"""How long a replica may take to go, by its own heartbeat; and what a kill costs.
+"""The time that a replica may take to leave, by its heartbeat; and the work that a kill would lose.
 
-    asked ─▶ its inner step ends ─▶ its offer is durable ─▶ goodbye     grace = usual + inner steps · rate
-             └─ rate: seconds per inner step (0: not known yet)         killed: the inner steps since its last offer
+    asked ─▶ inner step ends ─▶ offer is durable ─▶ leave record       grace = usual + inner steps · rate
+             └─ rate: seconds per inner step (0: not known yet)        a kill loses the inner steps since the last offer
 
-Not promised: that a replica which beats and hangs ends before FINISH_S; a second Ctrl-C ends it.
+Not promised: that a replica which hangs but sends heartbeats ends before FINISH_S; a second Ctrl-C ends it.
 """
 
 from contextlib import suppress
@@ -13,16 +13,16 @@ from diloco.run.record import Run
 from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
-FINISH_S = 300.0  # a replica that beats may take so long for an upload: of its offer, of its last snapshot
-LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
+FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
+LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
 
 def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
-    """Seconds that a replica which beats may take to end, once a run has all its `steps`.
+    """Return the seconds that a replica with heartbeats may take to end, once the run has all its `steps`.
 
-    It may write a last snapshot for long.  One that is still in the inner steps of a decided step has nothing to write:
-    it hears of the end when its inner step ends, if that does not hang.
+    Writing a last snapshot may take long.  A replica that still trains for a decided step has nothing to write: it sees
+    the run's end after its inner step.
     """
     if beat.phase == "left":
         return usual
@@ -31,10 +31,10 @@ def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
 
 
 def leave_s(beat: Beat | None, asked: Beat | None, boundary: int, usual: float) -> float:
-    """Seconds that a replica which beats may take to leave a run that is not over, from when it was asked.
+    """Return the seconds that a replica with heartbeats may take to leave an unfinished run after a request.
 
-    asked: its beat at that time; it uploads once it has ended an inner step since.   boundary: inner steps of one
-    generation; `beat.rate` is their mean, and the first of them, which generates, may last as long as all.
+    asked: its heartbeat at the request; after an inner step since then it uploads.   boundary: inner steps per
+    generation; `beat.rate` is their mean, but the first of them generates, and may last as long as all together.
     """
     if beat is None or beat.phase != AT_WORK:
         return usual
@@ -45,14 +45,14 @@ def leave_s(beat: Beat | None, asked: Beat | None, boundary: int, usual: float) 
 
 
 def boundary_of(run: Run) -> int:
-    """Inner steps from one fresh generation to the next; 1 in a run that has no run.toml."""
+    """Return the number of inner steps per generation of completions; 1 for a run without run.toml."""
     with suppress(ConfigError):
         return run.config.inner.boundary
     return 1
 
 
 def lost_work(beat: Beat | None) -> str:
-    """The work that died with a replica whose last heartbeat this is, in words; "" if all of it was offered."""
+    """Describe the work lost with a killed replica; "" if all was offered.   beat: its last heartbeat."""
     if beat is None or beat.phase != AT_WORK:
         return ""
     if not beat.inner:

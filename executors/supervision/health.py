@@ -1,11 +1,11 @@
-"""The report to a person about a run's supervisor.
+"""The line of `status` about a run's supervisor.
 
-    done                                             the run has all its steps, and no replica beats any more
-    supervised by pid 7 on modal/supervisor.1        its beat is younger than UNHEARD_S
-    … was last heard 3 h 2 min ago                   older: killed, or cut off; how to replace it
-    no supervisor; the last one ended: …      its last words, from the log
+    done                                             the run has all its steps, and no replica sends heartbeats
+    supervised by pid 7 on modal/supervisor.1        its heartbeat is younger than UNHEARD_S
+    … was last heard 3 h 2 min ago                   older: it was killed or cut off; how to replace it
+    no supervisor; the last one ended: …             the reason, from the log
 
-Not promised: that a silent supervisor is dead; a second one takes over only once the beat is seen to stand still.
+Not promised: that a silent supervisor is dead; another one takes over only if its heartbeat does not change.
 """
 
 import shlex
@@ -26,12 +26,12 @@ UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run tak
 
 
 def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """Return (one line, for `--json`).   store: has the supervisor's beat; its claim is in the report."""
+    """Return (one line, data for `--json`).   store: to read the supervisor's heartbeat; the report has its claim."""
     return describe_supervisor(read_beat(store, SUPERVISOR), clock, report)
 
 
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """Return the same for a beat that was read."""
+    """Return the same for a heartbeat that was read before."""
     holder = lease.still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
@@ -54,7 +54,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
 
 
 def _done_words(report: Report, clock: Clock) -> str:
-    """ "done", or the replicas that still work though the run has all its outer steps, with their notes."""
+    """Return "done", or the replicas that still work after the last outer step, with their notes."""
     beats = [b for b in report.beats.values() if b.phase != "left"]
     there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report.url)]
     works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
@@ -62,7 +62,7 @@ def _done_words(report: Report, clock: Clock) -> str:
 
 
 def last_end(report: Report) -> dict[str, Any] | None:
-    """The newest end that a supervisor wrote down; None if that was well, or none is written."""
+    """Return the newest end of a supervisor in the log; None if it ended well, or if there is none."""
     ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None

@@ -4,11 +4,11 @@
                                  └─ else ─▶ a spec with its replicas' settings ─▶ executor.start_supervisor
     its time limit is near      ─▶ it leaves with RESUME, and its container starts the next one (start_next)
 
-    python -m executors.supervision.hosted SPEC PLATFORM OPTIONS       a job that is started again unless it ends with 0
+    python -m executors.supervision.hosted SPEC PLATFORM OPTIONS       a job; the platform restarts it unless it exits 0
 
-A platform knows this module by its name alone, as it knows entry points.
+A platform knows only the name of this module, as for entry points.
 
-Not promised: that one supervises at every moment; between two of them replicas run on, until the lease ends.
+Not promised: a supervisor at every moment; between two supervisors replicas continue, until the lease ends.
 """
 
 import json
@@ -35,7 +35,7 @@ AGAIN_S = 20.0  # all tries together fit into the time that a container has left
 
 
 def start_hosted(executor: FleetExecutor, run: str) -> Handle:
-    """Start a supervisor for the run on a platform that hosts them, unless one runs there already; -> its handle."""
+    """Start the run's supervisor on a platform that hosts one, unless it runs there already; return its handle."""
     found = [h for h in executor.find(run) if h.slot == SUPERVISOR]
     if found and not executor.poll(found)[0].state.ended:
         return found[0]
@@ -44,7 +44,7 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
 
 
 def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec, list[ReplicaSpec]]:
-    """Make its spec, with the variables and secrets of replicas there; -> it, and one of each kind it may launch."""
+    """Return the supervisor's spec, with variables and secrets of its replicas, and a spec of each kind of replica."""
     here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == platform]
     replicas = [
         ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
@@ -57,7 +57,7 @@ def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec,
 
 
 def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
-    """Start the next supervisor, in the container of one that has left at its time limit; -> whether it exists."""
+    """Start the next supervisor, in the container of one that left at its time limit; return whether it exists."""
     spec = ReplicaSpec.from_dict(raw)
     executor = make_executor(Place(platform, options=options))
     for _ in range(TRIES):
@@ -71,10 +71,10 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """Run a supervisor's job: as any other, and at its time limit it starts the next one.
+    """Run a supervisor's job; at its time limit, start the next one.
 
-    The platform starts the job again after any exit code but 0.  So the code is 0, unless the supervisor ended without
-    a goodbye in the run, or could not start the next one.
+    The platform starts the job again after any exit code but 0.  So return 0, unless the supervisor ended without a
+    last heartbeat "left", or could not start the next one.
     """
     spec, platform, options = argv
     code = container.main([spec, platform])
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def is_cut_off(run: str, code: int) -> bool:
-    """Whether a supervisor ended without a goodbye: a claim still stands, or the store does not tell."""
+    """Whether a supervisor ended without a last heartbeat "left", or the store does not say."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:

@@ -1,9 +1,9 @@
-"""One supervisor per run: the slot called "supervisor", held like any other.
+"""One supervisor per run: it claims the slot "supervisor" as a replica claims its slot.
 
     replicas/supervisor/{g}   by put_once: the highest generation may launch
-    alive/supervisor          its beat; another process takes over only once that stands still, or its process is gone
+    alive/supervisor          its heartbeat; another process takes over if it does not change, or its process is gone
 
-Not promised: exclusion by time.  A supervisor that slept and wakes reads the claim after its own before it acts.
+Not promised: exclusion by time.  A supervisor that was paused looks for a newer claim before it acts.
 """
 
 import os
@@ -23,9 +23,9 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Readable, Store
 
-FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
-BEAT_S = 2.0  # between beats while a platform takes its time
-WATCHING = "watching"  # its beat's phase once its first look, and the actions after it, are over
+FRESH_S = 10.0  # a live supervisor may be silent for some seconds while it imports heavy modules
+BEAT_S = 2.0  # between heartbeats during a slow call to a platform
+WATCHING = "watching"  # its heartbeat's phase after its first look and the actions that follow
 
 T = TypeVar("T")
 LatestBeat = tuple[int, int, str] | None  # generation, number, phase
@@ -46,7 +46,7 @@ class Lease:
 
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
-        """Take the lease.  Raises Supervised while another supervisor lives, or if another wins the race for it."""
+        """Take the lease.  Raise Supervised if another supervisor is alive, or another one wins the race for it."""
         holder = _newest_holder(store)
         if holder is not None and _is_alive(store, clock, holder, fresh_s):
             raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
@@ -57,7 +57,7 @@ class Lease:
 
     @classmethod
     def seize(cls, store: Store, clock: Clock) -> "Lease":
-        """Take the lease from any holder.  Raises Fenced if another process takes it at the same moment."""
+        """Take the lease from any holder.  Raise Fenced if another process takes it at the same moment."""
         run_marks.mark(store.url)
         pid, started = os.getpid(), processes.start_ticks(os.getpid()) or 0
         lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host_name(), pid=pid, started=started))
@@ -65,7 +65,7 @@ class Lease:
         return lease
 
     def beat(self, phase: str, note: str = "") -> None:
-        """Write a beat.   note: its trouble, for people."""
+        """Write a heartbeat.   note: a problem, in words for the user."""
         self.beats += 1
         body = Beat(
             slot=SUPERVISOR,
@@ -83,10 +83,10 @@ class Lease:
         try:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
         except StoreError:
-            return  # advisory
+            return  # heartbeats are advisory: a missing one does no harm
 
     def keep_while(self, act: Callable[[], T], phase: str) -> T:
-        """Do an act that may take a platform minutes, and beat meanwhile."""
+        """Call `act`, which may take minutes on a platform, and write heartbeats meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(act)
             while not wait([future], timeout=BEAT_S).done:
@@ -104,21 +104,21 @@ def _newest_holder(store: Readable) -> Claim | None:
 
 
 def supervisor_of(store: Readable) -> Claim | None:
-    """The claim of the present supervisor, as far as a look without waiting can tell."""
+    """Return the present supervisor's claim, as far as it can be known without waiting."""
     return still_holding(store.url, _newest_holder(store), read_beat(store, SUPERVISOR))
 
 
 def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | None:
-    """The supervisor that claimed the run last, unless it said goodbye or its process is known to be dead."""
+    """Return the newest claim, unless its supervisor's last heartbeat is "left" or its process is known to be dead."""
     if holder is None or _said_goodbye(holder, _as_latest_beat(beat)) or _known_dead(run, holder):
         return None
     return holder
 
 
 def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
-    """The claim of a supervisor that still runs: its process is on this machine, or its beat moves within `fresh_s`.
+    """Return the claim of a live supervisor: its process runs here, or its heartbeat changes within `fresh_s`.
 
-    A claim without a goodbye is not a sign of life: its process may have been killed long ago.
+    A claim alone does not show a live supervisor: its process may have been killed long ago.
     """
     holder = _newest_holder(store)
     return holder if holder is not None and _is_alive(store, clock, holder, fresh_s) else None
@@ -129,7 +129,7 @@ def latest_beat(store: Readable) -> LatestBeat:
 
 
 def has_looked_since(store: Readable, before: LatestBeat) -> bool:
-    """Whether a supervisor has looked at the run since its latest beat was `before`."""
+    """Whether a supervisor has looked at the run since the latest heartbeat was `before`."""
     holder = _newest_holder(store)
     beat = _read_latest_beat(store)
     if holder is None or beat is None or beat == before:
@@ -138,19 +138,19 @@ def has_looked_since(store: Readable, before: LatestBeat) -> bool:
 
 
 def left_since(store: Readable, before: LatestBeat) -> bool:
-    """Whether a supervisor has said goodbye since its latest beat was `before`.  Then its last words are in the log."""
+    """Whether a supervisor has left since the latest heartbeat was `before`.  Then the log has its last events."""
     beat = _read_latest_beat(store)
     return beat is not None and beat != before and beat[2] == "left"
 
 
 def unheard_s(holder: Claim, beat: Beat | None, clock: Clock) -> float:
-    """Seconds since this supervisor's last beat, by the clocks of two machines."""
+    """Return seconds since this supervisor's last heartbeat; the two times are of two machines' clocks."""
     mine = beat is not None and beat.generation == holder.generation
     return max(0.0, clock.wall() - (beat.at if mine and beat else holder.at))
 
 
 def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
-    """Whether it is a process of this machine, or its beat moves (or comes at all) within `fresh_s`."""
+    """Whether the holder is a live process here, or its heartbeat changes within `fresh_s`."""
     first = _read_latest_beat(store)
     until = clock.now() + fresh_s
     while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
@@ -177,12 +177,12 @@ def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
 
 
 def _is_on_this_machine(holder: Claim) -> bool:
-    """Whether it names a process of this machine, since this boot and among the same pids."""
+    """Whether the claim names a process of this machine, this boot and this pid namespace."""
     return bool(holder.started) and holder.host == host_name() == machine_name()
 
 
 def _known_dead(run: str, holder: Claim) -> bool:
-    """Whether its process was on this machine and is gone, or works for the run of which this one is a copy."""
+    """Whether its process was on this machine and has ended, or works for another run (this one is its copy)."""
     if not _is_on_this_machine(holder):
         return False
     return not processes.is_alive(holder.pid, holder.started) or run_marks.works_for(holder.pid, run) is False

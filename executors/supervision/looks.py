@@ -1,14 +1,14 @@
-"""How often a supervisor reads its run: all of it when something has happened, else each part as rarely as it may.
+"""How often a supervisor reads its run: all of it after a change, else each part in its own interval.
 
-    every beat      wishes, commits             a stop, the last step
-    every 4 beats   heartbeats                  silence is judged in minutes
-    every 8 beats   claims, goodbyes, logs      what sessions say of themselves
-    at once, all    after a word of our own, and when a platform tells of an end
+    every beat      desired state, commits      to see a stop, and the last step
+    every 4 beats   heartbeats                  silence counts only after minutes
+    every 8 beats   claims, leave records, logs the sessions' own reports
+    at once, all    after our change, and after an end on a platform
 
-Seven requests per replica and outer step of 25 s, where a look at everything each second needs 123 (N = 8).  A store of
-this machine is read whole each time.
+This needs seven requests per replica and outer step of 25 s; all of it each second would need 123 (N = 8).  A store of
+this machine is read completely each time.
 
-Not promised: that a report is of this moment; its parts are as old as the table says.
+Not promised: that a report is up to date; its parts are as old as the table says.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from diloco.runlog.scope import WHOLE, Focus
 from rendezvous.clock import Clock
 
 BEATS, SESSIONS = 4, 8
-JITTER = 0.95  # of a period: due although a sleep was a little short
+JITTER = 0.95  # part of a period after which a read is due: a sleep may be a little short
 NONE = frozenset[str]()
 
 
 class Looks:
-    """read(focus): a reader's refresh.   beat_s: between two heartbeats there; 0 where looking costs nothing."""
+    """The reads of a run.   read(focus): a reader's refresh.   beat_s: heartbeat period; 0 if reads are free."""
 
     def __init__(self, read: Callable[[Focus], Report], clock: Clock, beat_s: float) -> None:
         self._read = read
@@ -33,7 +33,7 @@ class Looks:
         self._report: Report | None = None
 
     def due(self, what: str, beats: float = 1.0) -> bool:
-        """Whether it is time.  Then it counts as done."""
+        """Whether `what` is due, after `beats` heartbeat periods; if so, note it as done now."""
         now = self._clock.now()
         if now - self._done_at.get(what, float("-inf")) < JITTER * beats * self._beat_s:
             return False
@@ -41,11 +41,11 @@ class Looks:
         return True
 
     def forget(self) -> None:
-        """Forget the report, since something has changed: the next look is at everything."""
+        """Forget the report after a change: the next `report` reads everything."""
         self._report = None
 
     def report(self) -> Report:
-        """The run as it is known now."""
+        """Read the parts that are due, and return the report on the run."""
         if self._report is None:
             self._done_at |= dict.fromkeys(("wishes", "beats", "sessions"), self._clock.now())
             self._report = self._read(WHOLE)

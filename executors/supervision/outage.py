@@ -1,4 +1,4 @@
-"""Platforms that give no news: since when, why, when to ask them again, and what to say meanwhile.
+"""Platforms that do not answer: since when, why, when to ask again, and the events about it.
 
     executor ──poll──▶ fresh statuses ──▶ over
                     └▶ stale ones     ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)
@@ -8,9 +8,9 @@
     log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
 
 All platforms report "no news" in the same way (`unanswered` in base.py), so only this module times an outage.
-A launch that a platform refuses while the run goes on is reported and repeated by the same rules, as "launch".
+A launch that a platform refuses while the run continues is reported and repeated by the same rules, as "launch".
 
-Not promised: what happens on a silent platform; replicas that beat are known to work all the same.
+Not promised: the state of processes on a silent platform; but heartbeats still show which replicas work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ from typing import Any
 from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
-REPORT_S = 60.0  # a lost answer is reported after so long, and everything again after so long
-FRESH_S = 1.5 * REPORT_S  # a reported state counts as the present one until then
+REPORT_S = 60.0  # from a lost answer to its report, and from one report to the next
+FRESH_S = 1.5 * REPORT_S  # age up to which a reported outage counts as still open
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0
 REFUSED_PAUSE_S = 15.0
@@ -30,7 +30,7 @@ LAUNCH = "launch"
 
 @dataclass
 class Outage:
-    """One platform without news.   since: per launch.   ask_at: no request before.   reported_at: None: not yet."""
+    """One platform without news.   since: per launch.   ask_at: earliest next request.   reported_at: None: never."""
 
     since: dict[str, float] = field(default_factory=dict)
     why: str = ""
@@ -48,7 +48,7 @@ class Outage:
         self.ask_at = now + self.pause
 
     def due(self, now: float) -> bool:
-        """Whether it is time to say something."""
+        """Whether a report is due."""
         if self.reported_at is not None:
             return now - self.reported_at >= REPORT_S
         return self.refused or now - self.began >= REPORT_S
@@ -59,7 +59,7 @@ class Outage:
 
 
 class Outages:
-    """All platforms of one run, as one supervisor asks them."""
+    """One supervisor's polls of all platforms of a run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -70,7 +70,7 @@ class Outages:
     def poll(self, executor: FleetExecutor, handles: Iterable[Handle]) -> list[Status]:
         """Poll as `executor.poll` does, but ask a silent platform again only when its pause is over.
 
-        handles: all that count; an outage of others is over.
+        handles: all handles of interest; an outage without any of them is over.
         """
         handles = list(handles)
         asked = [h for h in handles if h not in self._last or not self.waits(h.executor)]
@@ -95,14 +95,14 @@ class Outages:
         outage.again(now, str(error), isinstance(error, Refused))
 
     def answered(self, name: str) -> None:
-        """Note that it answers again, or that nothing is asked of it any more."""
+        """Note that a platform answers again, or is not needed any more."""
         outage = self._open.pop(name, None)
         if outage is not None and outage.reported_at is not None:
             seconds = round(self._clock.now() - outage.began, 1)
             self._over.append({"event": "platform_answers", "platform": name, "seconds": seconds})
 
     def _note_poll(self, name: str, stale: Sequence[Status]) -> None:
-        """Note one platform's answer.   stale: the statuses that it did not tell just now."""
+        """Note the result of a poll.   stale: the statuses for which this platform gave no news."""
         silent = [launch_name(h) for h in self._last if h.executor == name]
         if not silent:
             return self.answered(name)
@@ -113,10 +113,10 @@ class Outages:
             trouble = next((s for s in stale if s.refused), stale[0])
             outage.again(now, trouble.trouble or trouble.reason, trouble.refused)
 
-    # ------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------ reports
 
     def news(self) -> list[dict[str, Any]]:
-        """Events for the log that are due now."""
+        """Return the events for the log that are due now."""
         now, (over, self._over) = self._clock.now(), (self._over, [])
         for name, outage in self._open.items():
             if outage.due(now):
@@ -144,7 +144,7 @@ def launch_name(handle: Handle) -> str:
 
 
 def outage_in_words(event: Mapping[str, Any]) -> str:
-    """One line for people."""
+    """Return a line for the user."""
     slots = ", ".join(map(str, event.get("slots", ())))
     seconds = event.get("seconds", 0)
     launches = event.get("platform") == LAUNCH
@@ -155,7 +155,7 @@ def outage_in_words(event: Mapping[str, Any]) -> str:
 
 
 def open_outages(events: Sequence[Mapping[str, Any]], now: float) -> list[str]:
-    """Outages that the log reports and that have not ended.   now: Unix time."""
+    """Return lines on outages that the log reports and that have not ended.   now: Unix time."""
     newest = {e.get("platform"): e for e in events if e["event"] in ("platform_silent", "platform_answers")}
     silent = [e for e in newest.values() if e["event"] == "platform_silent" and now - e["at"] < FRESH_S]
     return [outage_in_words(e) for e in silent]

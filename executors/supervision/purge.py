@@ -1,11 +1,11 @@
-"""Removes what platforms keep of a run that has ended (`diloco stop RUN --purge`).
+"""Removes the objects that platforms keep for an ended run (`diloco stop RUN --purge`).
 
-    no process runs, proven by `stop` ──▶ control: places, former ──▶ each executor's own purge ──▶ what was removed
+    `stop` has proved that no process runs ──▶ control: places, former ──▶ each executor's purge ──▶ descriptions
 
-On Modal that is the app (it costs nothing, and its containers are gone) and the register of launches.  The run itself,
-which is its models, commits and logs, is never touched: it lies where --run says, also when that is on Modal.
+On Modal these are the app (which costs nothing and has no containers) and the register of launches.  The run itself
+(models, commits and logs) is never changed: it stays at the URL of --run, even if that is on Modal.
 
-Not promised: images, secrets and weights that other runs may use; they stay.
+Not promised: the removal of images, secrets and weights, which other runs may use.
 """
 
 from executors.platforms.multi import build_executor
@@ -14,7 +14,7 @@ from rendezvous.store import Store
 
 
 def purge_run(store: Store) -> list[str]:
-    """Purge a run without live processes; -> sentences.  Raises ExecutorError if a platform cannot be asked."""
+    """Purge a run without live processes; return sentences.  Raise ExecutorError if a platform cannot be asked."""
     wanted, _ = read_standing_wishes(store)
     executor = build_executor(wanted.places, wanted.former)
     try:
@@ -25,7 +25,7 @@ def purge_run(store: Store) -> list[str]:
 
 
 def where_run_stays(url: str) -> str:
-    """A sentence: the place where the run still is, and how to end that too."""
+    """Return a sentence that says where the run is stored, and how to delete it there."""
     scheme, _, rest = url.partition("://")
     if scheme == "modal":
         name = rest.partition("/")[0]

@@ -1,12 +1,12 @@
-"""Whether the supervised run still stands in its store.
+"""Checks that the supervised run's records are still in its store.
 
     every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
-                                                             └─ one is gone ──▶ the replicas are ended, with words
+                                                             └─ one is gone ──▶ end the replicas, with the reason
 
-Replicas compare the chain themselves when they close a step (agreement/closing.py); one whose step lasts an hour would
-cost for an hour.
+Replicas check the chain themselves when they close a step (agreement/closing.py), but a step of an hour would cost
+an hour.
 
-Not promised: that a record which was changed is noticed; the run key is for that.
+Not promised: that a changed record is noticed; the run key serves for that.
 """
 
 import sys
@@ -28,7 +28,7 @@ class RecordsWatch:
         self.lost = ""
 
     def why_lost(self, report: Report, *, again: bool = False) -> str:
-        """Return which record is gone, and what to do; "" while all stand, and between two looks.
+        """Return which record is gone, and what to do; "" if none is, or if no look is due.
 
         again: look now.
         """

@@ -1,13 +1,13 @@
-"""End a run's replicas, and prove it.
+"""Ends a run's replicas, and proves that they have ended.
 
-    control: stop ─▶ replicas offer what they have and leave ─▶ after `grace_s`: no supervisor may launch any more
-                                                             ─▶ cancelled on every platform, kill -9 on this machine
-                                                             ─▶ polled until each launch has ended
-                                                             ─▶ each platform's list looked through for the run's label,
-                                                                until nothing lives and no list can lag any more
-                                                             ─▶ every heartbeat looked at once more: none moves
+    control: stop ─▶ replicas offer their work and leave ─▶ after `grace_s`: no supervisor may launch any more
+                                                         ─▶ cancel on every platform, kill -9 on this machine
+                                                         ─▶ poll until each launch has ended
+                                                         ─▶ search each platform's list for the run's label, until
+                                                            it has no live process and can show no late one any more
+                                                         ─▶ read every heartbeat once more: none changes
 
-Not promised: an end for processes on machines that we cannot signal; their heartbeat tells, and so do we.
+Not promised: an end of processes on machines that we cannot signal; `stop` reports those whose heartbeat changes.
 """
 
 import os
@@ -39,11 +39,11 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
-FRESH_S = 60.0  # an older heartbeat does not tell how long its replica may take
-LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
-KILLED_S = 5.0  # how long a killed process may take to vanish
-CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that a process has ended
-PAUSE_S, ASK_S = 0.1, 1.0  # between two looks at this machine and the bucket, and at a platform
+FRESH_S = 60.0  # an older heartbeat is not used to compute how long its replica may take
+LOOK_S = 1.0  # a heartbeat without a change for so long is silent; they change every 0.2 s
+KILLED_S = 5.0  # time for a killed process to end
+CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
+PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class End:
 
 
 class Patience:
-    """How long the slowest replica may take to leave since it was asked, by its newest heartbeat; it never shrinks.
+    """The time that the slowest replica may take to leave after the request, by the heartbeats; it never shrinks.
 
-    A replica that has ended its inner step since then uploads, and may take as long as that takes (grace.leave_s).
-    grace_s: the seconds where they are fixed, None to follow the heartbeats.
+    A replica that has ended an inner step since the request uploads, and may take longer (grace.leave_s).
+    grace_s: fixed seconds, or None to follow the heartbeats.
     """
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
-        with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are ended all the same
+        with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
             self._boundary = boundary_of(read_run(store.url))
         self._asked = {} if grace_s is not None else self._fresh_beats()
         self._seconds = 0.0
@@ -91,10 +91,10 @@ def stop_run(
     say: Callable[[str], None],
     executor: FleetExecutor | None = None,
 ) -> list[End]:
-    """Ask all replicas to leave, wait, end the rest, look again; -> one End per slot and launch, and the supervisor's.
+    """Ask all replicas to leave, wait, end the rest, look again; return an End per slot, launch and supervisor.
 
-    grace_s: None for as long as the pace of their inner steps demands.
-    executor: where replicas live (default: as the run's control records say).
+    grace_s: seconds that replicas may take; None: by the pace of their inner steps.
+    executor: the platforms of the replicas (default: those in the run's control records).
     """
     patience = Patience(store, clock, grace_s)
     if _is_over(store, clock.wall()):
@@ -105,8 +105,8 @@ def stop_run(
 
 
 def _is_over(store: Store, now: float) -> bool:
-    """Whether the run has all its outer steps, and no process that would hear a wish.   now: Unix time."""
-    with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are asked all the same
+    """Whether the run has all its outer steps, and no process that would read a stop request.   now: Unix time."""
+    with suppress(RendezvousError, ConfigError):  # replicas of a damaged run are asked to leave, too
         read_run(store.url)
         beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
         heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
@@ -130,7 +130,7 @@ def _end_everything(
 ) -> list[End]:
     launches = Launches(store, executor)
     try:
-        launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
+        launches.cancel(launches.waiting, 0.0)  # they have no process yet that could read the request
         _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seize_if_needed(store, clock, launches)
@@ -146,7 +146,7 @@ def _end_everything(
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
-    """Seize the supervisor's lease, so that no supervisor launches any more, if there is anything left to do."""
+    """Seize the supervisor's lease, so that no supervisor launches any more.  None if there is nothing left to end."""
     if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
         return None
     with suppress(Fenced):
@@ -172,7 +172,7 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel again and again what still lives under the run's label, also what a list shows late; -> what remains."""
+    """Cancel processes with the run's label until the platforms list none, also no late one; return the rest."""
     if not launches.labelled:
         return []
     began = clock.now()
@@ -190,11 +190,11 @@ def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launch
 
 
 def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launches) -> None:
-    """Write down the ends that no supervisor has seen, which closes their bills."""
+    """Log the ends that no supervisor has logged, which closes their bills."""
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
-    launches.read_log()  # the supervisor that ended just now may have written some of them down
+    launches.read_log()  # the supervisor that has just ended may have logged some of them
     for handle in launches.strangers:
         journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; the log does not name it")
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
@@ -211,7 +211,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 
 
 def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
-    """One End per replica that claimed a slot or was launched elsewhere, with the proof that it ended (or not)."""
+    """Return an End for each claimed slot and each launch elsewhere, with the evidence that it ended or not."""
     over = launches.ended_places
     claims = newest_claims(store.url)
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
@@ -230,7 +230,7 @@ def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
 
 
 def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
-    """The ends of launches whose slots were never claimed: there is no heartbeat of them."""
+    """Return the ends of launches whose slots were never claimed, so that there are no heartbeats."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
     found = [
         End(
@@ -249,7 +249,7 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
 
 
 def _stranger_ends(launches: Launches) -> list[End]:
-    """The ends of replicas that no log names, once no list of a platform shows one any more."""
+    """Return the ends of replicas that the log does not name and that no platform lists any more."""
     return [
         End(launch_name(h), False, f"{h.executor} ({h.native or h.pid}): cancelled, it had no supervisor")
         for h in sorted(launches.strangers, key=lambda h: (h.slot, h.attempt, h.native))
@@ -283,7 +283,7 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
 
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:
-    """Wait until no replica and no other supervisor is there any more, at most so long."""
+    """Wait until no replica and no other supervisor is left, for at most `seconds()`."""
     began, limit = clock.now(), 0.0
     looked = asked = float("-inf")
     moved: dict[str, int] = {}
@@ -303,14 +303,14 @@ def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], 
 
 
 def _other_supervisor(store: Store) -> Claim | None:
-    """The claim of the supervisor, unless this process holds the lease in order to end the run."""
+    """Return the supervisor's claim, unless it is this process's, which holds the lease to end the run."""
     holder = supervisor_of(store)
     mine = holder is not None and (holder.host, holder.pid) == (host_name(), os.getpid())
     return None if mine else holder
 
 
 def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:
-    """Whether it runs here, or has beaten elsewhere since the first look (`moved`) and has not said goodbye."""
+    """Whether it runs here, or has not left and its heartbeat has changed since the first look (`moved`)."""
     if claimed_process(store.url, claim) is not None:
         return True
     beat = _beat_of_claim(store, claim)

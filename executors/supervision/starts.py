@@ -1,10 +1,10 @@
-"""Starts the slots that a plan asks for: from slots to specs, with the budget's leave, all in one request.
+"""Starts the slots that a plan asks for: makes specs, checks the budget, and launches all in one request.
 
-    slots that are due ─▶ specs ─▶ may this be spent? ─▶ log: launching ─▶ launch_replicas ─▶ log: launched
-                            │        └─ no ─▶ log: refused, and those that run go on
-                            └─ while θ₀ is not there yet, a rented GPU would only wait for it: put off
+    slots that are due ─▶ specs ─▶ budget allows it? ─▶ log: launching ─▶ launch_replicas ─▶ log: launched
+                            │        └─ no ─▶ log: refused, and running replicas continue
+                            └─ before θ₀ is published, a rented GPU would only wait for it: start it later
 
-Not promised: that a launch which a platform refuses is given up; it is asked again later, once the run has ever begun.
+Not promised: an end of retries if a platform refuses a launch in a run that has had launches.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from executors.supervision.slots.slot_state import SlotState
 from executors.supervision.slots.slots import PUBLISH, Slots
 
 PUBLISHER = "executors.supervision.supervisor:publish_model"
-Start = tuple[SlotState, str]  # the slot, and why
+Start = tuple[SlotState, str]  # the slot, and the reason
 
 
 class Starts:
     """The launches of one supervisor.
 
-    parent: "PID:START" that replicas of this machine should not outlive.   entrypoint: the function of each.
+    parent: "PID:START" of a process with which replicas of this machine end.   entrypoint: each replica's function.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Starts:
         self._short_of = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
-        """Leave out starts that would wait for the model on a rented GPU; the platform hears of them already."""
+        """Leave out starts that would wait for the model on a rented GPU, but let the platform `expect` them."""
         early = [state for state, _ in starts if self._bills_a_gpu(state)]
         if early:
             self._slots.executor.expect([self._spec_for(state) for state in early])
@@ -60,9 +60,9 @@ class Starts:
         return place.executor in FAR and asked_for(place.gpu) > 0
 
     def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
-        """Start them; -> why the run must end instead, or "".
+        """Start them; return why the run must end instead, or "".
 
-        A platform that refuses is asked again later, if the run has ever begun and this is not a mistake in it.
+        If a platform refuses or does not answer, and the run has had launches, try again later.
         """
         try:
             why = self._launch_all(starts, report)
@@ -76,13 +76,13 @@ class Starts:
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
-        """Launch all at once; nothing if the budget does not allow all of them."""
+        """Launch all at once, or none if the budget does not allow all of them."""
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs), "launching")
         if why := self._spend_limit.carry_out(verdict, report):
             return self._do_without(why)
-        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
+        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # in case we die before the answer
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())
@@ -90,7 +90,7 @@ class Starts:
         return ""
 
     def _do_without(self, why: str) -> str:
-        """Note a launch that the budget does not allow: those that run go on; if none runs, the run ends."""
+        """Log that the budget refuses a launch; return the reason to end the run if no replica runs, else ""."""
         if self._short_of != why[:60]:
             self._short_of = why[:60]
             self._slots.emit("refused", text=why)

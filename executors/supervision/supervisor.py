@@ -1,17 +1,17 @@
-"""Keeps a run's replicas alive: looks, plans, acts, until the run is done.
+"""Keeps a run's replicas alive: observes, plans and acts until the run is done.
 
         ┌────────────────────────────────────────────────────────────────┐
         ▼                                                                │
     bucket, executor ──▶ observed ──▶ plan ──▶ launch · replace · fence · drain ──▶ log, screen
                              budget ──┘
 
-    python -m executors.supervision.supervisor RUN_URL         what `diloco train --detach` starts, on any machine
+    python -m executors.supervision.supervisor RUN_URL         `diloco train --detach` starts this, on any machine
 
-It holds nothing that is not in the bucket: where replicas live (platforms/multi.py), how often a slot has failed
-(slot_state.py) and what it all has cost (costs.py) stand there.  It may be killed and started again
-anywhere, at any time, and the replicas of a detached run do not notice.
+All its state is in the bucket: the replicas' places (platforms/multi.py), each slot's failures (slot_state.py) and
+the costs (costs.py).  So it may be killed and started again on any machine, at any time, and the replicas of a
+detached run do not notice.
 
-Not promised: that places which change while it runs are used before the next supervisor.
+Not promised: that it uses places which change while it runs; the next supervisor does.
 """
 
 import argparse
@@ -74,12 +74,12 @@ from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
 FAILED = 1
 TICK_S = 0.2
 PATIENCE_S = 120.0
-RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; the rest of END_S is for its answer
-PROOF_S = 600.0  # for seeing the end of all replicas
+RENTED_GRACE_S = 40.0  # GRACE_S for a platform, which passes the request on; the rest of END_S is for its answer
+PROOF_S = 600.0  # time to see the ends of all replicas
 
 
 def publish_model(argv: list[str]) -> int:
-    """Entry point of the child that publishes θ₀."""
+    """Publish θ₀; the entry point of the publisher's process."""
     from diloco.model.publish import publish
 
     return publish(*argv)
@@ -87,7 +87,7 @@ def publish_model(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of the supervision.   code: for the shell."""
+    """The end of the supervision.   code: exit code for the shell."""
 
     code: int
     text: str
@@ -95,10 +95,11 @@ class Outcome:
 
 @dataclass
 class Supervisor:
-    """parent: "PID:START" that replicas of this machine should not outlive ("" for a detached run).
+    """One supervisor of a run.
 
-    alert: a webhook's address, "" for none.
-    show(report): draws.   each_tick(supervisor, report): a hook for meddling (the demo kills).
+    parent: "PID:START" of a process with which replicas of this machine end ("" for a detached run).
+    alert: a webhook's address, or "".
+    show(report): draws.   each_tick(supervisor, report): a hook (the demo uses it to kill a replica).
     """
 
     run: Run
@@ -124,19 +125,19 @@ class Supervisor:
         if text := solo_warning(wanted):
             self.emit("warning", kind="solo", text=text)
         self.places = places_of(wanted.places)
-        self._said = ("", "")  # with our last beat
+        self._said = ("", "")  # phase and note of our last heartbeat
         self._tick_s = max(TICK_S, timing.poll)
         self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
         self.grace_s = 0.0  # seconds that replicas may take to leave
         self._published = self.run.config.script is not None  # a script brings its own model
-        self._leaving = ""  # why we end before the run is done
+        self._leaving = ""  # the reason if we end before the run is done
         self._killing = False
         self._verdict: Outcome | None = None
         self._records = RecordsWatch(self.run, self.clock)
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
-        self._said_at = float("-inf")  # when we last spoke of it
+        self._said_at = float("-inf")  # when we last reported that trouble
         former = former_places(wanted.former)
         self._spend_limit = SpendLimit(
             self.run.store, self.clock, self.executor, self.places, former=former, emit=self.emit
@@ -149,10 +150,10 @@ class Supervisor:
             self.slots, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
         )
 
-    # ------------------------------------------------------------------ from outside
+    # ------------------------------------------------------------------ calls from signal handlers and others
 
     def leave(self, why: str = "interrupted") -> None:
-        """Ask every replica to go, and end.  Safe in a signal handler."""
+        """Ask every replica to leave, then end.  Safe in a signal handler."""
         self._leaving = self._leaving or why
 
     def kill(self) -> None:
@@ -161,7 +162,7 @@ class Supervisor:
         self.leave("killed")
 
     def handle(self, slot: str) -> Handle | None:
-        """The running process of a slot."""
+        """Return the running process of a slot, or None."""
         state = self.slots.by_slot.get(slot)
         return state.handle if state and state.running else None
 
@@ -173,7 +174,7 @@ class Supervisor:
     # ------------------------------------------------------------------ the loop
 
     def supervise(self) -> Outcome:
-        """Supervise until the run is done, or cannot go on, or we are asked to end."""
+        """Supervise until the run is done, cannot continue, or we are asked to end."""
         try:
             self.show(self.lease.keep_while(self._reader.refresh, "launching"))
             while (outcome := self._patient_tick()) is None:
@@ -190,14 +191,14 @@ class Supervisor:
         return outcome
 
     def _sweep_once_more(self) -> None:
-        """Collect garbage once all replicas have ended: the last of them may have been killed before it did."""
+        """Collect garbage after all replicas have ended, because the last one may have been killed before it did so."""
         try:
             sweep_after_end(self.run, self.clock, self.emit)
         except RendezvousError as error:
             self.emit("garbage_stays", trouble=str(error))
 
     def _emit_end(self, event: str, code: int, text: str) -> None:
-        """Write last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
+        """Log the end, also for `diloco status`, and leave, so that the next supervisor need not wait."""
         self.emit(event, code=code, text=text)
         self.lease.beat("left")
 
@@ -206,12 +207,12 @@ class Supervisor:
             outcome = self.tick()
             self._trouble_since = None
             return outcome
-        except StoreError as error:  # the replicas wait for it too; nothing is lost meanwhile
+        except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
             patience_s = max(PATIENCE_S, self.run.timing.give_up) if isinstance(error, StoreFull) else PATIENCE_S
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
             if self.slots.anybody:
-                self._wait_out(error, f"trying again; those that run, run on: {error}", patience_s=float("inf"))
+                self._wait_out(error, f"trying again; running replicas continue: {error}", patience_s=float("inf"))
             elif isinstance(error, Unavailable):
                 self._wait_out(error, f"trying again: {error}")
             else:
@@ -230,7 +231,7 @@ class Supervisor:
             raise error
 
     def tick(self) -> Outcome | None:
-        """Look once, and act on it."""
+        """Observe once, and act."""
         if self._looks.due("lease", 2) and self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         said = (WATCHING if self._ticked else "starting", self.slots.outages.note)
@@ -243,7 +244,7 @@ class Supervisor:
             self._looks.forget()
         report = self._looks.report()
         self.slots.look(report, statuses)
-        if not self._ticked:  # with the ends that no supervisor had seen: the budget counts them
+        if not self._ticked:  # read again: the first look has logged ends, which the budget must count
             report = self._reader.refresh()
         self._report_outages()
         if self._verdict is None and (lost := self._records.why_lost(report)):
@@ -262,7 +263,7 @@ class Supervisor:
         return outcome
 
     def _report_outages(self) -> None:
-        """Report outages in the log of the run and in our own, once a minute."""
+        """Report outages in the run's log and on stderr, once a minute."""
         for event in self.slots.outages.news():
             self.emit(**event)
             if event["event"] == "platform_silent":
@@ -272,7 +273,7 @@ class Supervisor:
         return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
-        """The outcome, once no replica runs any more."""
+        """Return the outcome if supervision is over and no replica runs any more, else None."""
         outcome = self._verdict or self._outcome_if_over(report)
         if outcome is None:
             return None
@@ -286,7 +287,7 @@ class Supervisor:
         return self._given_up(outcome) if now - since > PROOF_S + self.grace_s else None
 
     def _grace_s(self, state: SlotState, report: Report) -> float:
-        """Seconds for a replica that is to end: from when it was asked to, or from when the run is over."""
+        """Return the seconds that a replica may take to end, from a request or from the run's end."""
         beat = report.beats.get(state.slot)
         usual = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
@@ -334,7 +335,7 @@ class Supervisor:
             self._start(starts, report)
 
     def _start(self, starts: Sequence[Start], report: Report) -> None:
-        """Start them; the run ends if the budget allows no start and no replica runs."""
+        """Start them; if the budget allows no start and no replica runs, end the run."""
         if why := self._starts.try_to_start(starts, report):
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
@@ -354,7 +355,7 @@ class Supervisor:
             self._give_up(state, action.why)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
-        """Ask a replica to leave: it hears it through the bucket, or else by a signal."""
+        """Ask a replica to leave: through a control record if it is in one, else by a cancel."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
             state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)
@@ -362,10 +363,10 @@ class Supervisor:
             self.slots.cancel([state], self._grace_s(state, report))
 
     def _fence(self, state: SlotState, why: str) -> None:
-        """Claim its slot in the name of the next launch, which alone may follow."""
+        """Claim its slot for the next launch, so that only this launch can take the slot afterwards."""
         newest = newest_claim(self.run.store, state.slot)
         number = 2 + max(state.attempt, newest.generation if newest else 0)
-        with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
+        with suppress(Fenced):  # the replica claimed at the same moment: the next tick fences that claim
             claim(
                 self.run.store,
                 self.clock,
@@ -385,7 +386,7 @@ class Supervisor:
         self._stop_for(state.slot, state.status.exit_code if state.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
-        """End a run that cannot go on: all replicas leave, and the caller hears why."""
+        """End a run that cannot continue: all replicas leave, and the outcome says why."""
         code = exit_code if exit_code in (exitcodes.USER_ERROR, exitcodes.GAVE_UP) else FAILED
         text = "\n".join([f"{slot}: {why}. Its last lines:", *(f"    {line}" for line in tail)])
         self._verdict = Outcome(code, text)
@@ -395,7 +396,7 @@ class Supervisor:
     # ------------------------------------------------------------------ θ₀
 
     def _publish_reasons(self) -> list[str]:
-        """The reason to start the child that puts θ₀ into the bucket, beside the replicas that start; [] for none."""
+        """Return the reason to start the process that writes θ₀ into the bucket, or []."""
         p = self.slots.publisher
         if self._published or self._leaving or p.running:
             return []
@@ -414,7 +415,7 @@ class Supervisor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a supervisor of its own, for a detached run: it ends when told to, and its replicas stay."""
+    """Run the supervisor of a detached run; its replicas continue if it is killed."""
     parser = argparse.ArgumentParser(
         prog="python -m executors.supervision.supervisor", description="Keep a run's replicas alive."
     )

@@ -1,1 +1,1 @@
-"""The training signals beside the reward: hints and lessons, the teacher, pairs, process scores."""
+"""The training signals beside the reward: hints and lessons, the teacher, pairs, turn scores."""

@@ -1,17 +1,17 @@
-"""Teachers' answers in a state, as a score of the student's action there.
+"""Score a student's action by the teachers' answers in the same state.
 
     p_X = support(X) / support of all answers          X: one action, Y: the student's          (pairs.py has support)
 
-    "plurality"   1 if Y is the action with most support, else 0;  a tie for most: None, undecided
+    "plurality"   1 if Y is the action with most support, else 0; None if two actions share the most support
     "weighted"    p_Y
-    "variance"    p_Y · (1 − V / V_max)                V, V_max as in pairs.py: 0 where all teachers differ
+    "variance"    p_Y · (1 − V / V_max)                V, V_max as in pairs.py; 0 if all teachers differ
 
-No answer: None.   No action of the student: 0.
+If no teacher answered, the score is None.   If the student took no action, it is 0.
 
     ConsensusScore(answers)(rollouts)     a process reward: inner.process.function, or ComposerReplicationTrainer's
         answers(states) -> TeacherActions     live: replay_trace;  on disk: `recorded_answers`
 
-Not promised: that recorded answers know the states of a policy that has moved on; those turns are scored None.
+Not promised: recorded answers for the states of a changed policy; turns in unknown states are scored None.
 """
 
 import json
@@ -35,7 +35,7 @@ Answers = Callable[[Sequence[TraceState]], Iterable[TeacherAction]]
 
 
 class ConsensusScore:
-    """score(rollouts) -> a score per turn.   Raises InnerError for an unknown shape."""
+    """A process reward: rollouts -> a score per turn.   Raises InnerError for an unknown shape."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ConsensusScore:
         self.__name__ = f"consensus_{shape}"
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[list[float | None]]:
-        """Each different state is asked about once."""
+        """Score the turns. Each distinct state is asked about once."""
         states = [turn_states(rollout) for rollout in rollouts]
         asked = {state_digest(s["state_messages"]): s for turns in states for s in turns}
         questions: list[TraceState] = [{**state, "state_id": digest} for digest, state in asked.items()]
@@ -69,7 +69,7 @@ class ConsensusScore:
 
 
 def turn_score(votes: Sequence[Vote], student: str, shape: TurnShape) -> float | None:
-    """votes: most support first.   student: the key of the student's action, "" for none."""
+    """Score one turn.   votes: most support first.   student: the key of the student's action, "" for no action."""
     total = sum(vote.support for vote in votes)
     if not total:
         return None
@@ -84,7 +84,7 @@ def turn_score(votes: Sequence[Vote], student: str, shape: TurnShape) -> float |
 
 
 def recorded_answers(states: Sequence[TraceState], actions: Iterable[TeacherAction]) -> Answers:
-    """Answers from a replay that is over: of the states whose messages are the same, to the letter."""
+    """Return a function that looks up answers of a finished replay, by a state's exact messages."""
     digest_of = {state["state_id"]: state_digest(state["state_messages"]) for state in states}
     known: dict[str, list[TeacherAction]] = defaultdict(list)
     for action in actions:
@@ -106,6 +106,6 @@ def recorded_answers(states: Sequence[TraceState], actions: Iterable[TeacherActi
 
 
 def state_digest(messages: Sequence[Message]) -> str:
-    """Digest a state: the same for messages that an endpoint reads alike, however their calls are written down."""
+    """Return a digest of a state. Messages that an endpoint reads alike have the same digest."""
     wired: list[Any] = wire_messages(messages)
     return sha256(json.dumps(wired, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -1,25 +1,25 @@
-"""The hint that the self-teacher reads in front of a turn that failed, and when it reads none.
+"""Write the hint that the self-teacher reads before a failed turn, and decide when to give none.
 
-    hint(row, error) -> text or None        row: the prompt's columns, or a TraceState; and where they are known
+    hint(row, error) -> text or None        row: the prompt's columns, or a TraceState; and if they are known:
                                             student_action, tools, state_messages, error_kind, hint_template_key
 
-    kind            seen in the error                                   the hint says
-    unknown_tool    "Tool t3_9 not found." "Unknown action x"           which tools there are
+    kind            example errors                                      the hint says
+    unknown_tool    "Tool t3_9 not found." "Unknown action x"           which tools exist
     bad_arguments   "f() got an unexpected keyword argument 'x'"        what the tool takes
-    timeout         "timed out" "deadline exceeded"                     ask for less
-    test_failure    "2 failed" "AssertionError"                         what the test says
-    style           "E501 line too long" "introduced new syntax error"  what the checker says
-    refused         "Error: gift card balance is not enough"            which rule is in the way
+    timeout         "timed out" "deadline exceeded"                     to ask for less
+    test_failure    "2 failed" "AssertionError"                         the test's output
+    style           "E501 line too long" "introduced new syntax error"  the checker's output
+    refused         "Error: gift card balance is not enough"            the rule, from the error
     exception       a traceback, and everything else                    the error itself
 
-A hint is given only when it would change the action: a hint that recommends the failed action would teach the model its
-own mistake with more confidence (with the live teacher that is how runs collapse).
+A hint is given only if it would change the action. A hint that recommends the failed action would make the model more
+confident in its mistake; with the live teacher, runs collapse in this way.
 
-The hint stands before the failed turn, so it speaks of the call as of one that is still to come.
+The hint stands before the failed turn, so it speaks of the call as one that is still to come.
 
-Not promised: that a hint is right, or that every text is read as the kind that a person would say. An environment that
-knows better names the kind in its error (spans.py), or brings a `hint(row, error) -> str | None` of its own; one that a
-model writes is in llm_hints.py.
+Not promised: that a hint is right, or that each text gets the kind that a person would choose. An environment can name
+the kind in its error (spans.py), or define its own `hint(row, error) -> str | None`. llm_hints.py has hints that a
+model writes.
 """
 
 import re
@@ -28,12 +28,12 @@ from typing import Any, Protocol
 
 from inner.replay.actions import action_key, action_message
 
-LONGEST = 400  # characters of an error that a hint repeats
+LONGEST = 400  # characters: a hint quotes at most this much of an error
 
 _TOOL_NAME = re.compile(r"Tool (\S+) not found|Unknown (?:action|tool|function):? ['\"]?([\w.-]+)")
 _ARGUMENTS = re.compile(r"\b(\w+)\(\) (?:got an unexpected|got multiple values|missing \d+ required|takes )")
 
-# The first match counts. Messages of broken programs come before those of rules, which may use the same words.
+# The first match counts. Patterns of program errors come before those of rules, because rule words occur in both.
 _KINDS = [
     ("unknown_tool", _TOOL_NAME),
     ("bad_arguments", _ARGUMENTS),
@@ -68,18 +68,18 @@ TEMPLATES = {
 
 
 class Hint(Protocol):
-    """(facts about the turn, as above; the error's text) -> the hint's text, or None for no hint."""
+    """A function: (facts about the turn, as above; the error's text) -> the hint's text, or None: give no hint."""
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None: ...
 
 
 def error_kind(error: str) -> str:
-    """A key of TEMPLATES."""
+    """Return the kind of an error: a key of TEMPLATES."""
     return next((kind for kind, seen in _KINDS if seen.search(error)), "exception")
 
 
 def failed_tool(error: str, student_action: str = "") -> str | None:
-    """The tool's name: the one that the error says is missing, else that of the call, else of the function."""
+    """Return the failed tool's name: the one the error calls missing, else the call's, else the function's."""
     if missing := _TOOL_NAME.search(error):
         return next(name for name in missing.groups() if name)
     function = found.group(1) if (found := _ARGUMENTS.search(error)) else None
@@ -88,7 +88,7 @@ def failed_tool(error: str, student_action: str = "") -> str | None:
 
 
 def templates(row: Mapping[str, Any], error: str) -> str | None:
-    """Return the hint of TEMPLATES for the error, the action and the tools, without asking a model."""
+    """Return the hint of TEMPLATES for the error, the action and the tools. It asks no model."""
     named = (row.get("hint_template_key"), row.get("error_kind"))
     kind = next((name for name in named if name in TEMPLATES), None)
     return template_hint(error, row.get("tools") or (), row.get("student_action") or "", kind)
@@ -97,9 +97,9 @@ def templates(row: Mapping[str, Any], error: str) -> str | None:
 def template_hint(
     error: str, schemas: Sequence[Mapping[str, Any]], student_action: str = "", kind: str | None = None
 ) -> str | None:
-    """A hint from the error's kind and the tools' JSON schemas. None where it would not change the action.
+    """Write a hint from the error's kind and the tools' JSON schemas; None if it would not change the action.
 
-    kind  the environment's own name for the error; if TEMPLATES lacks it, the kind is read from the text"""
+    kind  the environment's own name for the error; if it is not in TEMPLATES, the error's text decides"""
     kind = kind if kind in TEMPLATES else error_kind(error)
     functions = {f["name"]: f for f in (schema.get("function", schema) for schema in schemas)}
     tool = failed_tool(error, student_action)
@@ -112,23 +112,23 @@ def template_hint(
         and not _fits_schema(_parse_calls(student_action), functions[tool])
     ):
         return TEMPLATES[kind].format(tool=tool, arguments=_list_parameters(functions[tool]))
-    if kind in ("unknown_tool", "bad_arguments"):  # nothing to list, or nothing new in it: the error itself
+    if kind in ("unknown_tool", "bad_arguments"):  # a list would be empty or tell nothing new
         kind = "exception"
     return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_error_sentence(error))
 
 
 def filter_hint(hint: str | None, recommended: str | None, error: str) -> str | None:
-    """The hint, unless the tool it recommends is the one that just failed."""
+    """Return the hint; None if it recommends the tool that just failed."""
     return None if hint is None or recommended == failed_tool(error) else hint
 
 
 def same_action(recommended: str, student_action: str) -> bool:
-    """Whether two actions, as action_text writes them, are the same: by their calls, not the text around them."""
+    """Whether two actions, as action_text writes them, make the same calls. Text around the calls does not count."""
     return bool(student_action) and action_key(recommended) == action_key(student_action)
 
 
 def shorten_middle(text: str, longest: int = LONGEST) -> str:
-    """The beginning and the end of a text: a traceback names its error at the end."""
+    """Keep the beginning and the end of a text, because a traceback names its error at the end."""
     text = text.strip()
     head = longest // 4
     return text if len(text) <= longest else f"{text[:head]} […] {text[head + 5 - longest :]}"
@@ -145,7 +145,7 @@ def _list_parameters(function: Mapping[str, Any]) -> str:
 
 
 def _fits_schema(calls: Sequence[Mapping[str, Any]], function: Mapping[str, Any]) -> bool:
-    """The call has just the arguments that the schema lists: to list them again would change nothing."""
+    """Whether the call has exactly the arguments of the schema: then to list them tells nothing new."""
     properties, required = _parameter_schema(function)
     given = next((call["arguments"] for call in calls if call["name"] == function["name"]), None)
     if not isinstance(given, dict) or not set(required) <= set(given) <= set(properties):
@@ -161,7 +161,7 @@ _TYPES = {"string": str, "integer": int, "boolean": bool, "array": list, "object
 
 
 def _parse_calls(student_action: str) -> list[Mapping[str, Any]]:
-    """[{"name", "arguments"}] of the action; none where it is text."""
+    """Return the action's calls, [{"name", "arguments"}]; [] if it is text."""
     return [call["function"] for call in action_message(student_action).get("tool_calls") or ()]
 
 

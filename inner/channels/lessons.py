@@ -1,18 +1,18 @@
-"""The context that the self-teacher gets for a rollout, and the tokens of the rollout that it scores.
+"""Build lessons: the self-teacher's context for a rollout, and the tokens of the rollout that it scores.
 
     hint      prompt … hint … <assistant>                       │ a turn that failed        one lesson per such turn
     rollout   prompt … a sibling's success, the errors … <assistant> │ the whole response   one lesson per rollout
 
-"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO): the first rollout of the same
-prompt that has the reward, never the rollout itself, and what its own failed calls came back with. A rollout with
-neither teaches nothing. Tool results stay visible to the teacher and are not tokens to learn.
+"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO). It has two parts: the first
+sibling (another rollout of the prompt) with enough reward, and the errors of the rollout's own failed calls. A rollout
+with neither gets no lesson. The teacher sees tool results, but they are not tokens to learn.
 
-A rollout that ran into max_completion_length teaches like any other, also where mask_truncated_completions keeps it
-out of the policy loss: that mask is there because such a rollout's reward is noise, and a lesson does not read the
+A rollout that reached max_completion_length gives a lesson like any other, even if mask_truncated_completions removes
+it from the policy loss. That mask exists because the reward of such a rollout is noise, and a lesson does not use the
 reward of the rollout that it corrects (docs/internals/decisions/013).
 
-Not promised: the reprompt inside the user's own message: it is a message of its own behind it, so that the prompt's ids
-stay as they were sampled from.
+Not promised: the reprompt inside the user's message. It is a message of its own after it, so that the prompt's ids
+stay as they were in sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ AGAIN = "Correctly solve the original question."
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row of TRL's batch. ids: the completion's, without padding, whether it was cut off or not.
-    written: 1 where the model wrote them.   reward: NaN where it is not known.   completion: messages, or a text."""
+    """One row of TRL's batch.   ids: the completion's, without padding, truncated or not.
+    written: 1 if the model wrote the token.   reward: NaN if unknown.   completion: messages, or a text."""
 
     row: Mapping[str, Any]
     prompt: list[int]
@@ -44,7 +44,7 @@ class Rollout:
 def hint_lessons(
     rollouts: Sequence[Rollout], hint: Hint, hint_context: Callable[..., dict[str, Any]], splice: HintSplicer
 ) -> list[list[Lesson]]:
-    """hint_context(row, turn) -> the first argument of `hint`. A hint with `prepare` gets all failures at once."""
+    """Return the lessons of each rollout. hint_context(row, turn) -> first argument of `hint`. `prepare` runs first."""
     failed = [[(turn, hint_context(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
     if prepare := getattr(hint, "prepare", None):
         prepare([(seen, turn.error) for each in failed for turn, seen in each])
@@ -65,10 +65,10 @@ def _turn_tokens(rollout: Rollout, turn: Turn) -> list[int]:
 def aligned_lesson(
     rollout: Rollout, start: int, end: int, teacher_ids: list[int], written: tuple[int, ...] = ()
 ) -> Lesson:
-    """The lesson, if the teacher's row ends with the rollout's tokens start … end - 1; else RuntimeError.
+    """Return the lesson. Raises RuntimeError unless the teacher's row ends with the rollout's tokens start … end - 1.
 
-    The k-th token of the turn is compared with the k-th from the row's end, so any other row would teach the model some
-    other text (a hint's own tokens, say) without a sign of it in the loss."""
+    The turn's k-th token is compared with the k-th of the row's last tokens. With any other row the model would learn
+    other text (the hint's tokens, for example), and the loss would not show it."""
     turn = rollout.ids[start:end]
     if not 0 <= start < end or len(turn) != end - start or teacher_ids[start - end :] != turn:
         raise RuntimeError(
@@ -96,7 +96,7 @@ def rollout_lessons(
 
 
 def reprompt(solution: str, errors: Sequence[str]) -> str | None:
-    """The text that the paper appends to the question; None without a solution and without errors."""
+    """Return the text that the paper appends to the question; None without a solution and without errors."""
     parts = [SOLUTION.format(solution.strip())] if solution.strip() else []
     parts += [FEEDBACK.format("\n".join(shorten_middle(error) for error in errors))] if errors else []
     return "".join([*parts, AGAIN]) if parts else None

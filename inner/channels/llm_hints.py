@@ -1,28 +1,28 @@
-"""Hints that a model writes: the same call as any other hint, through the client and the cost ceiling of the replay.
+"""Hints that a model writes. They are called like any other hint, and use the replay's client and cost ceiling.
 
     hint = LLMHints(Teacher("qwen/qwen3-32b", 0.1, 0.3), max_total_usd=1.0, ledger="hints.jsonl")
-    hint(row, error) -> text or None        in the environment's file, as the trainer's `hint`, on TraceStates
+    hint(row, error) -> text or None        for the environment's file, for the trainer's `hint`, for TraceStates
 
     the turn that failed ─▶ one request ─▶ {"hint": …, "tool": …, "arguments": …} ─▶ filter ─▶ hint
-    tools, last messages     (on disk              what the model would do instead     nothing, if that is what failed
-    action, error             already? free)
+    tools, last messages     (free if on   what the model would do instead           None, if this is the failed
+    action, error            disk already)                                           action
 
-    no answer: ceiling reached, endpoint down or silent, not the JSON that was asked for, a chat     ─▶ `otherwise`:
-    template's own tokens in it, a full disk, anything else                                             the templates
+    `otherwise` (default: the templates) writes the hint if there is no usable answer: the ceiling is reached, the
+    endpoint is down or silent, the answer is not the requested JSON or contains a chat template's tokens, the disk is
+    full, or anything else fails
 
-`prepare` asks for many turns at once; the trainer calls it once per batch of rollouts, and waits `wait_s` at most.
-After a batch that failed the next one is not asked about, then the next three, the next seven, up to 63: an endpoint
-that is down costs little time, and one that comes back is found.
+`prepare` asks about many turns at once. The trainer calls it once per batch of rollouts, and waits at most `wait_s`.
+After one failed batch LLMHints skips the next batch; after further failures the next 3, 7, … up to 63. So an endpoint
+that is down costs little time, and one that works again is noticed.
 
-    hints.jsonl     the first process on this machine; it holds the file until it ends
+    hints.jsonl     the first process on this machine; it locks the file until it ends
     hints.1.jsonl   the second, and so on: two replicas never share a ledger, and each has the whole max_total_usd
 
-An answer in the ledger is never paid for again, and all sessions with that ledger together stay under the ceiling. A
-replica that comes back takes the first file that is free, with the answers in it.
+An answer in the ledger is never paid for again. All sessions with one ledger together stay under the ceiling. A
+replica that starts again takes the first free file, with the answers in it.
 
-Not promised: the same hints on every replica; they only have to help their own rollouts. One ceiling for all replicas:
-N of them may spend N times max_total_usd. The endpoint reads the last messages of the rollout: do not use one that must
-not read them.
+Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N of
+them may spend N times max_total_usd. The endpoint reads the rollout's last messages: use one that may read them.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED = 63  # batches in a row that are not asked about
-LAST_MESSAGES = 6  # messages before the turn that the writer sees
+MOST_SKIPPED = 63  # most batches in a row for which no hints are requested
+LAST_MESSAGES = 6  # how many messages before the turn the hint model sees
 WRITER = (
     "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "
     "better step now. Speak of the step as one still to come, and name what to do instead.\n"
@@ -59,9 +59,9 @@ _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 
 class LLMHints:
-    """A Hint. `otherwise` is the Hint that is used where the model gave no answer.
+    """A Hint. `otherwise` is the Hint for turns without a usable answer of the model.
 
-    max_total_usd  for all sessions with this ledger    timeout_s  for one answer    wait_s  for one batch of them"""
+    max_total_usd  for all sessions with this ledger    timeout_s  for one answer    wait_s  for one batch of answers"""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LLMHints:
         timeout_s: float = 30.0,
         wait_s: float = 60.0,
     ) -> None:
-        teacher.headers()  # a missing key is found now
+        teacher.headers()  # raises now if the API key is missing
         self.teacher = teacher
         self.max_total_usd = max_total_usd
         self.ledger = ledger
@@ -81,9 +81,9 @@ class LLMHints:
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.wait_s = wait_s
-        self._answers: dict[str, str] = {}  # "" where there was none: asked once per process
-        self._open_ledger: Ledger | None = None  # from the first question on
-        self._failures = 0  # batches in a row
+        self._answers: dict[str, str] = {}  # "" for no answer: a process asks once
+        self._open_ledger: Ledger | None = None  # None until the first request
+        self._failures = 0  # failed batches in a row
         self._to_skip = 0
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
@@ -95,17 +95,17 @@ class LLMHints:
         return None if not hint or same else shorten_middle(hint)
 
     def prepare(self, failed: Iterable[tuple[Mapping[str, Any], str]]) -> None:
-        """Asks for all (row, error) that were not asked for before, at once."""
+        """Ask about all new (row, error) pairs at once."""
         states: dict[str, TraceState] = {}
         for row, error in failed:
-            with contextlib.suppress(*_UNREADABLE):  # __call__ says so
+            with contextlib.suppress(*_UNREADABLE):  # __call__ warns about these
                 state = hint_request(row, error)
                 states[state["state_id"]] = state
         if new := [state for name, state in states.items() if name not in self._answers]:
             self._ask_model(new)
 
     def close(self) -> None:
-        """Let another process have the ledger."""
+        """Release the ledger for another process."""
         if self._open_ledger is not None:
             self._open_ledger.close()
             self._open_ledger = None
@@ -115,7 +115,7 @@ class LLMHints:
             state = hint_request(row, error)
         except _UNREADABLE as why:
             log.warning(
-                "no hint from %s, the templates go on: the turn cannot be written down (%r)", self._model_name, why
+                "no hint from %s; a template is used: the turn cannot be written as JSON (%r)", self._model_name, why
             )
             return None
         if state["state_id"] not in self._answers:
@@ -127,13 +127,13 @@ class LLMHints:
         return self.teacher.model
 
     def _ask_model(self, states: Sequence[TraceState]) -> None:
-        """Fills in an answer for every state; "" where the model gave none. Never raises."""
+        """Store an answer for every state; "" if the model gave none. Never raises."""
         self._answers |= {state["state_id"]: "" for state in states}
         if self._to_skip:
             self._to_skip -= 1
             return
         try:
-            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already has an event loop
+            with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in a notebook's thread
                 actions = thread.submit(self._replay_states, states).result()
         except Exception as error:
             actions = self._skip_after_failure(error)
@@ -142,12 +142,12 @@ class LLMHints:
         self._answers |= {action["state_id"]: action["action"] for action in actions}
 
     def _skip_after_failure(self, error: Exception) -> Iterable[Any]:
-        """Skips the next batches, and returns the answers that arrived before the error."""
+        """Skip the next batches; return the answers that arrived before the error."""
         self._failures += 1
         self._to_skip = min(MOST_SKIPPED, 2**self._failures - 1)
         why = f"nothing for {self.wait_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
         log.warning(
-            "no more hints from %s, the templates go on (the next %d batches are not asked about): %s",
+            "no more hints from %s for now; templates are used (the next %d batches are skipped): %s",
             *(self._model_name, self._to_skip, why),
         )
         return getattr(error, "replay", ())
@@ -172,7 +172,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, Recu
 
 
 def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
-    """The turn that failed, as a state to ask a teacher in. Equal turns are one request."""
+    """Return the failed turn as a state to ask a teacher about. Equal turns give the same request."""
     before = row.get("state_messages") or row.get("prompt") or []
     last = before[-LAST_MESSAGES:] if isinstance(before, list) else [{"role": "user", "content": before}]
     action = row.get("student_action") or ""
@@ -188,8 +188,8 @@ def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
 
 
 def read_hint(answer: str) -> tuple[str | None, str | None] | None:
-    """Return (the hint, a better action as a text) of the writer's answer; None for an answer of another form, or with
-    a text that would speak for others than the writer."""
+    """Return (the hint, a better action as text) from the model's answer; None if the answer has another form or its
+    text could end its own message in the chat."""
     found = _OBJECT.search(answer)
     try:
         written = load_json(found[0]) if found else None
@@ -197,7 +197,7 @@ def read_hint(answer: str) -> tuple[str | None, str | None] | None:
         return None
     if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
         return None
-    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it would end its own message
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it could end its message
         return None
     tool = written.get("tool")
     arguments = written.get("arguments")

@@ -1,16 +1,16 @@
-"""The pairs of the replay channel as token ids, as this model's chat template writes them.
+"""Encode the replay channel's pairs as token ids, as this model's chat template writes them.
 
     pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
                                     │ rejected                         prompt ids │ rejected ids
 
-`chosen` is another model's text. The tokens with which this model's template begins and ends turns must not stand in
-it: the tokenizer would read them as such, and the student would learn to write the user's turn as well.
+`chosen` is the text of another model. It must not contain the tokens with which this model's template begins and ends
+turns. The tokenizer would read them as turn marks, and the student would learn to write the user's turn, too.
 
-Templates differ in the messages that they can write: DeepSeek-V3's adds texts with "+" (a tool's result of None is a
-TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. A pair that the
-model's template cannot write is refused by name, or left out with replay_skip_unfit, by all replicas alike.
+Templates differ in the messages that they accept: DeepSeek-V3's joins texts with "+" (None as a tool's result is a
+TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. If the template
+cannot write a pair, an error names the pair; with replay_skip_unfit, all replicas leave it out.
 
-Not promised: that a pair which can be written looks as in the model's own training. No torch here.
+Not promised: that an accepted pair looks like this model's own training data. No torch here.
 """
 
 import json
@@ -48,9 +48,9 @@ def encode_fitting_pairs(
     limit: int | None,
     skip_unfit: bool = False,
 ) -> list[PairIds]:
-    """The pairs that this model can take.   limit: its positions.   skip_unfit: leave the others out.
+    """Encode the pairs that fit this model.   limit: its positions.   skip_unfit: leave out the others.
 
-    render(messages, opened, tools) -> ids.   Raises InnerError for the first that does not fit, or if none does.
+    render(messages, opened, tools) -> ids.   Raises InnerError for the first pair that does not fit, or if none fits.
     """
     marks = turn_marks(render, tokenizer)
     found = list[PairIds]()
@@ -72,7 +72,7 @@ def encode_fitting_pairs(
 def encode_pair(
     pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
 ) -> PairIds:
-    """limit: how many positions the model has. marks: what `chosen` must not contain."""
+    """Encode one pair.   limit: how many positions the model has.   marks: strings that `chosen` must not contain."""
     if found := _marks_in(pair["chosen"], marks):
         raise InnerError(
             f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
@@ -94,13 +94,13 @@ def encode_pair(
 
 
 def _marks_in(action: str, marks: Set[str]) -> str | None:
-    """The first of them in the text, or in a call's arguments once they are read ("\\u003c" is "<")."""
+    """Return the first mark in the text, or in a call's arguments after JSON decoding ("\\u003c" is "<")."""
     written = action + json.dumps(action_message(action), ensure_ascii=False)
     return next((mark for mark in sorted(marks) if mark in written), None)
 
 
 def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
-    """The special tokens that the template writes around plain turns, and those that begin and end a text."""
+    """Return the special tokens that the template writes around plain turns, and bos and eos."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = (tokenizer.bos_token, tokenizer.eos_token)
@@ -117,7 +117,7 @@ def _checked_weight(pair: DPOPair) -> float:
 def _encode_side(
     pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any
 ) -> tuple[list[int], list[int]]:
-    """The ids of the state and of one side, by a template that may raise anything."""
+    """Return the ids of the state and of one side. A chat template may raise any exception."""
     try:
         return context_and_action(pair, pair[side], render, tokenizer)
     except Exception as error:

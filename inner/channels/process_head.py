@@ -1,16 +1,16 @@
-"""A process reward model: a small head on the start model's states, trained on teachers' actions in recorded traces.
+"""A process reward model: a small head on the start model's hidden states, trained on recorded teachers' actions.
 
     … <assistant> <call> t3_9 a 4 b 5 </call> <end>
                 │ └──────────── the turn ──────────┘
-                h_context          mean of h                        h: (D,), the start model's states behind half of
-                └──────┬───────────────┘                               its layers. The last layers' know what comes
-                   LayerNorm ─▶ 2·D → 32 → 1 ─▶ σ ─▶ score in [0, 1]   next, and hardly what stands there
+                h_context          mean of h                        h: (D,), the start model's hidden states after
+                └──────┬───────────────┘                               half of its layers: those of the last layers
+                   LayerNorm ─▶ 2·D → 32 → 1 ─▶ σ ─▶ score in [0, 1]   predict the next token and say little else
 
-    training    every action X that a teacher or the student took in a state, with its share p_X of the teachers' votes
-                as its label (Math-Shepherd trains its model on shares of rollouts alike, arXiv 2312.08935)
+    training    each action X that a teacher or the student took in a state; its label is its share p_X of the
+                teachers' votes (Math-Shepherd also trains on shares of rollouts, arXiv 2312.08935)
     a run       inner.process.head = "head.safetensors": no teacher is asked any more
 
-Not promised: a judgement of states that are unlike the traces', or of a policy that has learned to please the head.
+Not promised: good scores in states unlike those of the traces, or for a policy that has learned to exploit the head.
 """
 
 from collections import defaultdict
@@ -40,11 +40,11 @@ from inner.settings.process import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_w
 HIDDEN = 32
 AT_ONCE = 32  # rows per forward pass
 
-Place = tuple[int, int, int]  # row, first token of the turn, one behind its last
+Place = tuple[int, int, int]  # row, the turn's start and end: row[start:end]
 
 
 class ProcessHead(nn.Module):
-    """features (N, 2·D) -> logits (N,)."""
+    """The head: features (N, 2·D) -> logits (N,)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class ProcessHead(nn.Module):
 
 
 def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> ProcessReward:
-    """Return the same process reward, ready to score: a head gets the start model's states.
+    """Return the process reward, ready to score: a ProcessHead is joined with the start model.
 
-    loss_type: TRL's.   student: the model as it came in.   Raises InnerError for a loss that cannot use it."""
+    loss_type: TRL's.   student: the start model.   Raises InnerError for a loss that cannot use turn scores."""
     if loss_type in WHOLE_SEQUENCE_LOSSES:
         raise InnerError(
             f"the loss {loss_type!r} has one advantage for a whole rollout by its formula, and a process reward gives "
@@ -89,9 +89,9 @@ def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> 
 
 
 class HeadScore:
-    """A process reward: the head's score of each turn, on the states of the start model.
+    """A process reward: the head scores each turn on the start model's hidden states.
 
-    student: the model as it came in, whose trainable weights are copied once."""
+    student: the start model. Its trainable weights are copied once."""
 
     def __init__(self, head: ProcessHead, student: nn.Module) -> None:
         width = student_width(student)
@@ -119,7 +119,7 @@ class HeadScore:
 
 
 def _parts(rows: Sequence[list[int]], places: Sequence[Place]) -> Iterable[tuple[list[list[int]], list[Place]]]:
-    """AT_ONCE rows at a time, with the places that lie in them."""
+    """Yield AT_ONCE rows at a time, with the turns in them."""
     for first in range(0, len(rows), AT_ONCE):
         last = min(first + AT_ONCE, len(rows))
         at = [(row - first, start, end) for row, start, end in places if first <= row < last]
@@ -129,7 +129,7 @@ def _parts(rows: Sequence[list[int]], places: Sequence[Place]) -> Iterable[tuple
 
 @torch.no_grad()
 def all_features(model: nn.Module, rows: Sequence[list[int]], places: Sequence[Place], device: torch.device) -> Tensor:
-    """Return (N, 2·D) fp32: the state before each turn, and the mean over its tokens."""
+    """Return (N, 2·D) fp32: the hidden state before each turn, and the mean over the turn's tokens."""
     found = [torch.empty(0, 2 * student_width(model), device=device)]
     for part, at in _parts(rows, places):
         states_B_T_D = middle_states(model, *pad_rows(part, device)).float()
@@ -143,7 +143,7 @@ def all_features(model: nn.Module, rows: Sequence[list[int]], places: Sequence[P
 
 
 def middle_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Return the states behind half of the layers, (B, T, D).   Raises InnerError for a model without such a list."""
+    """Return the hidden states after half of the layers, (B, T, D).   Raises InnerError without a list of layers."""
     lists = [m for m in causal_lm(model).base_model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise InnerError(f"{type(causal_lm(model)).__name__} has no list of layers, so it has no middle for a head.")
@@ -170,7 +170,7 @@ def student_width(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Example:
-    """One action in one state, and the teachers' share for it."""
+    """One action in one state. The label is the teachers' share for it."""
 
     row: list[int]
     start: int
@@ -188,11 +188,11 @@ def train_process_head(
     lr: float = 1e-2,
     seed: int = 0,
 ) -> tuple[ProcessHead, float]:
-    """-> the head and its last loss (nats, binary cross-entropy with soft labels).
+    """Train a head; -> the head and its last loss (nats, binary cross-entropy with soft labels).
 
-    model: the one that the run will start from.   states, actions: of a replay (inner.replay).
-    steps: of AdamW on 64 examples each; lr falls to 0 over them.
-    Raises InnerError where no teacher answered."""
+    model: the start model of the run.   states, actions: of a replay (inner.replay).
+    steps: AdamW steps on 64 examples each; lr falls linearly to 0.
+    Raises InnerError if no teacher answered."""
     examples = head_examples(tokenizer, states, actions, key=key)
     if not examples:
         raise InnerError("no teacher answered in any of these states, so there is nothing to train a head on.")
@@ -224,7 +224,7 @@ def head_examples(
     *,
     key: str | Key | None = None,
 ) -> list[Example]:
-    """Return an example for every different action of each state that has answers."""
+    """Return one example per distinct action in each state that has answers."""
 
     def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
         return render_ids(tokenizer, messages, opened=opened, tools=tools)
@@ -247,7 +247,7 @@ def head_examples(
 
 
 def _seeded_head(width: int, seed: int) -> ProcessHead:
-    """Drawn without touching the process's own random state."""
+    """Return a new head. The process's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ProcessHead(width)

@@ -1,19 +1,19 @@
-"""Scores of single turns, as advantages of their tokens.
+"""Convert scores of single turns into advantages of their tokens.
 
-    reward    r_i    of rollout i           ─▶ A_i      TRL's, as ever                                        (B,)
+    reward    r_i    of rollout i           ─▶ A_i      TRL's, unchanged                                      (B,)
     scores    s_i,k  of its k-th turn       ─▶ z_i,k  = (s_i,k − mean) / std     over the k-th turns of i's group
                                                A_i,t  = A_i + w · z_i,k(t)       credit "turn"                (B, T)
                                                A_i,t  = A_i + w · Σ_{k ≥ k(t)} z_i,k      "rest"
 
 "rest" is the process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3); "turn" is turn-level credit
-(arXiv 2505.11821). Both take the mean over the k-th turns alone, where DeepSeekMath takes it over all: then no turn is
-worth more for coming early or late, and a rollout gains nothing by having more of them. It is divided by the standard
-deviation where TRL divides its advantages by one (scale_rewards).
+(arXiv 2505.11821). DeepSeekMath's mean is over all turns; ours is over the k-th turns only. So a turn gains
+nothing from its position, and a rollout gains nothing from more turns. Scores are divided by a standard deviation
+if TRL divides its advantages by one (scale_rewards).
 
-A turn may be scored by tokens, too: a list with a number for each; then `k(t)` is the token. None: unknown, and the
-turn keeps the rollout's A. So does a turn that only one rollout of its group has, and a rollout without a reward.
+A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn's tokens
+get only A_i if its score is None, if no other rollout of the group has a k-th turn, or if the rollout has no reward.
 
-Not promised: losses with one ratio for a whole sequence and one advantage for it (GMPO): they refuse (B, T).
+Not promised: losses with one ratio and one advantage per sequence (GMPO): they refuse advantages of shape (B, T).
 """
 
 import math
@@ -31,14 +31,14 @@ from inner.errors import InnerError
 from inner.replay.actions import Message, action_text
 from inner.replay.states import TraceState
 
-EPSILON = 1e-4  # TRL's, beside a standard deviation
+EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
-TurnScore = float | None | Sequence[float]  # of one turn: a number, nothing, or a number for each of its tokens
+TurnScore = float | None | Sequence[float]  # of one turn: a number, None, or a number per token
 
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """score: rollouts -> for each rollout, a score for each of its turns; or a trained ProcessHead.
+    """Settings of a process reward.   score: rollouts -> a list of turn scores per rollout; or a ProcessHead.
 
     weight: w.   credit: "turn" or "rest"."""
 
@@ -53,7 +53,7 @@ class ProcessReward:
 
 @dataclass(frozen=True)
 class ScoredSpan:
-    """One score: of tokens start … end - 1 in turn `turn` of rollout `row`."""
+    """One score: for tokens start … end - 1 in turn `turn` of rollout `row`."""
 
     row: int
     turn: int
@@ -77,7 +77,7 @@ def process_advantages(
     """Return TRL's advantages plus those of the turns, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
-    later = defaultdict(float)  # row -> the gains behind the step, for "rest"
+    later = defaultdict(float)  # row -> sum of this and all later gains, for "rest"
     for step, gain in sorted(zip(steps, gains, strict=True), key=lambda pair: -pair[0].start):
         later[step.row] += gain
         added[step.row, step.start : step.end] = later[step.row] if process.credit == "rest" else gain
@@ -87,7 +87,7 @@ def process_advantages(
 
 
 def _fill_unscored(added_B_T: Tensor, steps: Sequence[ScoredSpan], total: Mapping[int, float]) -> None:
-    """Tokens before, between and behind the scored ones learn from the steps behind them, too."""
+    """For "rest": give tokens without a score the sum of all later gains, too."""
     for row in total:
         mine = sorted((step for step in steps if step.row == row), key=lambda step: step.start)
         before = 0
@@ -97,7 +97,7 @@ def _fill_unscored(added_B_T: Tensor, steps: Sequence[ScoredSpan], total: Mappin
 
 
 def standardise(steps: Sequence[ScoredSpan], group: int, scale: str) -> list[float]:
-    """z of each step.   scale: "group", "batch" or "none", as TRL's scale_rewards."""
+    """Return z of each score.   scale: "group", "batch" or "none", as TRL's scale_rewards."""
     cells: dict[tuple[int, int], list[ScoredSpan]] = defaultdict(list)
     for step in steps:
         cells[step.row // group, step.turn].append(step)
@@ -113,7 +113,7 @@ def standardise(steps: Sequence[ScoredSpan], group: int, scale: str) -> list[flo
 
 @dataclass(frozen=True)
 class _Cell:
-    """The k-th turns of one group."""
+    """Statistics of the k-th turns of one group."""
 
     rollouts: int
     mean: float
@@ -133,7 +133,7 @@ def _spread(scores: Sequence[float]) -> float:
 
 
 def score_steps(process: ProcessReward, rollouts: Sequence[Rollout]) -> list[ScoredSpan]:
-    """Ask for the scores, and read them.   Raises InnerError for an answer that cannot be read."""
+    """Ask for the scores and read them.   Raises InnerError for an answer that cannot be read."""
     known = [i for i, rollout in enumerate(rollouts) if not math.isnan(rollout.reward)]
     answers = process.score([rollouts[i] for i in known]) if known else []
     if not isinstance(answers, Sequence) or len(answers) != len(known):
@@ -179,11 +179,11 @@ def _size(answer: Any) -> str:
     return f"{len(answer)} entries" if isinstance(answer, Sequence) else f"a {type(answer).__name__}"
 
 
-# -------------------------------------------------------------------- what a turn looks like
+# -------------------------------------------------------------------- turns as states
 
 
 def turn_states(rollout: Rollout) -> list[TraceState]:
-    """One TraceState per turn: the messages before it, and what the model did, as recorded traces have them."""
+    """Return one TraceState per turn, in the form of recorded traces: the messages before it and its action."""
     before = as_messages(rollout.row["prompt"], "user")
     written = as_messages(rollout.completion, "assistant")
     places = [at for at, message in enumerate(written) if message.get("role") == "assistant"]
@@ -201,5 +201,5 @@ def turn_states(rollout: Rollout) -> list[TraceState]:
 
 
 def as_messages(content: Any, role: str) -> list[Message]:
-    """A chat as it is, a text as one message."""
+    """Return a chat as it is, and a text as one message."""
     return [{"role": role, "content": content}] if isinstance(content, str) else [dict(m) for m in content]

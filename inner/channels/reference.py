@@ -1,14 +1,14 @@
-"""The pairs of the replay channel: their token ids, their log-probs under θ₀, and their order.
+"""The replay channel's pairs: their token ids, their log-probs under θ₀, and their order.
 
     pairs ──pair_ids.py──▶ ids
 
-    reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass without gradient over all pairs, when the trainer
-                is built, in every session; the model is the run's θ₀ then, on every replica. With an adapter (LoRA)
-                it is the base model.
-    order       pairs P·m … P·m + P - 1 of an endless permutation, for micro-batch number m: a function of the data
-                seed (one per run and slot) and m
+    reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass over all pairs without gradient, when a session
+                builds its trainer. At that time the model has the weights θ₀, on every replica. With an adapter
+                (LoRA) the reference is the base model.
+    order       micro-batch number m takes entries P·m … P·m + P - 1 of an endless permutation: a function of m and the
+                data seed (one per run and slot)
 
-Not promised: pairs that fit into memory however long they are; the batch is as wide as its longest pair.
+Not promised: that long pairs fit in memory; a batch is as wide as its longest pair.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from inner.errors import InnerError
 from inner.models.lora import adapter_off
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
-PAIRS = 2**65  # keeps the order of the pairs apart from that of the prompts
+PAIRS = 2**65  # salt: pairs get another order than prompts
 
 
 class ReplayPairs:
-    """The pairs that the replay channel learns from.   skip_unfit: leave out pairs that this model cannot take."""
+    """The pairs of the replay channel.   skip_unfit: leave out pairs that do not fit this model."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ReplayPairs:
         return prompt_order(len(self.pairs), share.salted(PAIRS))
 
     def measure_reference(self, model: nn.Module, at_once: int, device: torch.device) -> None:
-        """The reference: this model, as it is now, without its adapter."""
+        """Compute the reference log-probs with this model as it is now, without its adapter."""
         parts = []
         with torch.no_grad(), eval_mode(model), adapter_off(model):
             for first in range(0, len(self.pairs), at_once):
@@ -59,9 +59,9 @@ class ReplayPairs:
 def pair_logprobs(
     model: Any, pairs: Sequence[PairIds], device: torch.device, tap: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Summed log-probs and lengths of the responses, each (2P,), all chosen ones first. One forward.
+    """Return summed log-probs and lengths of the responses, (2P,) each, all chosen ones first. One forward.
 
-    tap: gets to see the states."""
+    tap: a function that the states pass through, before the LM head."""
     rows = [pair.rows[0] for pair in pairs] + [pair.rows[1] for pair in pairs]
     prompts = [len(pair.prompt) for pair in pairs] * 2
     states = backbone_states(model, *pad_rows(rows, device))
@@ -76,7 +76,7 @@ def _checked_pairs(pairs: Sequence[DPOPair]) -> list[DPOPair]:
         try:
             found.append(checked_pair(pair))
         except ValueError as error:
-            raise InnerError(f"pairs[{i}]: {error}. Mend it, or take it out.") from error
+            raise InnerError(f"pairs[{i}]: {error}. Correct it, or take it out.") from error
     if not found:
         raise InnerError("pairs is empty, and beta_replay is above 0. Pass pairs, or set beta_replay = 0.")
     return found

@@ -1,20 +1,20 @@
-"""Which tokens of a rollout are which turn, and how a hint is put in front of one of them.
+"""Find the turns in a rollout's tokens, and put a hint in front of a turn.
 
     completion   <call> t3_9 a 4 b 5 </call> <end> <tool> {'error': …} <end> <assistant> giveup <end>
     tool_mask      1     1   1 1 1 1    1      1     0        0         0        0          1     1
                  └──────────── turn 0 ───────────┘└────── its tool result ──────┘└──── turn 1 ────┘
 
     student      prompt … <assistant>            | turn k
-    teacher      prompt … hint … <assistant>     | turn k        the same ids, spliced, never tokenised again
+    teacher      prompt … hint … <assistant>     | turn k        the same ids, never tokenised again
 
-The k-th token of the turn is paired with the k-th token of the turn in the teacher's row, by index: both rows end with
-it. Pure functions but for the tokenizer's template.
+Both rows end with the turn's ids, so the k-th token of the turn in one row is paired with the k-th in the other.
+All functions are pure, except those that call the tokenizer's template.
 
     TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
     recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
 
-Not promised: error turns that TRL rolled back because the result did not fit; TRL does not report those. On recorded
-traces the ids are the tokenizer's, not the ones that some model sampled.
+Not promised: failed turns that TRL removed because the tool's result did not fit; TRL does not report those. Ids of
+recorded traces come from the tokenizer, not from the model that sampled them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,14 +28,14 @@ from inner.replay.actions import Message, action_message, action_text
 from inner.replay.states import TraceState
 from inner.replay.tool_errors import error_record
 
-CACHED = 4096  # hints whose ids are kept
+CACHED = 4096  # how many hints' ids are cached
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn: completion[start:end] is the model's text; `error` is the result of its tool call, if that failed.
+    """A turn: completion[start:end] is the model's text; `error` is its tool call's result if the call failed.
 
-    seen  of a failed turn, for the hint: student_action, state_messages (of the completion), error_kind, …"""
+    seen  facts for the hint about a failed turn: student_action, state_messages (of the completion), error_kind, …"""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ class Turn:
 class Lesson:
     """One turn to distil: the student's completion[start:end], and the teacher's row that ends with the same ids.
 
-    written  0/1 for each of these tokens, where some are not the model's own (tool results); () if all are"""
+    written  per token: 1 if the model wrote it, 0 for a tool result; () if the model wrote all"""
 
     start: int
     end: int
@@ -57,7 +57,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Span:
-    """Two rows that end with the same `length` ids: the k-th of them is the k-th of them in the other row."""
+    """Two rows that end with the same `length` ids. The k-th ids from the end belong together."""
 
     student_ids: list[int]
     teacher_ids: list[int]
@@ -68,7 +68,7 @@ class Span:
 
 
 def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """[(start, end)] of the maximal runs of 1 (tokens that the model wrote)."""
+    """Return [(start, end)] of the maximal runs of 1 (tokens that the model wrote)."""
     turns: list[tuple[int, int]] = []
     start: int | None = None
     for i, written in enumerate([*tool_mask, 0]):
@@ -81,13 +81,13 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def error_text(content: object) -> str | None:
-    """The message of a tool result that is an error (see above); else None."""
+    """Return the error message of a tool result; None if the result is not an error."""
     record = error_record(content)
     return None if record is None else str(record["error"])
 
 
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The k-th run of 1s is the k-th assistant message; the tool messages behind it are its results."""
+    """Match the k-th run of 1s with the k-th assistant message. The tool messages after it are its results."""
     failures: list[Mapping[str, Any] | None] = []
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":
@@ -101,7 +101,7 @@ def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) 
 
 
 def _failure_behind(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any] | None:
-    """The facts about the assistant's message `at` if one of its calls failed. The first failed call counts."""
+    """Return facts about the assistant's message `at` if one of its calls failed (the first failed one); else None."""
     for i, result in enumerate(messages[at + 1 :]):
         if result.get("role") != "tool":
             return None
@@ -112,26 +112,26 @@ def _failure_behind(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[s
 
 
 def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The call whose result is the i-th, or none. TRL puts the results of async tools behind the others."""
+    """Return [the call of the i-th result], or []. TRL puts the results of async tools after the others."""
     there = [call for call in calls[i : i + 1] + calls if "function" in call]
     named = [call for call in there if call["function"]["name"] == result.get("name", call["function"]["name"])]
     return named[:1]
 
 
-# The splice
+# Splicing
 
 
 def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: list[int]) -> list[int]:
-    """`context` (which may end with the assistant's `opening`) + hint + opening + turn, as ids."""
+    """Return context (without an `opening` at its end) + hint + opening + turn, as ids."""
     if opening and context[-len(opening) :] == opening:
         context = context[: -len(opening)]
     return context + hint + opening + turn
 
 
 class HintSplicer:
-    """Puts a hint in front of a turn the way the chat template writes messages.
+    """Put a hint in front of a turn, as the chat template writes messages.
 
-    render(messages, opened) -> ids, with the opening of an assistant's turn behind them where `opened`"""
+    render(messages, opened) -> ids; with `opened`, they end with the opening of an assistant's turn"""
 
     def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
         self._render = render
@@ -139,11 +139,11 @@ class HintSplicer:
         self.opening, self.role = self._read_template()
 
     def __call__(self, context: list[int], hint: str, turn: list[int]) -> list[int]:
-        """The teacher's row."""
+        """Return the teacher's row."""
         return splice_hint(context, self.hint_ids(hint), self.opening, turn)
 
     def hint_ids(self, hint: str) -> list[int]:
-        """The hint as the template renders it behind a user message. Rendered alone, some templates add a system
+        """Return the hint's ids after a user message. If a hint is rendered alone, some templates add a system
         prompt."""
         if hint not in self._cache:
             if len(self._cache) >= CACHED:
@@ -153,7 +153,7 @@ class HintSplicer:
         return self._cache[hint]
 
     def _read_template(self) -> tuple[list[int], str]:
-        """The ids that open an assistant turn, and the role in which the template takes a hint mid-dialogue."""
+        """Return the ids that open an assistant turn, and the role that the template accepts for a hint there."""
         bare = self._render(_ASK, False)
         opened = self._render(_ASK, True)
         if opened[: len(bare)] != bare or len(opened) == len(bare):
@@ -164,7 +164,7 @@ class HintSplicer:
         for role in ("system", "user"):
             try:
                 hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
-            except Exception:  # a template refuses a role by raising any of jinja's errors
+            except Exception:  # a template that refuses a role may raise any jinja error
                 continue
             if hinted[: len(bare)] == bare and len(hinted) > len(bare):
                 return opened[len(bare) :], role
@@ -181,7 +181,7 @@ _ASK: list[Message] = [{"role": "user", "content": "a"}]
 
 
 def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> list[Span]:
-    """One span per failed state that has a hint."""
+    """Return one span per failed state for which there is a hint."""
 
     def render(messages: list[Message], opened: bool, tools: Any = None) -> list[int]:
         return render_ids(tokenizer, messages, opened=opened, tools=tools)
@@ -201,7 +201,7 @@ def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> li
 def context_and_action(
     state: Mapping[str, Any], action: str, render: Callable[..., list[int]], tokenizer: Any
 ) -> tuple[list[int], list[int]]:
-    """The ids of a state's messages with the assistant's turn opened, and those of the action behind them.
+    """Return the ids of a state's messages with an opened assistant turn, and the ids of the action after them.
 
     render(messages, opened, tools) -> ids"""
     messages = [_for_template(m) for m in state["state_messages"]]
@@ -214,7 +214,7 @@ def context_and_action(
 
 
 def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
-    """The spans as compose_loss takes them: padded on the right, the loss on the spans' own tokens."""
+    """Return the spans as a batch for compose_loss: padded on the right, with masks of the spans' own tokens."""
     student_ids, student_mask, marked = _pad_and_mark([s.student_ids for s in spans], [s.length for s in spans], pad_id)
     teacher_ids, teacher_mask, teacher_marked = _pad_and_mark(
         [s.teacher_ids for s in spans], [s.length for s in spans], pad_id
@@ -231,7 +231,7 @@ def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
 
 
 def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int) -> tuple[Any, Any, Any]:
-    """ids, attention mask, and the mask of each row's last tokens; each (B, T)."""
+    """Return ids, attention mask, and the mask of each row's last `length` tokens; (B, T) each."""
     import torch
 
     width = max((len(row) for row in rows), default=0)
@@ -242,7 +242,7 @@ def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int
 
 
 def _for_template(message: Message) -> Message:
-    """A call's arguments as an object; recorded ones are JSON text, and chat templates want them read."""
+    """Decode a call's arguments: recorded ones are JSON text, but chat templates need objects."""
     return {**message, **action_message(action_text(message))} if message.get("tool_calls") else message
 
 
@@ -251,6 +251,6 @@ def _without_calls(message: Message) -> Message:
 
 
 def _plain_ids(action: str, tokenizer: Any) -> list[int]:
-    """The action's own text, where the template leaves calls out or writes a finished turn unlike an opened one."""
+    """Return the action's own text as ids, if the template drops calls or writes finished turns differently."""
     ids = tokenizer(action, add_special_tokens=False)["input_ids"]
     return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

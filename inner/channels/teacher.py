@@ -1,14 +1,14 @@
 """The weights of the self-teacher.
 
-    live     the student's, now                                                   no memory
-    frozen   θ₀, as the model came in                                             one copy of the trainable weights
-    ema      w ← (1 - r) w + r · student, once per inner step of this session    one copy, in fp32 one more under bf16
-    round    θ_t, as committed: the same on every replica that stands at t        one copy
+    live     the student's current weights                                        no memory
+    frozen   θ₀, the start weights                                                one copy of the trainable weights
+    ema      w ← (1 - r) w + r · student, once per inner step of this session    one copy; under bf16 one more, in fp32
+    round    θ_t, the committed weights: the same on every replica at step t      one copy
 
-The teacher is the student's own module that has other weights for one forward: frozen layers are shared, an adapter's
-copy is as small as the adapter. Or it is another model with the same vocabulary.
+The teacher is the student's own module, with other weights during one forward. The two share frozen layers, and the
+copy for an adapter is as small as the adapter. Or the teacher is another model with the same vocabulary.
 
-Not promised: one "ema" for all replicas; a session starts its own from the weights that it joined with.
+Not promised: the same "ema" on all replicas; each session starts its own average from the weights it joined with.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,26 +32,26 @@ from inner.settings.inner import Theta
 
 
 class DistillationTeacher:
-    """kind: one of inner.settings.channels.TEACHERS.   other: a model to use instead of the student's own."""
+    """The self-teacher.   kind: one of inner.settings.channels.TEACHERS.   other: a model instead of the student."""
 
     def __init__(self, kind: str, student: nn.Module, ema_rate: float, other: nn.Module | None = None) -> None:
         self.kind = kind
         self.ema_rate = ema_rate
         self.model = student
         self._weights: dict[str, Tensor] = {}
-        self._at: int | None = None  # the outer (round) or inner (ema) step that the copy is of
+        self._at: int | None = None  # outer (round) or inner (ema) step of the copy
         if other is not None:
             _refuse_vocabulary(student, other)
             self.kind = "live"
             self.model = other.eval().requires_grad_(False)
         elif kind != "live":
             self._weights = {name: p.detach().clone() for name, p in _trainable_parameters(student).items()}
-        # In bf16 a hundredth of a small difference would be rounded away. Of fp32 weights these are the same tensors.
+        # An average in bf16 would round small changes away. For fp32 weights, float() returns the same tensors.
         self._average = {name: value.float() for name, value in self._weights.items()} if kind == "ema" else {}
 
     @torch.no_grad()
     def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
-        """Update the teacher before it is asked.   committed: the run's outer step.   inner: this session's step."""
+        """Update the teacher before its forward.   committed: the run's outer step.   inner: this session's step."""
         if self.kind == "round" and theta is not None and committed != self._at:
             for name, value in theta():
                 self._weights[name].copy_(value)
@@ -70,14 +70,14 @@ class DistillationTeacher:
 
     @contextmanager
     def in_place(self, device: torch.device) -> Iterator[None]:
-        """Put the teacher's weights into `model`, without dropout, for the length of a `with`."""
+        """Put the teacher's weights into `model`, and turn dropout off, during a `with`."""
         with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
             yield
 
 
 @contextmanager
 def swapped_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other weights. Nothing is copied, and no graph that is open sees a change."""
+    """Give the model other weights during a `with`. It copies nothing and changes no existing autograd graph."""
     parameters = _trainable_parameters(model) if weights else {}
     own = {name: parameter.data for name, parameter in parameters.items()}
     try:

@@ -1,4 +1,4 @@
-"""The two terms beside the policy loss, as functions of a forward's output.
+"""Compute the two terms beside the policy loss from a forward's output.
 
     states_B_T_D ── the positions that count ──▶ head ──▶ logits_N_V ──▶ kernel ──▶ scalar on the graph
 
@@ -6,13 +6,13 @@
              rollout   the SDPO paper's loss: mean over the tokens that the model wrote, of the whole inner step
     replay   DPO or SimPO, mean over pairs of weight · loss
 
-    gradient norm of a channel: ‖∂(its share of the total) / ∂ states‖, where it enters the backbone. It is read off the
-    one backward pass while that goes by (no further pass; one norm of (B, T, D) per channel and micro-batch), so it is
-    not the norm over the parameters, and compares channels, not runs.
+    gradient norm of a channel: ‖∂(its share of the total) / ∂ states‖ at the backbone's output. It is measured during
+    the one backward pass (at the cost of one norm of (B, T, D) per channel and micro-batch). So it is not the norm over
+    the parameters. Use it to compare channels, not runs.
 
-Only the positions that count go through the LM head. Logits are scaled and soft-capped as the model's own forward does.
+Only positions that count go through the LM head. Logits are scaled and soft-capped as in the model's own forward.
 
-Not promised: vocabularies split over devices, or models whose forward does more to logits than scale and cap.
+Not promised: vocabularies that are split over devices, or models that change logits in other ways.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ def backbone_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
 
 
 def logits_at(model: Any, states_B_T_D: Tensor, turns: Turns) -> Tensor:
-    """Logits (N, V) of the positions, one turn behind the other."""
+    """Return the logits (N, V) at the turns' positions, in the order of `turns`."""
     rows = [row for row, _, n in turns for _ in range(n)]
     positions = [i for _, first, n in turns for i in range(first, first + n)]
     device = states_B_T_D.device
@@ -52,7 +52,7 @@ def logits_at(model: Any, states_B_T_D: Tensor, turns: Turns) -> Tensor:
 
 
 def scale_logits_as_model(model: Any, logits: Tensor) -> Tensor:
-    """The LM head's output, scaled and soft-capped as Cohere, Granite, Falcon-H1 and Gemma 2 do in their forward."""
+    """Scale and soft-cap the LM head's output as Cohere, Granite, Falcon-H1 and Gemma 2 do in their forward."""
     config = model.config.get_text_config()
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
@@ -66,7 +66,7 @@ def scale_logits_as_model(model: Any, logits: Tensor) -> Tensor:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """ids and attention mask (B, T), padded on the right. A masked position's id does not matter."""
+    """Return ids and attention mask (B, T), padded on the right with id 0, which the mask hides."""
     width = max(len(row) for row in rows)
     ids_B_T = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
     mask_B_T = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
@@ -75,7 +75,7 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and checkpointing for the length of a `with`."""
+    """Turn off dropout and checkpointing during a `with`."""
     training = model.training
     model.eval()
     try:
@@ -85,7 +85,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
-    """Return the same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
+    """Return the same states as a new tensor. When a gradient flows back through it, `note` gets its norm."""
     edge = states.view_as(states)
     if edge.requires_grad:
 
@@ -100,7 +100,7 @@ def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
 
 
 def distillation_loss(student_N_V: Tensor, teacher_N_V: Tensor, settings: ChannelSettings, taid_t: float) -> Tensor:
-    """Σ over N tokens."""
+    """Return the divergence, summed over N tokens."""
     if settings.sdpo.wrapper == "none":
         return generalized_jsd_loss(
             student_N_V,
@@ -130,7 +130,7 @@ def self_distillation_loss(
     settings: ChannelSettings,
     tokens: float | None = None,
 ) -> Tensor:
-    """The SDPO paper's loss over whole responses: Σ over the tokens that the model wrote / `tokens` (None: as many)."""
+    """Return the SDPO paper's loss over whole responses: Σ over tokens the model wrote / `tokens` (None: N of them)."""
     return sdpo_loss(
         student_N_V,
         teacher_N_V,
@@ -147,7 +147,7 @@ def self_distillation_loss(
 
 
 def response_logprobs(model: Any, states_B_T_D: Tensor, prompts: Sequence[int], rows: Sequence[list[int]]) -> Tensor:
-    """log p(row[prompt:] | row[:prompt]) of each row, summed over the response -> (B,)."""
+    """Return log p(row[prompt:] | row[:prompt]) of each row, summed over the response: (B,)."""
     lengths = [len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)]
     turns = [(i, prompt - 1, n) for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))]
     logits_N_V = logits_at(model, states_B_T_D, turns)
@@ -167,7 +167,7 @@ def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def preference_loss(
     policy_2P: Tensor, tokens_2P: Tensor, reference_P_2: Tensor | None, weights_P: Tensor, settings: ChannelSettings
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss on P pairs (the chosen ones first), and its metrics."""
+    """Return the loss on P pairs (all chosen ones first), and its metrics."""
     chosen, rejected = policy_2P.chunk(2)
     if settings.replay.variant == "simpo":
         chosen_mean, rejected_mean = (policy_2P / tokens_2P).chunk(2)

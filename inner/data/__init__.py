@@ -1,1 +1,1 @@
-"""Rows: read from files or the Hub, checked, dealt out to replicas in an order that a seed decides."""
+"""Read rows from files or the Hub, check them, and deal them out to replicas in a seeded order."""

@@ -1,10 +1,10 @@
-"""Prompts out of a dataset on the Hub, read with `datasets` on the machine that founds or checks a run.
+"""Read prompts from a dataset on the Hub, with `datasets`, on the machine that creates or checks a run.
 
     hub:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]         hub:openai/gsm8k/main:train[:500]
-         pin_dataset  ─▶ hub:openai/gsm8k@<commit>/…    one request; run.json has it so
-         read_dataset ─▶ rows                           from the Hub's cache on this machine, filled when it must be
+         pin_dataset  ─▶ hub:openai/gsm8k@<commit>/…    one request; run.json has this name
+         read_dataset ─▶ rows                           from this machine's cache, downloaded if missing
 
-Not promised: a dataset that needs code of its own (`datasets` has given those up); images and sound.  No torch here.
+Not promised: a dataset with its own code (`datasets` no longer runs it); images and sound.  No torch here.
 """
 
 import re
@@ -23,7 +23,7 @@ _CARRIED = "Replicas need no token for it: the run carries the rows."
 
 @dataclass(frozen=True)
 class HubDataset:
-    """revision, config, split: "" if the spelling has none."""
+    """A dataset's name.   revision, config, split: "" if the spelling has none."""
 
     name: str
     revision: str = ""
@@ -32,7 +32,7 @@ class HubDataset:
 
     @classmethod
     def parse(cls, spelling: str, setting: str) -> Self:
-        """setting: the one that has it, for the message.   Raises InnerError."""
+        """Parse a spelling.   setting: the setting's name, for the message.   Raises InnerError."""
         found = _SPELLING.fullmatch(spelling)
         if found is None:
             raise InnerError(
@@ -48,13 +48,13 @@ class HubDataset:
 
 
 def pin_dataset(dataset: HubDataset, setting: str) -> HubDataset:
-    """Return the dataset at the commit that its revision (default: main) names now.   Raises InnerError."""
+    """Return the dataset at the commit to which its revision (default: main) points.   Raises InnerError."""
     what = f"{setting} = '{dataset}'"
     return replace(dataset, revision=pin_commit("dataset", dataset.name, dataset.revision, what))
 
 
 def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]:
-    """("row 3", the row), …   Raises InnerError."""
+    """Yield ("row 3", the row) for each row.   Raises InnerError."""
     what = f"{setting} = '{dataset}'"
     try:
         from datasets import disable_progress_bars, load_dataset
@@ -66,9 +66,9 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
             dataset.name, dataset.config or None, split=dataset.split, revision=dataset.revision or None
         )
         yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-    except Exception as error:  # of the Hub, the disk, pyarrow; `datasets` says which configs and splits there are
+    except Exception as error:  # from Hub, disk or pyarrow; the text lists configs and splits
         cause = error.__cause__ or error
-        if "BatchSize must be greater than 0" in str(cause):  # datasets 5.2 at a Parquet file without rows
+        if "BatchSize must be greater than 0" in str(cause):  # datasets 5.2, for a Parquet file without rows
             return
         if "is a gated dataset" in str(cause):
             raise InnerError(f"{gated_text('dataset', dataset.name, what)} {_CARRIED}") from None

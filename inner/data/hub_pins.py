@@ -1,8 +1,8 @@
-"""The commit that a name on the Hub means now: a model's, or a dataset's.
+"""Find the commit to which a name on the Hub points now, for a model or a dataset.
 
-    pin_commit("dataset", "openai/gsm8k", "main", …) ──▶ 40 hexadecimal digits      one request; none for a commit
+    pin_commit("dataset", "openai/gsm8k", "main", …) ──▶ 40 hexadecimal digits      one request; none if it is a commit
 
-Not promised: that the Hub keeps it.  No torch here.
+Not promised: that the Hub keeps the commit.  No torch here.
 """
 
 import os
@@ -17,7 +17,7 @@ _PAGES = {"model": "https://huggingface.co/", "dataset": "https://huggingface.co
 
 
 def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
-    """kind: "model" or "dataset".   revision: "" for main.   setting: for messages.   Raises InnerError."""
+    """Return the commit.   kind: "model" or "dataset".   revision: "" for main.   setting: for errors (InnerError)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -50,7 +50,7 @@ def gated_text(kind: str, name: str, setting: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the error's first line with the second, which may list the choices; without `datasets`' example calls."""
+    """Return the error's first two lines (the second may list the choices), without `datasets`' example calls."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "load_dataset" not in line]
     text = " ".join(line for line in lines[:2] if "Example of usage" not in line) or type(error).__name__
     return f"{text.rstrip('.!')}."

@@ -1,17 +1,17 @@
-"""The data of an inner step: a pure function of (seed, share, index).  A replaced replica goes on where the first
+"""The data of an inner step: a pure function of (seed, share, index).  A replacement continues where its predecessor
 stopped, and no two replicas read the same row within an epoch.
 
     epoch e      permutation(seed, e) of all rows: a b c d e f g h
-                 share 0 of 3: a d g | share 1 of 3: b e h | share 2 of 3: c f a      dealt out like cards, filled up
-    prompts      epoch 0's share | epoch 1's share | …                                one endless line
+                 share 0 of 3: a d g | share 1 of 3: b e h | share 2 of 3: c f a      dealt in turn; then from the front
+    prompts      epoch 0's share | epoch 1's share | …                                one endless sequence
                  ├─ g=0 ─┼─ g=1 ─┼─ g=2 ─┤                                            P prompts per generation
-    windows      step i: batch random windows of the token file, drawn from (seed, i)
+    windows      step i: `batch` random windows of the token file, drawn from (seed, i)
 
-    inner step   ├── accumulated micro-batches ──┤             of which a generation may hold all or only some
+    inner step   ├── accumulated micro-batches ──┤             a generation may have all of them or only some
     generation        ├── served = micro-batches per generation · iterations ──┤
 
-Not promised: that the order survives a change of the batch size, or of the number of prompts; that all replicas are
-in the same epoch, so a fast one may read in its second what a slow one has not read in its first.
+Not promised: the same order after a change of the batch size or of the number of prompts; that all replicas are in the
+same epoch: a fast one may read in its second epoch a row that a slow one has not read in its first.
 """
 
 from collections.abc import Callable
@@ -22,23 +22,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """A replica's rows: in every epoch those at index, index + of, … of the permutation that all have in common."""
+    """A replica's rows: in every epoch, positions index, index + of, … of the permutation that all replicas share."""
 
     seed: int
     index: int = 0
     of: int = 1
 
     def size(self, n_rows: int) -> int:
-        """Rows per epoch, the same for every index: the last ones begin at the front again."""
+        """Return the rows per epoch, the same for every index. A share that is too short continues at the front."""
         return -(-n_rows // self.of)
 
     def salted(self, salt: int) -> "Share":
-        """Return the same part of other permutations."""
+        """Return the same share of other permutations."""
         return Share(salt + self.seed, self.index, self.of)
 
 
 def prompt_order(n_prompts: int, share: Share) -> Callable[[int], int]:
-    """position in the endless line -> prompt index. Keeps the permutation of one epoch at a time."""
+    """Return a function: position in the endless sequence -> prompt index. It stores one epoch's permutation."""
     size = share.size(n_prompts)
     epoch_now = -1
     order = np.empty(0, dtype=np.int64)
@@ -55,13 +55,13 @@ def prompt_order(n_prompts: int, share: Share) -> Callable[[int], int]:
 
 
 def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) -> np.ndarray:
-    """First token of each of `batch` windows of `width` tokens, for inner step (or micro-batch) `index`."""
+    """Return the first token of `batch` windows of `width` tokens, for inner step (or micro-batch) `index`."""
     return np.random.default_rng([seed, index]).integers(0, n_tokens - width + 1, size=batch)
 
 
 def step_in_generation(micro: int, accumulated: int, per_generation: int, served: int) -> list[int]:
-    """The micro-batches of the inner step that `micro` belongs to, as far as they are of its generation: indices
-    0 … per_generation - 1, one per forward pass (a second iteration passes the same ones again)."""
+    """Return the micro-batches that share `micro`'s inner step and generation, as indices 0 … per_generation - 1. There
+    is one per forward pass; a second iteration uses the same ones again."""
     step = micro // accumulated * accumulated
     generation = micro // served * served
     first = max(step, generation)

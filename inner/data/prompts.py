@@ -1,9 +1,9 @@
-"""Prompts out of one file: rows that have a `prompt`, and the columns that a reward reads.
+"""Read prompts from one file: rows that have a `prompt`, and columns for the reward.
 
     .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
 
-A prompt is a text or a list of messages; a system prompt makes messages of a text.  Held-out prompts ([eval]) go
-through the same.  Several files and datasets of the Hub are made one file before (diloco/run/data_files.py).  No torch.
+A prompt is a text or a list of messages; a system prompt turns texts into messages.  Held-out prompts ([eval]) are
+read in the same way.  diloco/run/data_files.py joins several files and Hub datasets to one first.  No torch.
 
 Not promised: types for a .csv; its columns are texts.
 """
@@ -20,12 +20,12 @@ from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings
 
-ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is not a part of the first column's name
+ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
 LONGEST_FIELD = 2**31 - 1  # characters of a .csv
-BEYOND = "beyond the header"  # fields of a .csv's row that have no name
+BEYOND = "beyond the header"  # key for a .csv row's fields without a name
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
-Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was read there
+Numbered = tuple[str, Any]  # its place, "line 3" or "row 3", and the value that was read
 
 
 def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
@@ -45,14 +45,14 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
 def load_prompts(
     spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
-    """Load rows that all have a `prompt` and the same columns.   kind: the file of the user.   Raises InnerError."""
+    """Load rows that all have a `prompt` and the same columns.   kind: of the user's file.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
     return check_rows(name, islice(read_rows(name, path), limit), data)
 
 
 def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: Row | None = None) -> list[Row]:
-    """The rows as training sees them.   first: one whose columns they must have; None: their own first."""
+    """Return the rows as training uses them.   first: a row whose columns they must have; None: their own first."""
     checked = list[Row]()
     for where, found in rows:
         row = _checked_row(name, where, _named_columns(name, where, found, data.columns), first)
@@ -68,7 +68,7 @@ def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: R
 
 
 def read_rows(name: str, path: Path) -> Iterator[Numbered]:
-    """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for a file of another kind."""
+    """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for an unknown kind of file."""
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise InnerError(
@@ -171,7 +171,7 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:
-    """Raise InnerError for columns that TRL cannot pass on to rewards under their names."""
+    """Raise InnerError for columns that TRL cannot pass to rewards under their own names."""
     if BEYOND in row:
         raise InnerError(
             f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."
@@ -189,7 +189,7 @@ def _check_columns(name: str, where: str, row: Row) -> None:
 
 
 def _message_fault(message: Any) -> str:
-    """ "" or why no chat template can be asked about it."""
+    """Return why a message is not valid for any chat template; "" if it is valid."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         shown = json.dumps(message, ensure_ascii=False, default=str)[:80]
         return f'has no `role`: {shown}. Write {{"role": "user", "content": "…"}}'
@@ -203,7 +203,7 @@ def _message_fault(message: Any) -> str:
 
 
 def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: str | list[Any]) -> None:
-    """Raise InnerError for a prompt of another kind than the first: TRL treats a whole batch like its first prompt."""
+    """Raise InnerError for a text among chats or a chat among texts: TRL treats a batch like its first prompt."""
     if type(prompt) is not type(first):
         kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
         raise InnerError(

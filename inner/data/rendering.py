@@ -1,10 +1,10 @@
-"""A prompt as a text model reads it.  Rollouts, [eval], hints, pairs, `check` and pre-flight render here, and nowhere
-else.
+"""Render a prompt for a text model.  All rendering is here: for rollouts, [eval], hints, pairs, `check` and the checks
+before a run.
 
     messages ── text parts joined ──▶ chat template (tools, switches) ──▶ ids
-    a text ──▶ tokenizer ──▶ ids, with one BOS: a text that a template wrote has its own
+    a text ──▶ tokenizer ──▶ ids, with one BOS, even if the text already contains it
 
-The row stays as the file has it: a reward sees the parts.
+The row itself does not change: a reward sees the parts of a content.
 
 Not promised: images and sound.  No torch here.
 """
@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 def text_of(content: Any) -> Any:
-    """A list of text parts as one text; anything else as it is.   Raises InnerError for a part that is not text."""
+    """Join a list of text parts to one text; return other values as they are.   Raises InnerError for other parts."""
     if not isinstance(content, list):
         return content
     return "".join(_part_text(part) for part in content)
@@ -34,14 +34,14 @@ def _part_text(part: Any) -> str:
 
 
 def as_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with the parts of each content joined."""
+    """Return the messages with the text parts of each content joined."""
     return [{**m, "content": text_of(m["content"])} if "content" in m else {**m} for m in messages]
 
 
 def render_ids(
     tokenizer: Any, messages: Sequence[Message], *, opened: bool, tools: Any = None, **options: Any
 ) -> list[int]:
-    """The ids of a chat.   opened: with the opening of an assistant's turn.   options: of the template."""
+    """Return the ids of a chat.   opened: they end with an assistant's opening.   options: of the template."""
     return tokenizer.apply_chat_template(
         as_texts(messages), tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened, **options
     )
@@ -55,12 +55,12 @@ def render_text(tokenizer: Any, messages: Sequence[Message], *, tools: Any = Non
 
 
 def template_fault(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message], config: Any) -> str:
-    """Return "" or why the prompt's text does not reach the model.   write: `render_text` with a template.
+    """Return why the prompt's text does not reach the model; "" if it does.   write: `render_text` with a template.
 
     config: an InnerConfig, for the message."""
     try:
         written = write(prompt)
-    except Exception as error:  # a template refuses by raising any of jinja's errors
+    except Exception as error:  # a template may refuse with any jinja error
         advice = _advice(write, prompt, config.data.system is not None)
         return f"cannot be written by the chat template of {config.model}: {error}. {advice}"
     newest = next((m for m in reversed(prompt) if m["role"] == "user"), prompt[-1])
@@ -83,7 +83,7 @@ def _advice(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message]
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], *, tools: Any = None, **options: Any) -> list[int]:
-    """The ids that a completion goes on from."""
+    """Return the prompt's ids; the completion continues from them."""
     if not isinstance(prompt, str):
         return render_ids(tokenizer, prompt, opened=True, tools=tools or None, **options)
     ids: list[int] = tokenizer(prompt)["input_ids"]

@@ -1,4 +1,4 @@
-"""Extras that the core never imports, each with a page, tests and, where it needs one, a package of its own.
+"""Extras that the core never imports. Each has a page, tests, and its own package extra if it needs packages.
 
 deletion/        Feature Deletion: make tasks, judge them in a sandbox      docs/feature-deletion.md
 openenv/         environments behind an OpenEnv or MCP server               docs/openenv.md

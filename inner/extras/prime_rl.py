@@ -1,16 +1,16 @@
-"""PRIME-RL's loss with the self-distillation channel: a custom loss for one sample, 1-D tensors of its tokens.
+"""PRIME-RL's loss with the self-distillation channel: a custom loss for one sample. All tensors are 1-D, (T,).
 
-    r = log π − log π_inference      d = π − π_inference (of the sampled token)      m the mask, w its weights (or 1)
+    r = log π − log π_inference      d = π − π_inference (of the sampled token)      m the mask, w token weights (or 1)
 
     L = Σ w·( −keep·τ_adv·A·eʳ + τ_kl·m·r² )          keep = m ∧ ¬(A > 0 ? d > high : d < −low)
       + α Σ w·( −near·sg(log π_ref − log π)·eʳ )      near = m ∧ ¬(d < −low)
 
     first line    PRIME-RL's default, DPPO (arXiv 2602.04879) with Kimi K2.5's KL (2602.02276); bit for bit at α = 0
-    second line   the reverse KL to a reference, as its `ref_kl` component estimates it from sampled tokens; with the
-                  policy that has seen a hint as reference it is the SDPO channel
+    second line   the reverse KL to a reference, estimated from sampled tokens as in its `ref_kl` component. If the
+                  reference is the policy that has seen a hint, this is the SDPO channel
 
-PRIME-RL divides the sum by the global count of tokens.  The token masks come from its config, whose defaults have
-changed before: name them in yours.
+PRIME-RL divides the sum by the global number of tokens.  Its config sets the token masks, and their defaults have
+changed before, so set them in yours.
 
     [trainer.loss]
     type = "custom"
@@ -18,13 +18,13 @@ changed before: name them in yours.
     [trainer.loss.kwargs]
     alpha_sdpo = 0.0
 
-α > 0 needs samples that have a reference and stay in the `rl` component.  PRIME-RL's own `opsd` and `opd` route theirs
-to its fixed `ref_kl`, where no custom loss is called, and its `grpo` has no reference (docs/backends.md).
+α > 0 needs samples with a reference in the `rl` component.  PRIME-RL's `opsd` and `opd` send their samples to its fixed
+`ref_kl`, which calls no custom loss, and its `grpo` has no reference (docs/backends.md).
 
-Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21); nothing of it is needed to import this.
+Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21). This module imports nothing of it.
 
-Not promised: the divergence over the whole vocabulary (PRIME-RL hands over log-probs of sampled tokens alone), and
-preference pairs (a loss of one sample has no pair).
+Not promised: the divergence over the whole vocabulary (PRIME-RL passes only log-probs of sampled tokens); preference
+pairs (a loss of one sample has no pair).
 """
 
 import warnings
@@ -36,9 +36,9 @@ from torch import Tensor
 
 
 class LossInputs(Protocol):
-    """PRIME-RL's inputs of a loss: (T,) each.   ref_logprobs: None where the algorithm has no reference.
+    """PRIME-RL's inputs of a loss: (T,) each.   ref_logprobs: None if the algorithm has no reference.
 
-    loss_weights and ref_logprobs may be absent: PRIME-RL called the reference teacher_logprobs until 2026-06, and had
+    loss_weights and ref_logprobs may be missing: until 2026-06 PRIME-RL called the reference teacher_logprobs and had
     no weights.
     """
 
@@ -52,7 +52,7 @@ class LossInputs(Protocol):
 
 @dataclass
 class LossOutputs:
-    """The answer that PRIME-RL reads: the sum over tokens, and scalars for its log."""
+    """The result that PRIME-RL reads: the sum over tokens, and scalars for its log."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -68,12 +68,12 @@ def loss_fn(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
 ) -> LossOutputs:
-    """The loss of one sample (formula above).
+    """Return the loss of one sample (formula above).
 
-    alpha_sdpo       α; needs inputs.ref_logprobs (or teacher_logprobs, as they were called)
-    beta_dpo         is said to do nothing, once: pairs do not reach a loss of one sample
-    dppo_mask_high   how far a token's probability may have risen where A > 0
-    dppo_mask_low    and fallen elsewhere; A = 0 counts as elsewhere
+    alpha_sdpo       α; needs inputs.ref_logprobs (or teacher_logprobs, the old name)
+    beta_dpo         has no effect, only a warning: a loss of one sample gets no pairs
+    dppo_mask_high   largest rise of a token's probability where A > 0
+    dppo_mask_low    largest fall where A ≤ 0
     Raises ValueError for shapes that do not fit, negative settings, and α without a reference.
     """
     settings = {
@@ -107,7 +107,7 @@ def loss_fn(
 
 
 def _gap(inputs: LossInputs) -> Tensor:
-    """sg(log π_ref − log π) where the mask is True, 0 elsewhere, where the reference's log-probs may be −∞."""
+    """Return sg(log π_ref − log π) where the mask is True; 0 elsewhere, where log π_ref may be −∞."""
     reference = _reference(inputs)
     mask = inputs.loss_mask
     if reference is None:
@@ -131,7 +131,7 @@ def _reference(inputs: LossInputs) -> Tensor | None:
 
 
 def _trust_region(inputs: LossInputs, log_ratio: Tensor, ratio: Tensor, masked: Tensor) -> dict[str, Tensor]:
-    """The names of PRIME-RL's own default loss, so that its panels go on."""
+    """Return metrics under the names of PRIME-RL's default loss, so that its dashboards keep working."""
     mask, advantages = inputs.loss_mask, inputs.advantages
     mismatch = ratio - log_ratio - 1
     dropped = mask & masked
@@ -147,7 +147,7 @@ def _trust_region(inputs: LossInputs, log_ratio: Tensor, ratio: Tensor, masked: 
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean where the mask is; 0 where the mask is empty."""
+    """Return the mean over the mask; 0 if the mask is empty."""
     return values[mask].sum() / mask.sum().clamp(min=1)
 
 

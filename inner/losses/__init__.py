@@ -1,2 +1,1 @@
-"""Loss kernels: pure functions of logits or log-probs. One file per family; the paper's letters stay the paper's
-letters."""
+"""Loss kernels: pure functions of logits or log-probs. Each file has one family, with its paper's variable names."""

@@ -1,15 +1,15 @@
-"""One loss per position, a few positions at a time.
+"""Compute one loss per position, for a few positions at a time.
 
     student (…, V), teacher (…, V), the positions that count (N of them)
 
-        piece 0  ▓▓▓▓▓▓▓▓▓▓▓▓ V     forward   loss(piece) -> (n,), its temporaries are dropped
-        piece 1  ▓▓▓▓▓▓▓▓▓▓▓▓ V     backward  the same piece again, its gradient written in place
-        …                           a piece holds n · V ≤ CHUNK entries, and one position at least
+        piece 0  ▓▓▓▓▓▓▓▓▓▓▓▓ V     forward   loss(piece) -> (n,); frees its temporaries
+        piece 1  ▓▓▓▓▓▓▓▓▓▓▓▓ V     backward  computes the piece again, writes its gradient in place
+        …                           a piece has n · V ≤ CHUNK entries, but at least one position
 
-The temporaries of a softmax (log-probs, mixtures, summands) are several times as large as the logits. Here they exist
-for one piece at a time; only the input logits and their gradient exist whole.
+The temporaries of a softmax (log-probs, mixtures, terms) need several times the memory of the logits. Here they exist
+for one piece at a time. Only the input logits and their gradient exist in full.
 
-Not promised: second derivatives of a loss that needed more than one piece.
+Not promised: second derivatives, if the loss needed more than one piece.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PositionLoss = Callable[[Tensor, Tensor], Tensor]  # (n, V), (n, V) -> (n,)
-CHUNK = 2**21  # entries: 8 MB in float32 for each of some twenty temporaries
+CHUNK = 2**21  # entries: 8 MB in float32 for each of about twenty temporaries
 
 
 def by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, kept: Tensor) -> Tensor:
-    """`loss` at the positions (...) where `kept` (...) is true -> (N,), for logits (..., V).
+    """Apply `loss` to logits (..., V) at the positions where `kept` (...) is true -> (N,).
 
-    NaN is refused: it would reach every weight of the model."""
+    Raises ValueError for NaN, which would spread to every weight of the model."""
     at = kept.nonzero(as_tuple=True)
     if at[0].numel() * student.size(-1) <= CHUNK:
-        whole = at[0].numel() == kept.numel()  # then no row need be picked
+        whole = at[0].numel() == kept.numel()  # then the rows need no indexing
         values = loss(*(x.flatten(0, -2) if whole else x[at] for x in (student, teacher)))
     else:
         values = _Pieces.apply(loss, at, student, teacher)

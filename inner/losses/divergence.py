@@ -2,14 +2,14 @@
 
     s = log softmax(S / T)    t = log softmax(T_ / T)    m = log((1 - β) e^s + β e^t)
 
-    β = 0        KL(teacher ‖ student)      "forward": covers what the teacher does
+    β = 0        KL(teacher ‖ student)      "forward": covers all that the teacher does
     0 < β < 1    β KL(t ‖ m) + (1 - β) KL(s ‖ m)                  On-policy distillation, arXiv 2306.13649, eq. (1)
     β = 1        KL(student ‖ teacher)      "reverse": settles on one thing the teacher does
 
-The ends are jumps, not limits: at β = .001 the loss is ~.001 of its value at β = 0, so a weight tuned at .5 does not
-carry over to 0 or 1. Gradients for rare right tokens vanish at β = .5 and survive at β = 0.
+At β = 0 and 1 the loss jumps: at β = .001 it is ~.001 of its value at β = 0. So a weight tuned at .5 does not fit 0 or
+1. The gradient for a rare but right token vanishes at β = .5 and remains at β = 0.
 
-Not promised: a T² factor (there is none), and no detach: run the teacher under no_grad.
+Not promised: a factor T² (there is none); a detach: run the teacher under no_grad.
 """
 
 import math
@@ -35,15 +35,15 @@ def generalized_jsd_loss(
     top_k: int | None = None,
     token_clip: float | None = None,
 ) -> Tensor:
-    """Divergence of logits (..., V), over positions where `labels` (...) is not -100.
+    """Compute the divergence of logits (..., V), over positions where `labels` (...) is not -100.
 
     reduction   batchmean: sum / number of valid positions (without labels: / size of the first axis)
-                mean: sum / entries · sum · none: the kept entries (N, V), with no labels (..., V)
-    top_k       only the teacher's k likeliest tokens, both sides renormalised, no tail
-    token_clip  each vocabulary entry is capped before the sum over the vocabulary, on the upper side only, so the
-                result may be negative (OPSD)
-    No valid position gives 0, with a zero gradient that is still on the graph. Where a KL would be infinite (the second
-    rules out, by a logit of -inf, what the first does) log 0 counts as the log of the smallest normal number.
+                mean: sum / entries · sum · none: the entries (N, V) that count, without labels (..., V)
+    top_k       use only the teacher's k likeliest tokens; renormalise both sides, without a bucket for the rest
+    token_clip  cap each vocabulary entry from above before the sum over the vocabulary; the result may then be
+                negative (OPSD)
+    If no position is valid, the result is 0 on the graph, with a zero gradient. If one side gives a token logit -inf
+    and the other does not, log 0 counts as the log of the smallest normal number: no KL becomes infinite.
     """
     check_shapes(student_logits, teacher_logits, labels)
     check_knobs(beta, temperature)
@@ -67,7 +67,7 @@ def generalized_jsd_loss(
 
 
 def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Return the mask of the positions to learn, (...), bool: all without labels, else those without IGNORE."""
+    """Return the bool mask (...) of the positions to learn: those whose label is not IGNORE; all without labels."""
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
 
 
@@ -82,13 +82,13 @@ def _reduction_divisor(
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax over the last axis, in float32 or better."""
+    """Return log softmax over the last axis, in float32 or float64."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return (logits / temperature).log_softmax(-1)
 
 
 def divergence_entries(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """The summands, one per vocabulary entry. A token that both rule out (-inf) contributes 0, not NaN."""
+    """Return the divergence's terms, one per vocabulary entry. A token that is -inf on both sides gives 0, not NaN."""
     dead = s.isneginf() & t.isneginf()
     s = s.masked_fill(dead, 0.0)
     t = t.masked_fill(dead, 0.0)
@@ -103,7 +103,7 @@ def divergence_entries(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _kl_entries(p: Tensor, q: Tensor) -> Tensor:
-    """e^p (p - q), with 0 (log 0 - q) = 0."""
+    """Return e^p (p - q), with 0 (log 0 - q) = 0."""
     possible = ~p.isneginf()
     return p.exp() * torch.where(
         possible, torch.where(possible, p, 0.0) - torch.where(possible, floor_log_zero(q), 0.0), 0.0
@@ -111,7 +111,7 @@ def _kl_entries(p: Tensor, q: Tensor) -> Tensor:
 
 
 def or_uniform(logits: Tensor) -> Tensor:
-    """A row of nothing but -inf has no distribution to renormalise: it counts as uniform."""
+    """Replace a row of only -inf by a uniform one, because it has no distribution to renormalise."""
     return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
 
 
@@ -121,7 +121,7 @@ def floor_log_zero(logp: Tensor) -> Tensor:
 
 
 def zero_on_graph(logits: Tensor) -> Tensor:
-    """Return a 0 that backward() can reach: with a fresh leaf parallel workers would disagree about the graph."""
+    """Return a 0 that is connected to the graph. With a fresh leaf, parallel workers would have different graphs."""
     return logits.masked_fill(~logits.isfinite(), 0.0).sum() * 0.0
 
 
@@ -163,13 +163,13 @@ def _check_choices(reduction: str, top_k: int | None, token_clip: float | None) 
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction = {reduction!r} is not known. One of: {', '.join(REDUCTIONS)}.")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
+        raise ValueError(f"top_k = {top_k} must be 1 or more; None means the whole vocabulary.")
     if token_clip is not None and not token_clip > 0:
-        raise ValueError(f"token_clip = {token_clip} must be greater than 0; None is not a clip.")
+        raise ValueError(f"token_clip = {token_clip} must be greater than 0; None means no clip.")
 
 
 def refuse_mask(labels: Tensor) -> None:
-    """A 0/1 mask is not a set of labels. (All 0 or all 1 mark every position either way.)"""
+    """Raise ValueError if labels look like a 0/1 mask. (All 0 or all 1 mark every position in both readings.)"""
     values = labels.unique() if labels.numel() else labels
     if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
         raise ValueError(

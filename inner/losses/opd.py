@@ -1,4 +1,4 @@
-"""Distillation that looks at how sure the teacher is: cover it where it is unsure, copy it where it is sure.
+"""Distillation by the teacher's certainty: forward KL where the teacher is unsure, reverse KL where it is sure.
 
     H = -Σ_v p_T log p_T        per token, in nats
 
@@ -6,12 +6,12 @@
     hard gate   g = 1[H > threshold]           L = mean_tok [ KL(S ‖ T) + g KL(T ‖ S) ]
 
 The hard gate is Entropy-Aware On-Policy Distillation (EOPD, arXiv 2603.07079): reverse KL everywhere, *plus* forward KL
-where the teacher's entropy is high. The soft gate is the convex form that often goes by the same name.
+if the teacher's entropy is high. The soft gate is a convex mix that is often called by the same name.
 
-The soft gate's default h_max = log V is so large for a real vocabulary (11.9 at 150k; teachers are mostly below 1 nat)
-that w is near 0: a useful h_max is 1 to 2.
+The soft gate's default h_max is log V. For a real vocabulary this is so large (11.9 at 150k; a teacher's entropy is
+mostly below 1 nat) that w is near 0. A useful h_max is 1 to 2.
 
-Not promised: EOPD's numbers. Its forward KL may run over the teacher's likeliest tokens only; ours is over all.
+Not promised: EOPD's numbers. Its forward KL may use only the teacher's likeliest tokens; ours uses all.
 """
 
 import math
@@ -24,14 +24,14 @@ from inner.losses.divergence import check_mask, divergence_entries, log_probs, z
 
 
 def teacher_entropy(t: Tensor) -> Tensor:
-    """-Σ_v e^t t in nats, from log-probs (..., V) -> (...)."""
+    """Return -Σ_v e^t t in nats, from log-probs (..., V) -> (...)."""
     return -(t.exp() * torch.where(t.isneginf(), 0.0, t)).sum(-1)
 
 
 def entropy_aware_opd_loss(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, h_max: float | None = None
 ) -> Tensor:
-    """The soft gate. Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar, mean over the mask.
+    """Apply the soft gate. Logits (..., V), 0/1 mask (...) of positions (already shifted) -> mean over the mask.
 
     An empty mask gives 0, on the graph."""
     h_max = math.log(student_logits.size(-1)) if h_max is None else h_max
@@ -50,9 +50,9 @@ def entropy_aware_opd_loss(
 
 
 def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """The hard gate, EOPD's objective. Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar.
+    """Apply EOPD's hard gate. Logits (..., V), 0/1 mask (...) of positions (already shifted) -> mean over the mask.
 
-    `threshold` in nats of the teacher's entropy. It depends on the teacher: take a high quantile of its entropies.
+    threshold: the teacher's entropy in nats. It depends on the teacher: take a high quantile of its entropies.
     An empty mask gives 0, on the graph."""
     if not threshold >= 0:
         raise ValueError(f"threshold = {threshold} must be 0 or more (nats).")

@@ -1,17 +1,17 @@
-"""Learning from a chosen and a rejected response to the same prompt.
+"""Losses on a chosen and a rejected response to the same prompt.
 
     DPO    -log σ(z), z = β [(π_c - ref_c) - (π_r - ref_r)]      summed log-probs    arXiv 2305.18290, eq. (7)
     SimPO  -log σ(β (π̄_c - π̄_r) - γ)                            mean log-probs      arXiv 2405.14734, eq. (6)
 
-    anchors for DPO, which trains the margin alone and lets both log-probs fall:
+    anchors for DPO, which trains only the margin, so that both log-probs may fall:
     label smoothing ε   -(1 - ε) log σ(z) - ε log σ(-z)          conservative DPO: a share ε of the labels is wrong
-    NLL                 + w · (-π_c / |c|)                       arXiv 2404.19733, eq. (1): keep the chosen one likely
-    DPO-Positive        z - β λ max(0, ref_c - π_c)              arXiv 2402.13228: no gain from a less likely chosen one
+    NLL                 + w · (-π_c / |c|)                       arXiv 2404.19733, eq. (1): keeps the chosen one likely
+    DPO-Positive        z - β λ max(0, ref_c - π_c)              arXiv 2402.13228: no gain if chosen gets less likely
 
-γ is absolute here (the SimPO code's knob is γ/β; our 1.0 at β = 2 is its ratio .5). DPO's gradient grows with the
-length of the responses, SimPO's does not.
+γ is absolute here. (The SimPO code sets γ/β; our 1.0 at β = 2 is its .5.) DPO's gradient grows with the length of the
+responses; SimPO's does not.
 
-Not promised: that the chosen response gets likelier without an anchor.
+Not promised: that the chosen response gets more likely without an anchor.
 """
 
 import torch
@@ -24,10 +24,10 @@ from inner.losses.chunks import by_position
 def sequence_logprobs(
     logits_B_T_V: Tensor, ids_B_T: Tensor, response_mask_B_T: Tensor, average: bool = False
 ) -> Tensor:
-    """log p(response | prompt), summed (or averaged) over the tokens where the mask is 1 -> (B,).
+    """Return log p(response | prompt), summed (or averaged) over the tokens where the mask is 1: (B,).
 
-    The mask marks tokens, the shift is ours: the logits at i predict token i + 1. Token 0 is never predicted. A row
-    without a response token is refused: as 0 it would be a perfect response. No rows give no numbers."""
+    The mask marks tokens; this function does the shift: logits at i predict token i + 1, and no logits predict token 0.
+    Raises ValueError for a row without a response token: its 0 would be a perfect log-prob."""
     if ids_B_T.shape != logits_B_T_V.shape[:-1] or response_mask_B_T.shape != ids_B_T.shape:
         raise ValueError(
             f"logits {tuple(logits_B_T_V.shape)}, ids {tuple(ids_B_T.shape)} and mask "
@@ -37,7 +37,7 @@ def sequence_logprobs(
     counts = mask.sum(-1)
     if bool((counts == 0).any()):
         rows = (counts == 0).nonzero().flatten().tolist()
-        raise ValueError(f"rows {rows} have no response token after the first position. Drop them, or mend the mask.")
+        raise ValueError(f"rows {rows} have no response token after the first position. Drop them, or fix the mask.")
     logps = by_position(_token_logprob, logits_B_T_V[:, :-1], ids_B_T[:, 1:, None], mask)
     row_of = mask.nonzero(as_tuple=True)[0]
     total = torch.zeros(len(counts), dtype=logps.dtype, device=logps.device).index_add(0, row_of, logps)
@@ -61,12 +61,12 @@ def dpo_loss(
     dpop_lambda: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean over pairs -> scalar; the log-probs are (B,), summed over the response. No pairs give 0, on the graph.
+    """Return the mean over pairs, a scalar. Log-probs are (B,), summed over the response. No pairs give 0 on the graph.
 
     label_smoothing   ε, the share of flipped labels, below .5
-    nll_weight        of the NLL anchor, which needs chosen_tokens (B,): the length of each chosen response
+    nll_weight        weight of the NLL anchor; it needs chosen_tokens (B,), the length of each chosen response
     dpop_lambda       λ of DPO-Positive (5 to 500 in the paper)
-    weights           (B,) what each pair counts by: mean of weight · loss"""
+    weights           (B,) weight of each pair: the result is the mean of weight · loss"""
     _same_shape(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     _refuse_negative(beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight, dpop_lambda=dpop_lambda)
     if not label_smoothing < 0.5:
@@ -91,7 +91,7 @@ def _apply_weights(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _nll_anchor(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
-    """-log p per token of the chosen response."""
+    """Return -log p per token of the chosen response."""
     if tokens is None:
         raise ValueError(
             "nll_weight needs chosen_tokens, the length of each chosen response. Pass mask[:, 1:].sum(-1)."
@@ -103,9 +103,9 @@ def _nll_anchor(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
 def simpo_loss(
     chosen_mean: Tensor, rejected_mean: Tensor, beta: float = 2.0, gamma: float = 1.0, weights: Tensor | None = None
 ) -> Tensor:
-    """Mean over pairs (of weight · loss) -> scalar; both are (B,) mean log-probs per token. No reference model.
+    """Return the mean over pairs (of weight · loss), a scalar. Both inputs: (B,) mean log-probs per token.
 
-    No pairs give 0, on the graph."""
+    There is no reference model. No pairs give 0 on the graph."""
     _same_shape(chosen_mean, rejected_mean)
     _refuse_negative(beta=beta, gamma=gamma)
     if not chosen_mean.numel():

@@ -1,20 +1,20 @@
-"""Self-distillation policy optimization: the policy, shown the outcome of its attempt, teaches itself.
+"""Self-distillation policy optimization: the policy sees the outcome of its attempt, and then teaches itself.
 
     teacher   π(· | x, f, y_<t)     x the prompt, f feedback or a sibling's success, y the whole response, no gradient
     student   π(· | x, y_<t)
 
     L = mean_tok  ρ_t · D( student_t ‖ teacher_t )       ρ_t = min(π(y_t) / π_old(y_t), is_clip), no gradient
 
-    D on the student's top_k tokens with their true probabilities, and one bucket for all the others:
+    D uses the student's top_k tokens with their true probabilities, and one bucket for all others:
     α = 0 KL(T ‖ S) · 0 < α < 1 generalized JSD · α = 1 KL(S ‖ T)
 
     Hübotter et al., Reinforcement Learning via Self-Distillation, eq. (1) (α = 1, no top_k), and lasgroup/SDPO's
-    compute_self_distillation_loss, whose settings are the defaults here.
+    compute_self_distillation_loss. The defaults are that function's.
 
-The teacher is the model that made `teacher_logits`: an average of the weights (their rate .05, or .01), or the first
-weights. The live model as its own teacher is unstable. It replaces the policy gradient; it is not a term beside it.
+The caller chooses the teacher that makes `teacher_logits`: an average of the weights (the authors' rate: .05 or .01)
+or the first weights. The live model is unstable as its own teacher. This loss replaces the policy gradient.
 
-Not promised: the teacher's prompt, and which responses have one: mark the others -100.
+Not promised: the teacher's prompt, or the choice of responses that have one: label the others -100.
 """
 
 import torch
@@ -31,7 +31,7 @@ from inner.losses.divergence import (
     zero_on_graph,
 )
 
-FULL = -1e-7  # log of the largest mass that the kept tokens may hold: the bucket's log-prob stays finite
+FULL = -1e-7  # log of the kept tokens' largest mass: keeps the bucket's log-prob finite
 
 
 def sdpo_loss(
@@ -46,13 +46,13 @@ def sdpo_loss(
     temperature: float = 1.0,
     divisor: float | None = None,
 ) -> Tensor:
-    """Logits (..., V), labels (...) -> scalar, the mean over the positions whose label is not -100.
+    """Return the mean over the positions whose label is not -100, a scalar. Logits (..., V), labels (...).
 
-    labels        the tokens that were sampled, already shifted (the logits at a position predict its label)
-    old_logprobs  (...) log π_old of these tokens when they were sampled; None: on-policy, ρ = 1
-    top_k         None: the whole vocabulary.   add_tail=False: renormalised over the kept tokens, no bucket
-    divisor       divides the sum over the positions, where these are a part of a larger batch; None: their number
-    No valid position gives 0, with a zero gradient that is still on the graph.
+    labels        the sampled tokens, already shifted (the logits at a position predict its label)
+    old_logprobs  (...) log π_old of these tokens at sampling; None: on-policy, ρ = 1
+    top_k         None: the whole vocabulary.   add_tail=False: no bucket; renormalise over the kept tokens
+    divisor       replaces the number of positions as the divisor, if they are a part of a larger batch
+    If no position is valid, the result is 0 on the graph, with a zero gradient.
     """
     check_shapes(student_logits, teacher_logits, labels)
     check_knobs(alpha, temperature)
@@ -99,8 +99,8 @@ def _clipped_ratio(
 
 def _check_settings(labels: Tensor, old: Tensor | None, top_k: int | None, is_clip: float | None) -> None:
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
+        raise ValueError(f"top_k = {top_k} must be 1 or more; None means the whole vocabulary.")
     if is_clip is not None and not is_clip > 0:
-        raise ValueError(f"is_clip = {is_clip} must be greater than 0; None is not an importance weight.")
+        raise ValueError(f"is_clip = {is_clip} must be greater than 0; None means no importance weight.")
     if old is not None and old.shape != labels.shape:
         raise ValueError(f"old_logprobs {tuple(old.shape)} do not match labels {tuple(labels.shape)}.")

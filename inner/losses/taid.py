@@ -3,11 +3,11 @@
     p_t = softmax((1 - t) sg(S) + t T_)          in logit space; sg = no gradient
     L   = - Σ_tok mask Σ_v p_t log softmax(S) / Σ mask          eq. (4), as in SakanaAI/TAID
 
-t = 0: the student's own entropy, no gradient. t = 1: forward KL plus the teacher's entropy, so forward KL's gradient.
-It is a cross-entropy, so equal distributions give their entropy, not 0.
+t = 0: the student's own entropy, without gradient. t = 1: forward KL plus the teacher's entropy; the gradient is
+forward KL's. L is a cross-entropy, so for equal distributions it is their entropy, not 0.
 
-Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5e-4) is below the linear slope .6/N unless
-N is above ~4000 steps; raise `alpha` for short runs.
+Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5e-4) is smaller than the line's slope
+.6/N, unless N is above ~4000 steps. Raise `alpha` for short runs.
 """
 
 from math import exp, isfinite
@@ -20,7 +20,7 @@ from inner.losses.divergence import check_mask, floor_log_zero, log_probs, zero_
 
 
 def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: float) -> Tensor:
-    """Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar, mean over the mask.
+    """Return the loss, a mean over the mask. Logits (..., V), 0/1 mask (...) of positions (already shifted).
 
     An empty mask gives 0, on the graph."""
     if not 0 <= t <= 1:
@@ -38,7 +38,7 @@ def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: f
 
 
 def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
-    """Return (1 - t) S + t T_, where a zero weight silences even -inf."""
+    """Return (1 - t) S + t T_. A side with weight 0 is left out, even its -inf."""
     student = student if student.dtype == torch.float64 else student.float()
     if t == 0:
         return student
@@ -46,12 +46,12 @@ def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
 
 
 class TAIDScheduler:
-    """t over training: at least the straight line from t_start to t_end, ahead of it while the loss falls fast.
+    """t over training: at least the line from t_start to t_end, and above it while the loss falls fast.
 
     r = (previous - loss) / (previous + 1e-15);  m ← β m + (1 - β) r;  t ← min(t_end, max(line, t + α σ(m) (1 - t)))
 
-    as in SakanaAI/TAID, update_t; where a loss says nothing (see `update_t`), t ← max(t, min(t_end, line)). So t never
-    falls, never is behind the line, and never passes t_end.
+    as in SakanaAI/TAID, update_t. For a loss that is not used (see `update_t`), t ← max(t, min(t_end, line)). So t
+    never falls, is never below the line, and never exceeds t_end.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class TAIDScheduler:
         self.previous: float | None = None
 
     def update_t(self, loss: Tensor | float, global_step: int) -> float:
-        """After a step -> t. The first loss only becomes `previous`; an exact 0 (an empty batch) and a loss that is not
-        finite say nothing about progress and are not remembered. In all three cases t follows the line."""
+        """Update t after a step, and return it. Three losses are not used: the first (it only becomes `previous`), an
+        exact 0 (an empty batch), and one that is not finite. For these, t follows the line."""
         value = float(loss)
         line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
         ahead = self.t
@@ -89,7 +89,7 @@ class TAIDScheduler:
         return self.t
 
     def _adaptive_t(self, loss: float) -> float:
-        """Return the t to which this loss would move t without the line."""
+        """Return the t to which this loss would raise t without the line."""
         previous = self.previous
         self.previous = loss
         if previous is None or self.disable_adaptive:
@@ -99,5 +99,5 @@ class TAIDScheduler:
 
 
 def _sigmoid(x: float) -> float:
-    """1 / (1 + e^-x) for every x: a loss that jumps from 1e-5 to 1 makes a momentum of -1000."""
+    """Return 1 / (1 + e^-x) without overflow: a loss that jumps from 1e-5 to 1 makes a momentum of -1000."""
     return 1 / (1 + exp(-x)) if x >= 0 else exp(x) / (1 + exp(x))

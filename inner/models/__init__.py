@@ -1,1 +1,1 @@
-"""Start models: found, read, adapted; their dtype and optimizer."""
+"""Find, read and adapt start models; their dtype and optimizer."""

@@ -1,13 +1,13 @@
-"""The transformers model inside whatever stands around it.
+"""Get the transformers model out of its wrapper.
 
     PeftModel(LlamaForCausalLM) ──▶ LlamaForCausalLM ◀── LlamaForCausalLM
 
-Not promised: wrappers of other kinds than PEFT's.
+Not promised: wrappers other than PEFT's.
 """
 
 from typing import Any
 
 
 def causal_lm(model: Any) -> Any:
-    """The transformers model inside a PEFT one."""
+    """Return the transformers model inside a PEFT model, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

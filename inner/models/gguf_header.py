@@ -1,13 +1,13 @@
-"""The header of a .gguf file: architecture, and the shape and type of each tensor.
+"""Read the header of a .gguf file: architecture, and the shape and type of each tensor.
 
     "GGUF" │ version │ tensors │ keys │ key value key value … │ name shape type offset, of each tensor │ the data
 
-    read_gguf_header(path)    what is in it
-    check_gguf_file(path)     the same, and whether transformers reads it
+    read_gguf_header(path)    reads it
+    check_gguf_file(path)     also checks that transformers can read the file
 
-A look at 50,000 tokens takes a tenth of a second; the package gguf takes seconds for it, and is not needed here.
+For a file with 50,000 tokens this takes a tenth of a second. The package gguf takes seconds, and is not needed here.
 
-Not promised: files in big-endian order, or of version 1.  No torch here; gguf_model.py reads the weights.
+Not promised: big-endian files, or version 1.  No torch here; gguf_model.py reads the weights.
 """
 
 import struct
@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 from inner.errors import InnerError
 
 MAGIC = b"GGUF"
-MOST = 1 << 24  # tensors, keys, entries or bytes that a sound file has at most of one thing in its header
+MOST = 1 << 24  # most tensors, keys, array entries or text bytes in a valid header
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
-DEEPEST = 4  # arrays in arrays; no model has any
+DEEPEST = 4  # nested arrays; no known model has any
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}  # fmt: skip
 EXACT = ("F32", "F16", "BF16")
@@ -32,7 +32,7 @@ EXACT = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """shapes: tensor name -> shape.   kinds: type -> number of tensors."""
+    """A header.   shapes: tensor name -> shape.   kinds: type -> how many tensors have it."""
 
     architecture: str
     shapes: dict[str, tuple[int, ...]]
@@ -40,7 +40,7 @@ class GgufHeader:
 
     @property
     def quantised(self) -> list[str]:
-        """The types of tensors that are not stored as they were trained."""
+        """The quantised types among the tensors' types."""
         return sorted(kind for kind in self.kinds if kind not in EXACT)
 
 
@@ -62,7 +62,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def check_gguf_file(path: Path) -> GgufHeader:
-    """Read the header.   Raises InnerError for a file that transformers cannot read, as far as its header says."""
+    """Read the header.   Raises InnerError if it shows that transformers cannot read the file."""
     found = read_gguf_header(path)
     if find_spec("gguf") is None:
         raise InnerError(
@@ -71,7 +71,7 @@ def check_gguf_file(path: Path) -> GgufHeader:
         )
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    # transformers reads a mapping's name, and these in two spellings
+    # Keys of the mapping are architectures, some in two spellings; these two keys are not architectures.
     known = {name.replace("_", "") for name in GGUF_CONFIG_MAPPING} - {"general", "tokenizer"}
     if found.architecture.replace("-", "").replace("_", "") not in known:
         raise InnerError(
@@ -99,7 +99,7 @@ def _parse_header(file: BinaryIO) -> GgufHeader:
         shapes[name] = tuple(_number(file, "Q") for _ in range(_number(file, "I")))
         kind = _number(file, "I")
         kinds[_TYPES.get(kind, f"type {kind}")] += 1
-        _number(file, "Q")  # where its data is
+        _number(file, "Q")  # skip the offset of its data
     return GgufHeader(str(values.get("general.architecture", "")), shapes, dict(kinds))
 
 
@@ -119,7 +119,7 @@ def _string(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int, depth: int = 0) -> Any:
-    """The value of a key; of an array nothing is kept."""
+    """Return the value of a key. Arrays are skipped, and give None."""
     if kind in _NUMBERS:
         return _number(file, _NUMBERS[kind])
     if kind == _STRING:

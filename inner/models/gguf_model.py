@@ -1,11 +1,11 @@
-"""A start model from a .gguf file: its weights are dequantised, and then it is a model like any other.
+"""Load a start model from a .gguf file. Its weights are dequantised; then it is a model like any other.
 
     model.gguf ── transformers, gguf ──▶ weights as numbers, tokenizer, chat template ──▶ a fresh model of that config
 
-transformers refuses to save a model that it has read from a .gguf file, so the weights go into a model that never was
-one. The file's rounding stays: of a Q4 file training begins at its 4-bit values, written as floats.
+transformers does not save a model that it has read from a .gguf file, so the weights are copied into a fresh model. The
+file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
 
-Not promised: the weights that the file was made from; an export in the GGUF format.
+Not promised: the weights before quantisation; an export in the GGUF format.
 """
 
 from pathlib import Path

@@ -1,14 +1,14 @@
-"""A start model that stays on the Hub: its commit and the SHA-256 of each of its files, taken and compared anywhere.
+"""A start model that stays on the Hub. Its commit and the SHA-256 of each file are recorded, and replicas compare them.
 
-    pin_hub_model(config) ──▶ HubModel(name, commit, files)   once, where the run is founded; None: nothing on the Hub
-    link_hub_files(model, folder) ──▶ folder of links         every replica: its own HF cache, filled from the Hub
-                                      └ a file with other bits is fetched once more; still others: HubError
+    pin_hub_model(config) ──▶ HubModel(name, commit, files)   once, when the run is created; None: not from the Hub
+    link_hub_files(model, folder) ──▶ folder of links         every replica: to its own HF cache, filled from the Hub
+                                      └ a file with another digest is downloaded again; if still another: HubError
 
-    files    config.json, weights (*.safetensors, or *.bin where there are none), tokenizer, templates; nothing else of
-             the repository is read, so that what lies beside them in a cache changes nothing
+    files    config.json, weights (*.safetensors, else *.bin), tokenizer, templates. Nothing else of the repository is
+             read, so other files in a cache change nothing.
 
-Not promised: that a commit stays on the Hub; that weights which a file lacks are the same everywhere (the caller
-compares θ itself).  No torch here.
+Not promised: that a commit stays on the Hub; that weights which no file has are equal everywhere (the caller compares
+θ itself).  No torch here.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, 
 from inner.models.naming import HubError, HubModel, is_on_hub
 from inner.settings.inner import InnerConfig, InnerError
 
-_AT_ONCE = 4  # files; each is one connection
-_PIECE = 1 << 22  # bytes that are read and digested at a time
+_AT_ONCE = 4  # files at once, with one connection each
+_PIECE = 1 << 22  # bytes read and hashed at a time
 _TEXTS = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
 _SHARDS = {
     ".safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
@@ -33,10 +33,10 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def pin_hub_model(config: InnerConfig) -> HubModel | None:
-    """The model with its revision resolved and its files digested, in the cache of this machine.
+    """Resolve the model's revision, fill this machine's cache, and compute the files' digests.
 
-    None: it cannot be named so (a folder, an adapter, files that only the repository's own code reads).
-    Raises InnerError if the Hub does not have it or does not answer.
+    None: it cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
+    Raises InnerError if the Hub does not have the model or does not answer.
     """
     if not is_on_hub(config):
         return None
@@ -57,7 +57,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that `from_pretrained` reads; none if it reads the repository in another way."""
+    """Return the files that `from_pretrained` reads; [] if it would read the repository in another way."""
     names = sorted(names)
     if "config.json" not in names or "adapter_config.json" in names:
         return []
@@ -69,14 +69,14 @@ def needed_files(names: Iterable[str]) -> list[str]:
 
 
 def link_hub_files(model: HubModel, folder: Path) -> Path:
-    """The model's files, compared with their digests, as a from_pretrained folder; -> `folder`.   Raises HubError."""
+    """Check the files' digests, and make a from_pretrained folder of links; -> `folder`.   Raises HubError."""
     for name, path in _download_files(model.name, model.commit, model.files).items():
         if _file_sha256(path) != model.files[name]:
             path = cached_file(model.name, model.commit, name, again=True)
             _refuse_other_bits(model, name, _file_sha256(path))
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # of a try before
+        link.unlink(missing_ok=True)  # from an earlier try
         link.symlink_to(path.resolve())
     return folder
 
@@ -98,16 +98,16 @@ def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
 
 
 def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """-> commit and file names of a revision: the Hub's answer, or the cache's where the Hub gives none."""
+    """Return commit and file names of a revision, from the Hub; if it does not answer, from the cache."""
     from huggingface_hub import HfApi
 
     try:
         info = HfApi(endpoint=_hub_endpoint()).model_info(name, revision=revision, timeout=2 * ASK_S)
         names = [s.rfilename for s in info.siblings or ()]
         if "config.json" in names:
-            cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
+            cached_file(name, revision or "main", "config.json")  # this stores the revision's commit in the cache
         return info.sha or "", names
-    except Exception as error:  # offline, for which the client raises various exceptions
+    except Exception as error:  # offline: the client raises various exceptions
         refused = _hub_error(name, revision, error)
         folder = cached_snapshot(name, revision)
         if refused.final or folder is None:
@@ -116,13 +116,13 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def _download_files(name: str, commit: str, files: Iterable[str]) -> dict[str, Path]:
-    """name of a file -> where it is in the cache.  Cached files are not asked for.   OSError: the disk is full."""
+    """Return file name -> path in the cache. Only missing files are downloaded.   Raises OSError on a full disk."""
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return dict(threads.map(lambda file: (file, cached_file(name, commit, file)), files))
 
 
 def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
-    """Return a file's path in this machine's cache; a missing file is fetched from the Hub.   Raises HubError."""
+    """Return a file's path in this machine's cache; download it if it is missing.   Raises HubError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -136,7 +136,7 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 
 
 def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
-    """final: the Hub has answered, and the answer is no."""
+    """Make a HubError. It is final if the Hub has answered that access is refused or the model is not there."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     at = f" at {revision}" if revision else ""

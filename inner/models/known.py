@@ -1,12 +1,12 @@
-"""Checks that the start model exists, without loading it: file names, sizes, headers, and one request to the Hub.
+"""Check that the start model exists without loading it: file names, sizes, headers, and one request to the Hub.
 
     inner.model   toolworld, tiny ─▶ built in code
                   a .gguf file    ─▶ its header: an architecture that transformers reads
                   a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
-                  a Hub id        ─▶ in the cache: the same look      not there: one request, `timeout_s` at most
+                  a Hub id        ─▶ in the cache: the same checks    not there: one request, at most `timeout_s`
                                        └─ no such model, no such revision, gated: refused      no answer: "not checked"
 
-Not promised: that the weights load; that a model which is there now is there when a replica asks.  No torch here.
+Not promised: that the weights load; that the model still exists when a replica loads it.  No torch here.
 """
 
 import json
@@ -54,9 +54,9 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
 
 
 def folder_or_refusal(config: InnerConfig) -> Path | None:
-    """Return the model's folder on this machine, with its tokenizer; None if the files can be fetched.
+    """Return the model's folder on this machine, with its tokenizer; None if the files can be downloaded.
 
-    Raises InnerError, within ASK_S, if they can be fetched from nowhere."""
+    Raises InnerError within about ASK_S if neither is possible."""
     known = known_model(config)
     if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
         return known.folder
@@ -78,7 +78,7 @@ def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
 
 
 def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
-    """The snapshot of a Hub model in the cache of this machine; None if it is not there."""
+    """Return a Hub model's snapshot in this machine's cache; None if it is not there."""
     cache = cache_folder(environ) / f"models--{model.replace('/', '--')}"
     name = cache / "refs" / (revision or "main")
     commit = name.read_text().strip() if name.is_file() else revision or ""
@@ -96,7 +96,8 @@ def cache_folder(environ: Any = os.environ) -> Path:
 
 
 def _check_folder(folder: Path, what: str, whole: bool = True) -> None:
-    """whole: weights and tokenizer must be there, too; a cache may be half full, and is filled when it is needed."""
+    """Raise InnerError for a folder without a model.   whole: require weights and tokenizer, too; a cache may lack them
+    until they are needed."""
     if not (folder / "config.json").is_file():
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
     read_json(folder / "config.json", what)
@@ -121,7 +122,7 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def refuse_towers(config: Any, model: str) -> None:
-    """config: the contents of config.json.   Raises InnerError for a model that also takes images, sound or video."""
+    """Raise InnerError for a model that also takes images, sound or video.   config: the contents of config.json."""
     towers = sorted(name for name in config if name.endswith(TOWERS)) if isinstance(config, dict) else []
     if towers:
         raise InnerError(
@@ -133,9 +134,9 @@ def refuse_towers(config: Any, model: str) -> None:
 
 
 def _check_weights(path: Path, what: str) -> None:
-    """Raise InnerError for a Git LFS pointer or a cut-off file of weights.
+    """Raise InnerError for a Git LFS pointer or a truncated file of weights.
 
-    A .safetensors file: 8 bytes of length, a header in JSON, then as many bytes as the header says."""
+    A .safetensors file has 8 bytes of length, a JSON header, and as many bytes of data as the header says."""
     with path.open("rb") as file:
         start = file.read(len(LFS))
         if start == LFS:
@@ -165,7 +166,7 @@ def _check_index(index: Path, there: Iterable[str], what: str) -> None:
 
 
 def chat_template(folder: Path) -> bool | None:
-    """Whether its tokenizer has a chat template.  None: the files do not say."""
+    """Whether the folder's tokenizer has a chat template.  None: the files do not tell."""
     if any(folder.glob("chat_template*")):
         return True
     path = folder / "tokenizer_config.json"
@@ -178,7 +179,7 @@ def chat_template(folder: Path) -> bool | None:
 def _ask_in_time(
     model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S
 ) -> str:
-    """ "" if the Hub knows it; else why that was not checked.  Raises InnerError if the Hub says no."""
+    """Return "" if the Hub has the model, else why this was not checked.  Raises InnerError if the Hub refuses."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return f"{NOT_CHECKED}offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
     outcome: list[Exception | None] = []
@@ -190,7 +191,7 @@ def _ask_in_time(
         except Exception as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # a look-up of a name cannot be cut short
+    thread = threading.Thread(target=run, daemon=True)  # a DNS lookup cannot be interrupted
     thread.start()
     thread.join(timeout_s)
     if not outcome:
@@ -204,9 +205,9 @@ def _ask_in_time(
 
 
 def ask_hub(model: str, revision: str | None) -> None:
-    """Ask the Hub for the model: one request, more for a gated or multimodal one.
+    """Ask the Hub for the model: one request; more for a gated or multimodal model.
 
-    Raises InnerError for a clear no; the client's other errors pass through."""
+    Raises InnerError if the Hub refuses; other errors of the client are not caught."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -226,7 +227,7 @@ def ask_hub(model: str, revision: str | None) -> None:
         ) from None
     if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
         raise InnerError(_GATED.format(model))
-    if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # its files say it for certain
+    if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # config.json decides
         path = hf_hub_download(model, "config.json", revision=revision, endpoint=endpoint)
         refuse_towers(read_json(Path(path), f"model = {model!r}"), model)
 

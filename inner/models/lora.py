@@ -1,11 +1,11 @@
-"""A LoRA adapter around a model: made once per run, loaded by every replica, turned off where the base is meant.
+"""A LoRA adapter around a model: made once per run, loaded by every replica, turned off to get the base model.
 
-    new_adapter(model, settings)             where the run is founded: A is drawn from a fixed seed, B is zero
-    save_adapter(model, folder)              adapter_config.json, adapter_model.safetensors: a folder as PEFT writes it
-    load_adapter(model, folder, settings)    every session: the same bits, trainable; with freeze_a B alone
-    adapter_off(model)                       the base model, for the length of a `with`: the reference of KL and DPO
+    new_adapter(model, settings)             when the run is created: A is drawn from a fixed seed, B is zero
+    save_adapter(model, folder)              adapter_config.json, adapter_model.safetensors, in PEFT's format
+    load_adapter(model, folder, settings)    in every session: the same bits, trainable; with freeze_a only B
+    adapter_off(model)                       the base model during a `with`: the reference of KL and DPO
 
-The adapter lies in the folder `adapter` of a start model's folder.  It is fp32 on a base of any dtype.
+The adapter is in the subfolder `adapter` of the start model's folder. It is fp32 for a base model of any dtype.
 
 Not promised: several adapters on one model.
 """
@@ -21,12 +21,12 @@ import torch
 from inner.errors import InnerError
 from inner.settings.lora import LoraSettings
 
-ADAPTER = "adapter"  # the folder's name
-SEED = 0  # of A: the run's first values are published, and no replica draws its own
+ADAPTER = "adapter"  # name of the subfolder
+SEED = 0  # for A; all replicas load the saved values
 
 
 def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit: str | None = None) -> Any:
-    """base_name, commit: of a base that is on the Hub.   Raises InnerError where the targets match no layer."""
+    """Add a new adapter.   base_name, commit: of a base on the Hub.   Raises InnerError for targets without a layer."""
     from peft import LoraConfig, get_peft_model
 
     _refuse_unmatched(model, settings)
@@ -50,7 +50,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
 
 def save_adapter(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's card, whose blanks are not filled in
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
 def load_adapter(model: Any, folder: Path, settings: LoraSettings) -> Any:
@@ -65,14 +65,14 @@ def adapter_off(model: Any) -> AbstractContextManager[Any]:
 
 
 def drop_reference_copy(model: Any) -> None:
-    """TRL copies the adapter of a model that comes with one, as the reference of its KL term: the base is ours."""
+    """Delete the adapter copy that TRL makes as the KL reference. In a run the reference is the base model."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
 
 
 @contextmanager
 def _without_old_name_warning() -> Iterator[None]:
-    """PEFT asks each model for is_gradient_checkpointing, which transformers 5.23 has under another name, too."""
+    """Suppress a warning: PEFT reads is_gradient_checkpointing, which transformers 5.23 has renamed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
@@ -86,7 +86,7 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
 
 
 def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
-    """PEFT refuses targets of which none matches; a name that matches nothing beside others would pass unseen."""
+    """Raise InnerError for a target that matches no layer. PEFT only raises if all targets match none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = [(n, module) for n, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     linear = [name for name, module in layers if module is not head]

@@ -1,7 +1,7 @@
-"""The meaning of inner.model by its spelling alone, as plain data.
+"""What inner.model means, from its spelling alone, as plain data.
 
     toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_on_hub   a model on the Hub
-    KnownModel  found before the start (known.py)       HubModel, HubError  of the Hub (hub_model.py)
+    KnownModel  checked before the start (known.py)     HubModel, HubError  for models on the Hub (hub_model.py)
 
 Not promised: that a model of that name exists.  No torch here.
 """
@@ -12,20 +12,20 @@ from pathlib import Path
 
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig
 
-NOT_CHECKED = "not checked: "  # begins a note about a model that could not be asked for
-ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
+NOT_CHECKED = "not checked: "  # begins a note about a model that the Hub did not confirm
+ASK_S = 4.0  # seconds to wait for the Hub: without a network, a DNS lookup may take minutes
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """folder: where its files are on this machine (None: nowhere).   note: what a person should know of it."""
+    """A model that was found.   folder: its files on this machine (None: not here).   note: for the user."""
 
     folder: Path | None = None
     note: str = ""
 
 
 class HubError(RuntimeError):
-    """The Hub did not give what a run names; the message has the next thing to do.   final: asking again is in vain."""
+    """The Hub did not give a run's model. The message says what to do next.   final: another try would not help."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class HubError(RuntimeError):
 
 @dataclass(frozen=True)
 class HubModel:
-    """files: name in the repository -> SHA-256, 64 hexadecimal digits."""
+    """A commit on the Hub.   files: name in the repository -> SHA-256, 64 hexadecimal digits."""
 
     name: str
     commit: str
@@ -42,7 +42,7 @@ class HubModel:
 
 
 def is_on_hub(config: InnerConfig) -> bool:
-    """Whether inner.model names a model on the Hub, and not a folder or file of this machine."""
+    """Whether inner.model names a model on the Hub, not a folder or file on this machine."""
     return is_hub_name(config.model)
 
 

@@ -1,16 +1,16 @@
-"""The inner optimizer, and its rate as a function of the committed outer step.
+"""The inner optimizer, and its learning rate as a function of the committed outer step.
 
     rate = lr · factor(t, n) · min(1, (s + 1) / warmup_steps)
 
-    t   the committed outer step: [inner.schedule] says what factor is; a replacement is where the others are
-    n   replicas whose pseudogradients the newest outer step averaged
-    s   inner steps of this session, whose moments are fresh: `warmup_steps` belongs to it
+    t   the committed outer step: [inner.schedule] defines factor; so a replacement has the others' rate
+    n   number of replicas whose pseudogradients the newest outer step averaged
+    s   inner steps of this session: its Adam moments begin at 0, so it warms up over `warmup_steps`
 
-    adamw       torch's, in the parameters' own dtype; fp32 parameters are their own masters
-    muon        matrices: torch.optim.Muon, each step as long as AdamW's would be; all else: AdamW
+    adamw       torch's, in the parameters' own dtype; no extra fp32 copy exists
+    muon        matrices: torch.optim.Muon, its steps scaled to AdamW's size; all else: AdamW
     adamw8bit   bitsandbytes'
 
-Not promised: that moments survive a session; those of an adapter do where its replica leaves with notice
+Not promised: that moments survive a session. An adapter's moments do if its replica leaves with notice
 (diloco/outer/moments.py).
 """
 
@@ -25,11 +25,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig, lr_factor
 
-NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in the names of matrices that Muon is not for
+NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in names of matrices that Muon must not train
 
 
 def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
-    """Make the config's optimizer.   Raises InnerError where it cannot run here."""
+    """Make the config's optimizer.   Raises InnerError if it cannot run here."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -46,7 +46,7 @@ def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
 
 
 class MuonAndAdamW(Optimizer):
-    """One optimizer to its hooks and its schedule; two inside, which share its groups and its state."""
+    """Muon and AdamW as one optimizer for hooks and schedule. The parts share its groups and state."""
 
     def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
         super().__init__([*matrices, *others], {"lr": adam["lr"]})
@@ -88,9 +88,9 @@ def _adamw_8bit(parameters: Iterable[Tensor], adam: dict[str, Any]) -> Optimizer
 
 
 class RunSchedule(LambdaLR):
-    """Without a run, the committed step is the number of inner steps.
+    """The learning rate's schedule. Without a run, the committed step is the number of inner steps.
 
-    warmup_steps: of a session whose optimizer has no moments yet; none if it has some when it follows a run."""
+    warmup_steps: for an optimizer without moments; ignored if it has moments when it joins a run."""
 
     def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
         self._warmup = max(1, warmup_steps)
@@ -104,10 +104,10 @@ class RunSchedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def follow(self, step: Callable[[], int], replicas: Callable[[], int]) -> None:
-        """Take the learning rate from the run from now on: `step()` is the committed outer step, and `replicas()` were
-        averaged in it."""
+        """Follow the run from now on: `step()` returns the committed outer step, and `replicas()` how many replicas
+        that step averaged."""
         self._run[:] = [(step, replicas)]
-        if self.optimizer.state:  # left by the session before
+        if self.optimizer.state:  # moments from the last session
             self._warmup = 1
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)

@@ -1,19 +1,19 @@
-"""An action as one string, and the test whether two actions are the same.
+"""Write an action as one string, and test whether two actions are the same.
 
     {"content": "Let me look.", "tool_calls": [{"function": {"name": "ls", "arguments": "{\\"path\\": \\".\\"}"}}]}
         action_text     ──▶   Let me look.
                               <tool_call>
                               {"name": "ls", "arguments": {"path": "."}}
                               </tool_call>
-        action_message  ◀──   (arguments as an object, as chat templates want them)
-        action_key      ──▶   [["ls", {"path": "."}]]        what is compared: the calls, not the words around them
+        action_message  ◀──   (arguments as an object, as chat templates need them)
+        action_key      ──▶   [["ls", {"path": "."}]]        to compare: only the calls, not the text around them
 
-Without a tool call the text itself is compared, line by line, with runs of blanks as one and line starts kept. Turns
-that are thoughts and a command in some other form are compared by commands.py.
+Without a tool call, texts are compared line by line: a run of spaces counts as one, and indentation is kept. If turns
+contain thoughts and a command in another form, use commands.py to compare them.
 
-JSON that is deeper than untrusted.py allows is not a call: it stays the text that it is.
+JSON that is deeper than untrusted.py allows is not a call; it stays text.
 
-Not promised: meaning. `cat a` and `cat ./a` are two actions, and so are "yes" and "Yes".
+Not promised: a comparison of meaning. `cat a` and `cat ./a` are two actions, and so are "yes" and "Yes".
 """
 
 import json
@@ -27,17 +27,17 @@ from inner.replay.untrusted import load_json
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # what an endpoint gets to see of a message
+_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # the fields of a message that an endpoint gets
 
 
 def action_text(message: Mapping[str, Any]) -> str:
-    """The assistant's turn as one string. Tool calls in the form that Qwen and Hermes models write them."""
+    """Return the assistant's turn as one string. Tool calls are written as Qwen and Hermes models write them."""
     calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in (plain_text(message.get("content")).strip(), *calls) if part)
 
 
 def action_message(text: str) -> Message:
-    """The assistant's turn that `action_text` wrote down. Text that only looks like a call stays text."""
+    """Return the assistant's turn from action_text's string. Text that only looks like a call stays text."""
     calls = [call for body in _CALL.findall(text) if (call := _parse_call(body)) is not None]
     if not calls:
         return {"role": "assistant", "content": text}
@@ -46,7 +46,7 @@ def action_message(text: str) -> Message:
 
 
 def action_key(text: str) -> str:
-    """Return an action's key: two actions are the same if their keys are. "" is not an action."""
+    """Return an action's key. Two actions are the same if their keys are equal. "" means no action."""
     calls = action_message(text).get("tool_calls")
     if calls:
         return calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
@@ -54,28 +54,28 @@ def action_key(text: str) -> str:
 
 
 def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
-    """Return the key of calls, by names and arguments."""
+    """Return the key of calls, from names and arguments."""
     named = [[name, _canonical_value(arguments)] for name, arguments in calls]
     return json.dumps(named, sort_keys=True, ensure_ascii=False)
 
 
 def text_key(text: str) -> str:
-    """Line by line, runs of blanks as one, line starts kept."""
+    """Return a text's key: line by line, runs of spaces as one, indentation kept."""
     lines = unicodedata.normalize("NFC", text).strip().splitlines()
     return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines)
 
 
 def plain_text(content: Any) -> str:
-    """A message's content, whether it is a string, a list of parts or missing."""
+    """Return a message's content as a string; it may be a string, a list of parts, or missing."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)
 
 
 def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages as an OpenAI-compatible endpoint takes them: arguments as JSON text, every call with an id."""
+    """Return messages as OpenAI-compatible endpoints accept them: arguments as JSON text, an id for every call."""
     wired: list[Message] = []
-    open_ids: list[str] = []  # calls still without an answer, oldest first
+    open_ids: list[str] = []  # calls without a result yet, oldest first
     for message in messages:
         sent = {key: message[key] for key in _SENT if key in message}
         if sent.get("tool_calls"):
@@ -94,11 +94,11 @@ def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _call_text(function: Mapping[str, Any]) -> str:
     body = json.dumps({"name": function["name"], "arguments": _parse_arguments(function)}, ensure_ascii=False)
-    return "<tool_call>\n" + body.replace("</", "<\\/") + "\n</tool_call>"  # the same JSON, and no early end
+    return "<tool_call>\n" + body.replace("</", "<\\/") + "\n</tool_call>"  # same JSON; cannot end the tag early
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> Any:
-    """Parse a call's arguments as JSON; a model's broken JSON stays a text."""
+    """Parse a call's arguments as JSON. Broken JSON of a model stays text."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return arguments or {}
@@ -130,7 +130,7 @@ def _wire_call(call: Mapping[str, Any], spare_id: str) -> Message:
 
 
 def _canonical_value(value: Any) -> Any:
-    """Arguments as they count: 1.0 is 1, null is not given, blanks around a string do not matter."""
+    """Return arguments as they are compared: 1.0 equals 1, null equals a missing key, outer spaces do not count."""
     if isinstance(value, dict):
         return {key: _canonical_value(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):

@@ -1,24 +1,24 @@
-"""Every state to every teacher, at once, under a hard cost ceiling.
+"""Ask every teacher about every state, concurrently and under a hard cost ceiling.
 
-    state ─▶ worth asking? ─▶ tier 0 ─▶ do they settle it? ─▶ tier 1 ─▶ …
+    state ─▶ worth asking? ─▶ tier 0 ─▶ do teachers settle it? ─▶ tier 1 ─▶ …
              (student_entropy)  │        (all with the student, or enough agree on something else)
                                 ▼
-               on disk already? ─▶ hold the worst case ─▶ write it down ─▶ send ─▶ write the answer down ─▶ settle
-                                   (waits, or gives up at the ceiling)        └─ again: wait, then from `hold`
+               on disk already? ─▶ hold the worst case ─▶ record it ─▶ send ─▶ record the answer ─▶ settle
+                                   (waits, or gives up at the ceiling)    └─ again: wait, then from `hold`
 
-in flight with a teacher ≤ 1 + permits; a teacher earns one with each answer that costs no more than the worst case
+requests in flight per teacher ≤ 1 + permits; each answer that costs no more than the worst case adds a permit
 
-The outcome of a request is decided in one place (exchange.py, teachers.py): an answer, again, failed, or stop. A
-teacher that asks for more than LONGEST_WAIT_S is closed: its other calls fail at once and free, the other teachers go
-on, and the same call of replay_trace asks again later.
+One place decides the outcome of a request (exchange.py, teachers.py): an answer, again, failed, or stop. A teacher that
+asks for a wait longer than LONGEST_WAIT_S is closed: its other calls fail at once, without cost. The other teachers
+continue. A later replay_trace with the same arguments asks the closed one again.
 
-So the first call to a teacher goes alone: a wrong key, address or price is found out once, not 200 times. A failure
-that stops the replay (no credits, wrong key, HTML, endpoint down, more charged than the worst case) stops all sending;
-responses to requests in flight are still read and kept. The same call with the same ledger goes on from there.
+The first call to a teacher is sent alone. So a wrong key, address or price is found by one request, not by 200. Some
+failures stop the replay (no credits, wrong key, HTML, endpoint down, a charge above the worst case): nothing more is
+sent, but responses to requests in flight are still read and kept. The same call with the same ledger continues later.
 
-Not promised: a total below the ceiling if an endpoint is honest at first and then charges more than our prices for
-requests already in flight. The first such charge stops the replay. OpenRouter gets our prices and refuses dearer
-providers.
+Not promised: a total below the ceiling if an endpoint is honest at first and then charges more than your prices
+for requests already in flight. The first such charge stops the replay. OpenRouter gets your prices and refuses
+providers that cost more.
 """
 
 import asyncio
@@ -54,15 +54,15 @@ from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 120.0  # a teacher whose Retry-After is beyond this is not asked again by this replay
+LONGEST_WAIT_S = 120.0  # if a teacher's Retry-After is longer, this replay does not ask it again
 
 
-Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # no need to ask the next tier
+Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # True: no further tier is needed
 
 
 @dataclass(frozen=True)
 class RequestClock:
-    """Seconds. A test gives one that does not wait."""
+    """Clock and sleep, in seconds. Tests pass one that does not wait."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -70,10 +70,10 @@ class RequestClock:
 
 @dataclass(frozen=True)
 class Replay:
-    """The teachers' actions, in the order of states and teachers; iterate over it. The counts say what is missing."""
+    """The teachers' actions, in the order of states and teachers. It is iterable. `counts` shows what is missing."""
 
     actions: list[TeacherAction]
-    spent_usd: float  # by this ledger, all processes that used it together
+    spent_usd: float  # with this ledger, by all processes together
     ceiling_usd: float
     counts: Counter[str] = field(default_factory=Counter)  # asked, from_ledger, at_ceiling, failed, not_unsure
 
@@ -91,7 +91,7 @@ class Replay:
 
 
 class ReplayStopped(InnerError):
-    """The replay cannot go on. `.replay` holds the answers so far; the ledger has them too."""
+    """The replay cannot continue. `.replay` holds the answers so far; the ledger has them, too."""
 
     def __init__(self, message: str, replay: Replay) -> None:
         super().__init__(message)
@@ -114,24 +114,24 @@ async def replay_trace(
     transport: httpx.AsyncBaseTransport | None = None,
     clock: RequestClock = RequestClock(),
 ) -> Replay:
-    """Ask the teachers what they would do in the states. Give a `ledger` file: a killed replay then resumes.
+    """Ask the teachers which actions they would take in the states. With a `ledger` file a killed replay can resume.
 
-    min_student_entropy  ask only where the student was unsure (nats per token); the others cost nothing
-    agreement_threshold  with tiers: this many teachers in agreement need no further tier
-    key                  the part of a turn that is compared (commands.py); None: as each state's `action_form` says
+    min_student_entropy  ask only about states where the student's entropy is at least this (nats per token)
+    agreement_threshold  with tiers: if this many teachers agree, no further tier is asked
+    key                  the part of a turn that is compared (commands.py); None: each state's `action_form` decides
     timeout_s            for one whole exchange, from the connection to the last byte
-    progress             None: a bar if stderr is a terminal
-    ledger               an open Ledger is left open
-    transport, clock     of httpx, of the waits between tries: for tests
+    progress             None: a progress bar if stderr is a terminal
+    ledger               an open Ledger stays open
+    transport, clock     httpx's transport, and the clock of the waits between tries: for tests
 
-    InnerError: an argument is wrong, and nothing was sent. ReplayStopped: see above.
+    InnerError: an argument is wrong, and no request was sent. ReplayStopped: see above.
     """
     _check_settings(max_total_usd=max_total_usd, concurrency=concurrency, tries=tries, timeout_s=timeout_s)
     _check_asked(states, teachers, min_student_entropy)
     headers = {teacher.model: teacher.headers() for teacher in teachers}
     asked = [s for s in states if min_student_entropy is None or s.get("student_entropy", 0.0) >= min_student_entropy]
     for state in asked:
-        key_of(key, state.get("action_form"))  # an unknown name is found now
+        key_of(key, state.get("action_form"))  # raises now for an unknown name
     _check_requests(asked, teachers[0])
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
     try:
@@ -156,14 +156,14 @@ async def replay_trace(
 
 
 def tiers_of(teachers: Sequence[Teacher]) -> list[list[Teacher]]:
-    """Cheapest tier first."""
+    """Group the teachers by tier, lowest tier first."""
     return [[t for t in teachers if t.tier == tier] for tier in sorted({t.tier for t in teachers})]
 
 
 def is_settled(
     state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float, key: str | Key | None = None
 ) -> bool:
-    """Whether no further tier is needed: all agree with the student, or enough of them agree on one action."""
+    """Whether no further tier is needed: all agree with the student, or enough agree on one action."""
     compared = key_of(key, state.get("action_form"))
     keys = [compared(a["action"]) if a["action"] else None for a in actions]
     if not keys or None in keys:
@@ -214,7 +214,7 @@ async def _ask_state(
 async def _open_clients(
     n: int, timeout_s: float, transport: httpx.AsyncBaseTransport | None
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """One for each request in flight: a shared pool looks through all its connections at every request, squared."""
+    """Open one client per request in flight. A shared pool would scan all its connections at every request."""
     timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s / 2))
     context = httpx.create_ssl_context()
     async with AsyncExitStack() as stack:
@@ -231,7 +231,7 @@ class _Call:
 
 
 class _RequestDispatcher:
-    """Sends requests under the ceiling and records them in the ledger. One per replay."""
+    """Send requests under the ceiling, and record them in the ledger. One per replay."""
 
     def __init__(
         self,
@@ -255,25 +255,25 @@ class _RequestDispatcher:
         self.group: asyncio.TaskGroup
         self._idle_clients: asyncio.LifoQueue[httpx.AsyncClient] = (
             asyncio.LifoQueue()
-        )  # last used first: its connection is open
+        )  # reuses the last client: its connection is open
         for client in clients:
             self._idle_clients.put_nowait(client)
         self._in_flight: Counter[str] = Counter()
         self._earned_permits: Counter[str] = Counter()
         self._changed = asyncio.Condition()
-        self._not_before: dict[str, float] = {}  # a 429 for one call holds for all calls to that teacher
-        self._closed: dict[str, Reading] = {}  # teachers that asked for a longer wait than ours, and how
+        self._not_before: dict[str, float] = {}  # a 429 for one call delays all calls to that teacher
+        self._closed: dict[str, Reading] = {}  # model -> its request for a wait above LONGEST_WAIT_S
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
-        """Return a teacher's answer, from the ledger or by a request; None where the ceiling or a stop allows none."""
+        """Return a teacher's answer, from the ledger or by a request; None if the ceiling or a stop prevents one."""
         body = request_body(teacher, state)
         digest = call_digest(teacher.url, body)
         answer = self.ledger.answers.get(digest)
         if answer is not None and digest not in self._calls:
             self.counts["from_ledger"] += 1
         elif answer is None:
-            if digest not in self._calls:  # two states with the same messages are one call
+            if digest not in self._calls:  # states with the same messages share a call
                 call = _Call(digest, state["state_id"], teacher, body)
                 self._calls[digest] = self.group.create_task(self._with_retries(call))
             answer = await self._calls[digest]
@@ -293,7 +293,7 @@ class _RequestDispatcher:
                 await self.clock.sleep(_retry_delay_s(reading, attempt))
         except CeilingReached:
             self.counts["at_ceiling"] += 1
-        except LedgerError as error:  # what cannot be booked must not be sent
+        except LedgerError as error:  # a request that cannot be recorded must not be sent
             self._stop(str(error).removesuffix("."))
         finally:
             self._idle_clients.put_nowait(client)
@@ -311,7 +311,7 @@ class _RequestDispatcher:
             if self.stopped or teacher.model in self._closed:
                 return self._closed.get(teacher.model, NOT_SENT), None
             number = self.ledger.record_sent(call.digest, call.state_id, teacher.model, reserve)
-            cost = reserve  # until we know better
+            cost = reserve  # until the response states its cost
             started = time.monotonic()
             reading = await send_and_read(
                 client, teacher, call.body, self.headers[teacher.model], timeout_s=self.timeout_s, now=time.time()
@@ -325,7 +325,7 @@ class _RequestDispatcher:
         return reading, answer
 
     def _apply_reading(self, teacher: Teacher, reading: Reading, cost: int, reserve: int) -> None:
-        """Applies this response to all other requests, before any of them can be sent."""
+        """Apply this response's consequences to all other requests before any of them can be sent."""
         if cost > reserve:
             self._stop(
                 f"{teacher.model} charged ${to_usd(cost):.6f} for a request that costs at most ${to_usd(reserve):.6f} "
@@ -361,7 +361,7 @@ class _RequestDispatcher:
         self.counts["failed"] += 1
         if reading.unreachable:
             self._stop(f"{reading.why}, tried {self.tries} times: is the endpoint up, and is base_url right")
-        if teacher.model not in self._closed:  # that was logged once
+        if teacher.model not in self._closed:  # _put_off logged it already
             log.warning("%s gave no answer: %s", teacher.model, reading.why)
         return _failed_answer(reading, 0.0)
 
@@ -398,12 +398,12 @@ NOT_SENT = Reading("stop", "the replay has stopped", 0)
 
 
 def _retry_delay_s(reading: Reading, attempt: int) -> float:
-    """Return the seconds before the next try: as Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
+    """Return the seconds before the next try: as Retry-After asks, else 0.25, 0.5, 1, … 16 s."""
     return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 
 def _ledger_answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[str, Any] | None:
-    """The record that the ledger keeps: an answer, or a failure that was paid for."""
+    """Return the record for the ledger: an answer, or a failure that cost money; else None."""
     if reading.verdict == "failed" and cost > 0:
         return _failed_answer(reading, to_usd(cost)) | {"seconds": round(seconds, 3), "attempts": attempt}
     if reading.verdict != "answer":
@@ -424,7 +424,7 @@ def _failed_answer(reading: Reading, cost_usd: float) -> dict[str, Any]:
 
 
 def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeout_s: float) -> None:
-    """Raise InnerError for a number that cannot work, before the first cent."""
+    """Raise InnerError for a number that cannot work, before anything is spent."""
     if not 0 <= max_total_usd <= MOST_USD:
         raise InnerError(f"max_total_usd is {max_total_usd}: give the most you want to spend, in dollars.")
     if not (isfinite(timeout_s) and timeout_s > 0):
@@ -434,15 +434,13 @@ def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeo
 
 
 def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_student_entropy: float | None) -> None:
-    """Raise InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
+    """Raise InnerError for missing teachers, duplicate names, and states that lack a needed entropy."""
     if not teachers:
         raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     for what, names in (("teacher", [t.model for t in teachers]), ("state_id", [s["state_id"] for s in states])):
         twice = [name for name, n in Counter(names).items() if n > 1]
         if twice:
-            raise InnerError(
-                f"{what} {twice[0]!r} is there {names.count(twice[0])} times: each needs a name of its own."
-            )
+            raise InnerError(f"{what} {twice[0]!r} is there {names.count(twice[0])} times: each needs its own name.")
     silent = [s["state_id"] for s in states if "student_entropy" not in s]
     if min_student_entropy is not None and silent:
         raise InnerError(
@@ -452,7 +450,7 @@ def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_
 
 
 def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
-    """Raise InnerError for a state without a valid request or worst case. (Teachers differ in name and prices.)"""
+    """Raise InnerError for a state that makes no valid request or has no worst case. One teacher stands for all."""
     for state in states:
         try:
             body = request_body(teacher, state)
@@ -461,7 +459,7 @@ def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InnerError(
                 f"state {state['state_id']!r} makes no request ({error!r:.120}). Look at its messages and tools: they "
-                "are not as chat completions take them."
+                "do not have the form of chat completions."
             ) from error
 
 

@@ -1,22 +1,22 @@
-"""The part of a turn that is its command: two turns are compared by it.
+"""Find the command in a turn. Two turns are compared by their commands.
 
     "I will look around first.\\n```\\nls -a\\n```"  ─┐
-    "Let us see what is there.\\n```bash\\nls -a\\n```" ┴─▶ key "fenced"  ─▶ the same command: one vote more
+    "Let us see what is there.\\n```bash\\nls -a\\n```" ┴─▶ key "fenced"  ─▶ the same command: both votes count for it
 
     name          a turn's command is                                              written by
-    action        the tool calls with all arguments; without one the whole text    (default where no form is known)
-    calls         the tool calls without their spoken arguments (SPOKEN)           tau-bench, OpenHands
+    action        the tool calls with all arguments; without one the whole text    (default if no form is known)
+    calls         the tool calls without arguments in SPOKEN                       tau-bench, OpenHands
     fenced        the last ``` block                                               SWE-agent, thought_action
     command_tag   the last <command> … </command>                                  SWE-agent, xml_thought_action
     function_tag  <function=NAME><parameter=NAME>VALUE</parameter></function>      SWE-smith, OpenHands without tools
     react         Action: NAME, Action Input: …; or Action: {"name", "arguments"}  ReAct, tau-bench
 
-A turn with tool calls is compared by them under every name, a turn without a command by its whole text. So a key only
-ever makes one action of two texts; equal texts stay equal. A reader of a trace format writes the form into its states
-(`action_form`, the one that most turns of the trace have); `key=` of replay_trace, extract_dpo_pairs and pair_outcomes
-is one of these names, or a function of yours (the turn's text -> what is compared, "" for no action), for all states.
+Under every key, a turn with tool calls is compared by its calls, and a turn without a command by its whole text. So a
+key can only make different texts the same action; equal texts stay equal. Readers of trace formats write the form that
+most turns have into the states (`action_form`). The argument `key=` of replay_trace, extract_dpo_pairs and
+pair_outcomes overrides it for all states: a name above, or your function (a turn's text -> its command, "" for none).
 
-Not promised: meaning. `cat a` and `cat ./a` are two commands.
+Not promised: a comparison of meaning. `cat a` and `cat ./a` are two commands.
 """
 
 import re
@@ -30,7 +30,7 @@ from inner.settings.inner import InnerError
 Key = Callable[[str], str]
 Calls = list[tuple[str, Any]]  # names and arguments
 
-# Arguments that inform a reader and change nothing: two agents that hand over to a human do the same thing.
+# Arguments that only inform a reader: two agents that hand over to a human do the same, whatever they write.
 SPOKEN = {
     "think": {"thought"},
     "finish": {"message", "outputs", "task_completed"},
@@ -46,7 +46,7 @@ _INPUT = re.compile(r"^Action Input:[^\S\n]*", re.M)
 
 
 def key_of(name: str | Key | None, form: str | None = None) -> Key:
-    """The function that `key=` means. None: the state's own form, else "action"."""
+    """Return the function for a `key=`. None: by the state's own form, else "action"."""
     if callable(name):
         return name
     chosen = name or form or "action"
@@ -58,7 +58,7 @@ def key_of(name: str | Key | None, form: str | None = None) -> Key:
 
 
 def form_of(turns: Iterable[str]) -> str | None:
-    """The form that most of the turns have and at least half of them; None: they are calls, or plain text."""
+    """Return the form that most turns have, if it is at least half of them; None for tool calls or plain text."""
     texts = [text for text in turns if text.strip()]
     open_texts = [text for text in texts if "tool_calls" not in action_message(text)]
     counts = {name: sum(find(text) is not None for text in open_texts) for name, find in _FINDERS.items()}
@@ -67,12 +67,12 @@ def form_of(turns: Iterable[str]) -> str | None:
 
 
 def has_command(text: str, form: str | None) -> bool:
-    """Whether the turn is a tool call, or a command in this form."""
+    """Whether the turn has a tool call, or a command in this form."""
     return "tool_calls" in action_message(text) or (form in _FINDERS and _FINDERS[form](text) is not None)
 
 
 def last_fenced_block(text: str) -> str | None:
-    """The last block between ``` lines that is not inside another one, as SWE-agent's parser takes it."""
+    """Return the last outermost block between ``` lines, as SWE-agent's parser does; None if there is none."""
     opened: list[re.Match[str]] = []
     last = None
     for mark in _FENCE.finditer(text):
@@ -130,7 +130,7 @@ def _drop_spoken(name: str, arguments: Any) -> Any:
 
 
 def _parse_value(written: str) -> Any:
-    """A parameter's text as what it stands for: `[1, 2]` is a list, `ls` is text."""
+    """Decode a parameter's text: `[1, 2]` becomes a list, `ls` stays text."""
     try:
         return load_json(written.strip())
     except ValueError:
@@ -144,6 +144,6 @@ _FINDERS: dict[str, Callable[[str], str | Calls | None]] = {
     "react": react_action,
 }
 KEYS: dict[str, Key] = {"action": action_key, "calls": _key_for(lambda text: None)}
-# The marks stay in the key: `ls` alone is talk, not a command.
+# The marks stay in the key, so that a turn with the plain text `ls` is not equal to the command `ls`.
 _MARKS = {"fenced": ("```\n", "\n```"), "command_tag": ("<command>", "</command>")}
 KEYS |= {name: _key_for(find, _MARKS.get(name, ("", ""))) for name, find in _FINDERS.items()}

@@ -1,20 +1,20 @@
-"""One request to a teacher and its outcome, which is always a Reading.
+"""Send one request to a teacher, and return its outcome, which is always a Reading.
 
-    POST ──▶ status, headers, a body of at most B bytes, all of it before the deadline ──▶ read_response ──▶ Reading
+    POST ──▶ status, headers, a body of at most B bytes, all before the deadline ──▶ read_response ──▶ Reading
       │        │                 │                        │
-      │        │                 │                        └ a drip, silence              again    at the worst case
+      │        │                 │                        └ too slow, or silence         again    at the worst case
       │        │                 └ longer, or a gzip bomb                                failed   at the worst case
-      │        └ broken off, truncated, not HTTP                                         again    at the worst case
+      │        └ cut off, truncated, not HTTP                                            again    at the worst case
       ├ no connection                                                                    again    free: never sent
       └ anything else                                                                    failed   at the worst case
 
     B = 1 MiB + 64 bytes · max_tokens
 
-The deadline is for the whole exchange: a server that sends one byte a second never lets a timeout between two reads
-pass. The answer is asked for unpacked (`Accept-Encoding: identity`); one that comes packed is unpacked up to B. The
-body is read as UTF-8 under any charset in the headers: they could name any codec of Python, and some are not text.
+The deadline is for the whole exchange, because a server that sends one byte a second never triggers a timeout between
+two reads. The request asks for an unpacked answer (`Accept-Encoding: identity`); a packed one is unpacked up to B. The
+body is always read as UTF-8: the charset in the headers could name any Python codec, and some do not decode to text.
 
-Not promised: that an endpoint which was cut off does not charge. That is why it counts as the worst case.
+Not promised: that an endpoint charges nothing for an exchange that was cut off. So it counts as the worst case.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from inner.replay.untrusted import printable_start
 log = logging.getLogger(__name__)
 
 BODY_FLOOR = 2**20  # for an endpoint's additions to the answer: reasoning, log-probs, routing
-BYTES_PER_TOKEN = 64  # of ordinary text; the longest tokens are runs of blanks
+BYTES_PER_TOKEN = 64  # enough for ordinary text; the longest tokens are runs of spaces
 _HEADERS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
 
 class _TooLarge(Exception):
-    """The body is longer than any answer to this request can be."""
+    """The body is longer than any answer to this request."""
 
 
 async def send_and_read(
@@ -50,7 +50,7 @@ async def send_and_read(
     timeout_s: float,
     now: float,
 ) -> Reading:
-    """Never raises, but for a cancellation. `now` in Unix seconds."""
+    """Post the request and read the response. Raises only CancelledError.   now: Unix seconds."""
     try:
         async with asyncio.timeout(timeout_s):
             reading = await _post_and_read(client, teacher, body, headers, now)
@@ -60,7 +60,7 @@ async def send_and_read(
         reading = Reading("again", f"no connection to {teacher.url} ({error!r:.200})", cost_nano=0, unreachable=True)
     except _TooLarge as error:
         reading = Reading("failed", f"{teacher.url} sent {error}")
-    except (httpx.TransportError, httpx.StreamError) as error:  # sent, with unknown outcome
+    except (httpx.TransportError, httpx.StreamError) as error:  # it may have been processed
         reading = Reading("again", f"the connection to {teacher.url} broke ({error!r:.200})")
     except Exception as error:
         log.warning("unforeseen while asking %s; counted at the worst case", teacher.url, exc_info=True)
@@ -69,12 +69,12 @@ async def send_and_read(
 
 
 def body_limit(teacher: Teacher) -> int:
-    """Bytes."""
+    """Return the most bytes that a response may have."""
     return BODY_FLOOR + BYTES_PER_TOKEN * teacher.max_tokens
 
 
 def unpack_body(raw: bytes, encoding: str, most: int) -> bytes:
-    """The body as it was before its content-encoding, of which only so much is ever made. ValueError: not known."""
+    """Undo the body's content-encoding, up to `most` bytes.   Raises ValueError for an unknown or broken encoding."""
     if encoding in ("", "identity"):
         return raw
     if encoding not in ("gzip", "x-gzip", "deflate"):
@@ -96,7 +96,7 @@ async def _post_and_read(
     async with client.stream("POST", teacher.url, content=content, headers={**headers, **_HEADERS}) as response:
         raw = await _read_at_most(response, most)
     encoding = response.headers.get("content-encoding", "").strip().lower()
-    if response.status_code != 200:  # of a refusal the status counts, and as much of its body as can be read
+    if response.status_code != 200:  # a refusal counts even if its body cannot be read
         return read_response(
             teacher, response.status_code, response.headers, _refusal_body(raw[:most], encoding, most), now
         )
@@ -116,7 +116,7 @@ def _refusal_body(raw: bytes, encoding: str, most: int) -> bytes:
 
 
 async def _read_at_most(response: httpx.Response, most: int) -> bytes:
-    """The body, or a little more than `most` bytes of it."""
+    """Return the body; of a longer one, a little more than `most` bytes."""
     body = bytearray()
     async for part in response.aiter_raw(2**16):
         body += part
@@ -126,6 +126,6 @@ async def _read_at_most(response: httpx.Response, most: int) -> bytes:
 
 
 def _without_key(reading: Reading, headers: Mapping[str, str]) -> Reading:
-    """An endpoint may repeat the key in its error; it must not get into the ledger or a log."""
+    """Remove the API key from the reason: an endpoint may repeat it, and the reason goes into ledger and log."""
     key = headers.get("Authorization", "").removeprefix("Bearer ")
     return replace(reading, why=reading.why.replace(key, "***")) if key and key in reading.why else reading

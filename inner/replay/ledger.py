@@ -1,14 +1,14 @@
-"""The money and the answers, one line each, written before and after every request.
+"""Record payments and answers, one per line, before and after every request.
 
-    {"sent": 7, "call": "9f3a…", "state_id": "s4", "teacher": "m", "reserve_nano": 31000000}    then the request leaves
-    {"back": 7, "call": "9f3a…", "cost_nano": 1200000, "answer": {…}, "why": ""}                its answer is here
+    {"sent": 7, "call": "9f3a…", "state_id": "s4", "teacher": "m", "reserve_nano": 31000000}    then the request is sent
+    {"back": 7, "call": "9f3a…", "cost_nano": 1200000, "answer": {…}, "why": ""}                its answer has come
 
-    spent   = Σ cost of answered requests + Σ reserve of requests sent and never answered (the process died)
+    spent   = Σ cost of answered requests + Σ reserve of requests without an answer (the process died)
     fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in flight
 
-A call is named by the digest of its request. An answer on disk is never asked for, and never paid, again.
+A call is named by the digest of its request. If its answer is on disk, it is never requested or paid again.
 
-Not promised: one payment for a request that was in flight when the process died. It is asked again, and counted twice.
+Not promised: one payment for a request in flight when the process died. It is sent again, and counted twice.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from inner.replay.teachers import NANO
 from inner.replay.untrusted import load_json
 from inner.settings.inner import InnerError
 
-MOST_HOLDERS = 1000  # processes on one machine that look for a ledger of their own
+MOST_HOLDERS = 1000  # how many ledger names a process tries
 
 
 class CeilingReached(Exception):
-    """The request does not fit under the ceiling any more."""
+    """The request no longer fits under the ceiling."""
 
 
 class CostCeiling:
-    """The ceiling: money is held before a request leaves and settled when its cost is known."""
+    """The ceiling. Money is held before a request is sent, and settled when its cost is known. Nano-dollars."""
 
     def __init__(self, ceiling_nano: int, spent_nano: int = 0) -> None:
         self.ceiling = ceiling_nano
@@ -41,7 +41,7 @@ class CostCeiling:
         self._changed = asyncio.Condition()
 
     async def hold(self, reserve: int) -> None:
-        """Hold a reserve; wait while the others' reserves may come back. CeilingReached when waiting cannot help."""
+        """Hold a reserve; wait while held reserves may become free. Raises CeilingReached if no wait can help."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.held == 0 or self._fits_ceiling(reserve))
             if not self._fits_ceiling(reserve):
@@ -59,23 +59,23 @@ class CostCeiling:
 
 
 class LedgerError(InnerError):
-    """The ledger cannot be used: damaged, held by another process, or its disk is full."""
+    """The ledger cannot be used: it is damaged, another process holds it, or its disk is full."""
 
 
 class LedgerHeld(LedgerError):
-    """The ledger is taken: another process writes to it."""
+    """Another process writes to the ledger."""
 
 
 class Ledger:
-    """Append-only. `path` None keeps it in memory: nothing survives the process."""
+    """An append-only file. With path None it is only in memory, and is lost when the process ends."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = Path(path) if path is not None else None
         self.answers: dict[str, dict[str, Any]] = {}
         self._booked = 0
-        self._open_reserves: dict[int, int] = {}  # reserves of the requests that were sent and have not come back
+        self._open_reserves: dict[int, int] = {}  # reserves of requests without an answer
         self._sent = 0
-        self._whole = 0  # bytes of the file that are whole lines
+        self._whole = 0  # bytes of the file up to its last whole line
         self._file = _open_alone(self.path) if self.path is not None else None
         if self._file is not None:
             try:
@@ -86,7 +86,7 @@ class Ledger:
 
     @property
     def spent_nano(self) -> int:
-        """Nano-dollars spent by all processes with this ledger so far; a request in flight counts as its reserve."""
+        """Nano-dollars spent by all processes with this ledger; a request without an answer counts as its reserve."""
         return self._booked + sum(self._open_reserves.values())
 
     def record_sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
@@ -96,9 +96,9 @@ class Ledger:
         return self._sent
 
     def record_answer(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
-        """Write down that a request came back.   answer: None where nothing is kept and the call may be made again."""
+        """Record that a request is over.   answer: None: nothing is kept, and the call may be made again."""
         line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
-        self._apply_line(line)  # even if the disk refuses it: this process has seen it
+        self._apply_line(line)  # first: it counts here even if the disk is full
         self._write(line)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Ledger:
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Write a line in ASCII: an answer may hold surrogates. A line that does not fit on the disk leaves no part."""
+        """Write a line in ASCII, because an answer may hold surrogates. On a full disk, remove the partial line."""
         if self._file is None:
             return
         raw = json.dumps(line).encode() + b"\n"
@@ -126,7 +126,7 @@ class Ledger:
             os.ftruncate(cast(Any, self._file).fileno(), self._whole)
 
     def _read_lines(self, file: IO[bytes]) -> None:
-        """Apply the lines of the file. A torn last line (killed while writing) is cut off."""
+        """Apply the lines of the file. Cut off an incomplete last line (the process was killed while writing)."""
         whole, _, torn = file.read().rpartition(b"\n")
         self._whole = len(whole) + 1 if whole else 0
         if torn:
@@ -137,7 +137,7 @@ class Ledger:
     def _apply_line(self, line: dict[str, Any]) -> None:
         if "sent" in line:
             self._sent = line["sent"]
-            self._booked += self._open_reserves.pop(line["sent"], 0)  # the same number twice: two ledgers in one file
+            self._booked += self._open_reserves.pop(line["sent"], 0)  # a number twice: two ledgers joined
             self._open_reserves[line["sent"]] = line["reserve_nano"]
             return
         self._open_reserves.pop(line["back"], None)
@@ -159,7 +159,7 @@ class Ledger:
 
 
 def open_free_ledger(path: str | Path) -> Ledger:
-    """The first of `hints.jsonl`, `hints.1.jsonl`, … that no other process holds."""
+    """Open the first of `hints.jsonl`, `hints.1.jsonl`, … that no other process holds."""
     path = Path(path)
     for n in range(MOST_HOLDERS):
         try:
@@ -184,7 +184,7 @@ def _is_count(value: Any) -> bool:
 
 
 def call_digest(url: str, body: dict[str, Any]) -> str:
-    """The name of a call: the same request to the same endpoint has the same name."""
+    """Return the name of a call: the same request to the same endpoint has the same name."""
     return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
@@ -194,7 +194,7 @@ def to_usd(nano: int) -> float:
 
 def _open_alone(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+b", buffering=0)  # a line that failed must not be written later
+    file = path.open("a+b", buffering=0)  # no buffer that writes a failed line later
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,20 +1,20 @@
-"""Pairs through data-juicer: too short, too long, garbage and duplicates go.
+"""Filter pairs with data-juicer: remove texts that are too short, too long or garbage, and duplicates.
 
-    pairs ─┬ prose ─▶ recipe "default" ─┐     chosen, rejected, pair as strings ─▶ operator by operator ─▶ fewer rows
-           └ calls ─▶ recipe "calls" ───┴─▶   the messages stay here ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌▶ joined again by row
+    pairs ─┬ prose ─▶ recipe "default" ─┐     chosen, rejected, pair as strings ─▶ one operator at a time ─▶ fewer rows
+           └ calls ─▶ recipe "calls" ───┴─▶   the messages stay in this process ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌▶ joined again by row
 
     recipe    operators
-    auto      each pair by its kind: a tool call or a command on either side is "calls", else it is prose
+    auto      by the pair's kind: "calls" if either side is a tool call or a command, else prose ("default")
     default   8 – 32000 characters · 2 – 4096 words · at most half special characters, of both texts; `chosen` unique
     calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
-    a path    a data-juicer recipe of yours for all pairs: a YAML file with a `process` list
+    a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
-A tool call is short, is two words to a splitter and is mostly special characters, so the rules for prose drop all of
-them. Where fewer than one pair in ten is kept, a PairsWarning says which operator dropped how many, and what to do.
+A tool call is short, has two words for a word splitter, and is mostly special characters. So the rules for prose remove
+all of them. If fewer than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
 
-Each pair keeps both shapes: the strings, and the message lists a chat template takes.
+Each pair keeps both forms: the strings, and message lists for a chat template.
 
-Not promised: quality. A well-formed wrong answer passes.
+Not promised: quality. A well-formed wrong answer passes the filters.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ RECIPES = {"default": HERE / "recipe.yaml", "calls": HERE / "recipe_calls.yaml"}
 TEXTS = ("chosen", "rejected", "pair")
 INSTALL = "pip install 'serverless-diloco[replaysim]'"
 
-FEW = 0.1  # of the pairs: fewer than that kept is not a filter at work, it is the wrong recipe
+FEW = 0.1  # if less than this share is kept, the recipe is probably wrong
 
 Process = list[dict[str, Any]]
 Kind = Literal["prose", "calls"]
@@ -55,7 +55,7 @@ Passes = list[tuple[str, Process]]
 
 
 class PairsWarning(UserWarning):
-    """Hardly a pair was kept. The message says which operator dropped how many."""
+    """Few pairs were kept. The message says which operator removed how many."""
 
 
 class NormalizedDPOPair(TypedDict):
@@ -71,7 +71,7 @@ class NormalizedDPOPair(TypedDict):
 
 
 class DJNormalizer:
-    """recipe: "auto", "default", "calls" or a YAML file. python: one that has data-juicer, if this one has not."""
+    """A filter for pairs.   recipe: "auto", "default", "calls" or a YAML file.   python: one that has data-juicer."""
 
     def __init__(self, recipe: str | Path = "auto", *, python: str | Path | None = None) -> None:
         self.recipe = str(recipe)
@@ -80,16 +80,16 @@ class DJNormalizer:
             names = {"prose": "default", "calls": "calls"}
         self.passes: dict[Kind, Passes] = {kind: passes_of(load_recipe(r), str(r)) for kind, r in names.items()}
         self.python = str(python or sys.executable)
-        self.counts: Counter[str] = Counter()  # of the last call: kept, dropped
-        self.dropped: Counter[str] = Counter()  # of the last call: by operator and text
+        self.counts: Counter[str] = Counter()  # of the last `normalize`: kept, dropped
+        self.dropped: Counter[str] = Counter()  # of the last `normalize`: per operator and text
 
     def check(self) -> None:
-        """Raise InnerError if data-juicer is not there, before any money is spent."""
+        """Raise InnerError if data-juicer is missing, before any money is spent."""
         if self.python == sys.executable and importlib.util.find_spec("data_juicer") is None:
             raise InnerError(f"DJNormalizer needs data-juicer, which is not installed here: {INSTALL}")
 
     def normalize(self, pairs: Sequence[DPOPair]) -> list[NormalizedDPOPair]:
-        """The pairs that pass, in their order."""
+        """Return the pairs that pass, in their order."""
         self.check()
         self.dropped.clear()
         rows = self._sift_pairs(pairs) if pairs else []
@@ -100,7 +100,7 @@ class DJNormalizer:
         return [normalized_pair(pairs[row["i"]], row["chosen"], row["rejected"]) for row in rows]
 
     def _sift_pairs(self, pairs: Sequence[DPOPair]) -> list[dict[str, Any]]:
-        """The rows that are left. With one recipe for both kinds, duplicates are found across them."""
+        """Return the rows that are left. With one recipe for both kinds, duplicates are found across kinds."""
         kinds: list[Kind] = [pair_kind(pair) if self.recipe == "auto" else "prose" for pair in pairs]
         named: list[Kind] = [kind for kind in self.passes if kind in kinds]
         parts = [
@@ -130,7 +130,7 @@ class DJNormalizer:
             job = Path(folder, "job.json")
             kept = Path(folder, "kept.json")
             job.write_text(json.dumps(parts), encoding="utf-8")
-            script = Path(folder, "run_data_juicer.py")  # a copy: our folder must not be on that Python's path
+            script = Path(folder, "run_data_juicer.py")  # copied: keeps our folder off that Python's path
             script.write_bytes((HERE / "run_data_juicer.py").read_bytes())
             command = [self.python, str(script), str(job), str(kept)]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -140,7 +140,7 @@ class DJNormalizer:
 
 
 def pair_kind(pair: DPOPair) -> Kind:
-    """Whether an action is prose: a tool call, or a command in the trace's form, is not."""
+    """Return "calls" if either side is a tool call, or a command in the trace's form; else "prose"."""
     form = pair.get("action_form")
     return "calls" if has_command(pair["chosen"], form) or has_command(pair["rejected"], form) else "prose"
 
@@ -155,7 +155,7 @@ async def replay_and_normalize_trace(
     normalizer: DJNormalizer | None = None,
     **replay: Any,
 ) -> "tuple[Replay, list[NormalizedDPOPair]]":
-    """replay_trace, extract_dpo_pairs and DJNormalizer in one. `replay`: ledger=, concurrency= … of replay_trace."""
+    """Run replay_trace, extract_dpo_pairs and DJNormalizer.   replay: further arguments of replay_trace."""
     from inner.replay.ask import replay_trace
 
     normalizer = normalizer or DJNormalizer()
@@ -172,7 +172,7 @@ def replay_and_normalize_trace_sync(*args: Any, **kwargs: Any) -> "tuple[Replay,
 
 
 def normalized_pair(pair: DPOPair, chosen: str | None = None, rejected: str | None = None) -> NormalizedDPOPair:
-    """Return both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
+    """Return both forms of one pair. A recipe may have rewritten the strings; the messages are made from them."""
     chosen = pair["chosen"] if chosen is None else chosen
     rejected = pair["rejected"] if rejected is None else rejected
     return {
@@ -201,7 +201,7 @@ def load_recipe(recipe: str | Path) -> Process:
 
 
 def passes_of(process: Process, recipe: str = "recipe") -> list[tuple[str, Process]]:
-    """One pass per text. An operator without a text_key runs on both texts; a deduplicator on `chosen` alone."""
+    """Group operators by text. Without a text_key an operator runs on both texts, a deduplicator on `chosen` only."""
     passes: dict[str, Process] = {}
     for op in process:
         ((name, given),) = op.items()

@@ -1,19 +1,20 @@
-"""The student's preference pairs, out of the teachers' actions.
+"""Make the student's preference pairs from the teachers' actions.
 
-    support(X) = Σ weights of the teachers that did X         two ways to write the same call are one X, and so are
+    support(X) = Σ weights of the teachers that did X         two spellings of one call are one X, and so are
                                                               two texts with the same command (`key`, commands.py)
     pair (chosen = X, rejected = the student's Y)   iff   support(X) ≥ agreement_threshold
-                                                      and support(X) > support of everything else
+                                                      and support(X) > support of every other action
                                                       and X ≠ Y
 
     weight of the pair (p_X = support(X) / support of all answers, n answers)
         "count"      1
         "weighted"   p_X
-        "variance"   1 − V / V_max,   V = 1 − Σ_X p_X²,  V_max = 1 − 1/n        0 for all different, 1 for all the same
+        "variance"   1 − V / V_max,   V = 1 − Σ_X p_X²,  V_max = 1 − 1/n        0 if all differ, 1 if all agree
 
-A teacher that failed, was cut off or answered nothing has no vote. `chosen` is the first agreeing teacher's own words.
+A teacher has no vote if it failed, or if its answer was cut off or empty. `chosen` is the text of the first teacher
+that did X.
 
-Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
+Not promised: that `chosen` is better than `rejected`. It is the action that most of the teachers chose.
 """
 
 import json
@@ -41,8 +42,8 @@ Shape = Literal["count", "weighted", "variance"]
 class DPOPair(TypedDict):
     state_id: str
     state_messages: list[Message]
-    chosen: str  # what enough teachers would have done
-    rejected: str  # what the student did
+    chosen: str  # the action that enough teachers chose
+    rejected: str  # the student's action
     n_teachers_agreeing: int
     weight: NotRequired[float]
     tools: NotRequired[list[dict[str, Any]]]
@@ -51,7 +52,7 @@ class DPOPair(TypedDict):
 
 @dataclass(frozen=True)
 class Vote:
-    """One action and its teachers."""
+    """One action, and the teachers that chose it."""
 
     key: str
     action: str
@@ -68,10 +69,10 @@ def extract_dpo_pairs(
     teacher_weights: Mapping[str, float] | None = None,
     key: str | Key | None = None,
 ) -> list[DPOPair]:
-    """Return a pair for each state in which the teachers agree with each other and not with the student.
+    """Return a pair for each state in which the teachers agree with each other and disagree with the student.
 
-    key: the part of a turn that is compared, by name or by a function (commands.py); None: by each state's
-    `action_form`"""
+    key: the part of a turn that is compared, a name or a function (commands.py); None: each state's `action_form`
+    decides"""
     if shape not in ("count", "weighted", "variance"):
         raise InnerError(f"shape is {shape!r}: choose count, weighted or variance.")
     judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
@@ -90,7 +91,7 @@ def pair_outcomes(
     teacher_weights: Mapping[str, float] | None = None,
     key: str | Key | None = None,
 ) -> Counter[str]:
-    """Count the states with a pair, and the reasons of the others: report it with every set of pairs."""
+    """Count the states by outcome: a pair, or why there is none. Report the counts with every set of pairs."""
     judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
     return Counter(pair_outcome(state, votes, agreement_threshold, key) for state, votes in judged)
 
@@ -98,7 +99,7 @@ def pair_outcomes(
 def pair_outcome(
     state: TraceState, votes: Sequence[Vote], agreement_threshold: float, key: str | Key | None = None
 ) -> str:
-    """pair | no_answer | no_student_action | tie | below_threshold | agrees_with_student"""
+    """Return pair | no_answer | no_student_action | tie | below_threshold | agrees_with_student."""
     if not votes:
         return "no_answer"
     students = key_of(key, state.get("action_form"))(state["student_action"])
@@ -115,7 +116,7 @@ def pair_outcome(
 def count_votes(
     actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None, key: Key = action_key
 ) -> list[Vote]:
-    """Return the votes: most support first, then in the order of the answers. A teacher's last answer counts."""
+    """Return the votes: most support first, then in order of the answers. Of each teacher the last answer counts."""
     last = {a["teacher"]: a["action"] for a in actions if key(a["action"])}
     groups: dict[str, list[str]] = {}
     for teacher, action in last.items():
@@ -128,12 +129,12 @@ def count_votes(
 
 
 def load_pairs(path: str | Path) -> list[DPOPair]:
-    """The pairs that `save_pairs` wrote. A line that is not a pair is named in a TraceWarning and left out."""
+    """Load the pairs that `save_pairs` wrote. A line that is not a pair is left out, and a TraceWarning names it."""
     return read_lines(path, lambda row, number: [checked_pair(row)])
 
 
 def training_pairs(path: str | Path) -> list[DPOPair]:
-    """Load the pairs of a file for training.   Raises InnerError that names a line that is not a pair."""
+    """Load a file's pairs for training.   Raises InnerError, with the line's number, for a line that is not a pair."""
 
     def read(row: Any, number: int) -> list[DPOPair]:
         try:
@@ -147,7 +148,7 @@ def training_pairs(path: str | Path) -> list[DPOPair]:
             pairs = read_lines(path, read)
         except TraceWarning as warning:
             seen = str(warning).removesuffix(" It is left out.")
-            raise InnerError(f"pairs: {seen} Mend it, or take it out.") from None
+            raise InnerError(f"pairs: {seen} Correct it, or take it out.") from None
     if not pairs:
         raise InnerError(f"pairs: {path} is empty. Look at the yield (`pair_outcomes`) of the replay that wrote it.")
     return pairs
@@ -158,7 +159,7 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_pair(row: Any) -> DPOPair:
-    """The row itself, if something can be learned from it; ValueError says what it lacks."""
+    """Return the row if it is a usable pair; else raise ValueError: what is wrong."""
     if not isinstance(row, dict):
         raise ValueError(f"a pair is an object, this is a {type(row).__name__}")
     checked_messages(row.get("state_messages"))
@@ -183,7 +184,7 @@ def _votes_by_state(
 ) -> list[tuple[TraceState, list[Vote]]]:
     by_state: dict[str, list[TeacherAction]] = {state["state_id"]: [] for state in states}
     if len(by_state) < len(states):
-        raise InnerError("two states have the same state_id: each needs a name of its own.")
+        raise InnerError("two states have the same state_id: each needs its own name.")
     for action in teacher_actions:
         if action["state_id"] not in by_state:
             raise InnerError(
@@ -199,7 +200,7 @@ def _votes_by_state(
 
 
 def _warn_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
-    """Warn of texts that all differ: teachers that write one command under other thoughts look as if none agreed."""
+    """Warn if most texts differ: teachers that write one command after different thoughts seem to disagree."""
     prose = [
         state
         for (state, votes), outcome in zip(judged, outcomes, strict=True)

@@ -1,15 +1,15 @@
-"""Run data-juicer over rows, in a process of its own: `python run_data_juicer.py job.json kept.json`.
+"""Run data-juicer over rows in a separate process: `python run_data_juicer.py job.json kept.json`.
 
     job     [{"passes": [["chosen", [{"text_length_filter": {…}}, …]], ["rejected", […]]], "rows": [{"i": 0, …}, …]}, …]
     kept    [{"rows": [{"i": 0, "chosen": …, "rejected": …}, …], "dropped": {"text_length_filter of chosen": 3, …}}, …]
 
-One operator at a time, over the rows that are left: so each is counted, and none finds another's statistics. (Filters
-store a row's statistic under a fixed name and skip what is there: a second filter on another text would test the first
-text again.)
+Operators run one at a time, each over the rows that the last one kept. So removals are counted per operator, and no
+filter reads another's statistics. (A filter stores a row's statistic under a fixed name, and skips rows that have one:
+a second filter on another text would test the first text again.)
 
-This file imports nothing of ours: any Python that has data-juicer can run it.
+This file imports nothing of this project, so any Python with data-juicer can run it.
 
-Not promised: speed. Starting data-juicer takes some ten seconds.
+Not promised: speed. data-juicer takes about ten seconds to start.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""One moment of a frozen trace: the messages before the student's action, and the action.
+"""One state of a recorded trace: the messages before the student's action, and the action.
 
     {"state_id": "tau/3/1/t4",                  unique
      "state_messages": [{"role": …}, …],        everything before the action, chat form
-     "student_action": "<tool_call> … ",        the action as one string (actions.py)
-     "tools": [ … ],                            JSON schemas, where there are tools
-     "reward": 0.0, "error": "Error: …",        of the whole trace; what the tool answered if the action failed
-     "student_entropy": 1.3}                    nats: of the group's actions here (or per token, as you like)
+     "student_action": "<tool_call> … ",        the student's action as one string (actions.py)
+     "tools": [ … ],                            JSON schemas, if there are tools
+     "reward": 0.0, "error": "Error: …",        of the whole trace; the tool's result if the action failed
+     "student_entropy": 1.3}                    nats: over the group's actions here, or per token: you choose
 
-One JSON object per line; a line that cannot be used is named in a TraceWarning, and the others are kept.
+A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it.
 
 Not promised: that two states come from different episodes.
 """
@@ -32,8 +32,8 @@ class TraceState(TypedDict):
     reward: NotRequired[float | None]
     error: NotRequired[str | None]
     student_entropy: NotRequired[float]
-    action_form: NotRequired[str]  # how its commands are written: a name of commands.py
-    error_kind: NotRequired[str]  # where the environment names it
+    action_form: NotRequired[str]  # how the trace writes commands: a name in commands.py
+    error_kind: NotRequired[str]  # if the environment names it
     hint_template_key: NotRequired[str]
 
 
@@ -42,7 +42,7 @@ class TraceWarning(UserWarning):
 
 
 def load_states(path: str | Path) -> list[TraceState]:
-    """The states that `save_states` wrote."""
+    """Load the states that `save_states` wrote."""
     return read_lines(path, lambda row, number: [checked_state(row)])
 
 
@@ -55,7 +55,7 @@ def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_state(row: Any) -> TraceState:
-    """The row itself, if it is a state; ValueError names what it lacks."""
+    """Return the row if it is a state; else raise ValueError: what is wrong."""
     if not isinstance(row, dict):
         raise ValueError(f"a state is an object, this is a {type(row).__name__}")
     for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
@@ -75,9 +75,9 @@ def checked_messages(messages: Any) -> list[Message]:
 
 
 def read_lines(path: str | Path, read: Callable[[Any, int], list[Any]]) -> list[Any]:
-    """The results of `read(record, its number)` for all records: lines of a .jsonl, else one JSON document or a list.
+    """Call `read(record, its number)` for each line of a .jsonl, or each record of a JSON file; join the results.
 
-    A bad record is warned about and left out; nothing but bad records is an error."""
+    A bad record is left out with a warning. Raises InnerError if all records are bad."""
     path = Path(path)
     found = []
     bad = []
@@ -113,7 +113,7 @@ def _json_line(row: Mapping[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+    except UnicodeEncodeError:  # a lone surrogate: JSON must escape it
         return json.dumps(row)
     return text
 

@@ -1,28 +1,28 @@
-"""One teacher: its price, its request, and how its response reads.
+"""One teacher: its price, its request, and how its response is read.
 
     worst case = (bytes of the request + 1024) · prompt price + max_tokens · completion price    reserved before sending
-    cost       = usage.cost, or the tokens of `usage` at our prices, or the worst case           settled afterwards
+    cost       = usage.cost, or the tokens of `usage` at your prices, or the worst case          settled afterwards
 
     response                                    verdict    cost counted
-    a choice with text or a tool call           answer     what it says
+    a choice with text or a tool call           answer     as stated
     402 with Retry-After, 409, 425, 429, 503    again      nothing
     408, 5xx, not JSON, no choices              again      the worst case: the work may have been done
     200 with an error in the body               by its code; usage.cost if given, else the worst case
-    an answer that is empty, cut off, or unfit  failed     what it says
+    an answer that is empty, cut off, or unfit  failed     as stated
     400, 413, 422, flagged input                failed     nothing
     any other 1xx, 2xx                          failed     the worst case
     401, 402, 403, 404, 3xx, HTML               stop       nothing (an HTML 200: the worst case)
 
-Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per token that was asked
-for. A cost that is not a number from 0 to a million dollars is not a cost: the worst case counts.
+Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per requested token. A
+stated cost that is not a number from 0 to a million dollars is ignored: the worst case counts.
 
-A token is at least one byte, so a prompt has no more tokens than bytes. Our prices travel along as OpenRouter's
-`max_price`: it refuses a provider that asks more.
+A token has at least one byte, so a prompt has no more tokens than bytes. OpenRouter gets your prices as
+`max_price`, and refuses providers that cost more.
 
-`read_response` takes any bytes and raises nothing; exchange.py makes the same Readings of all failures before there is
-a response.
+`read_response` accepts any bytes and never raises. exchange.py returns a Reading, too, for failures before there is a
+response.
 
-Not promised: a bound on images, or on an endpoint's charges beyond its own prices.
+Not promised: a bound on the cost of images, or on charges beyond an endpoint's own prices.
 """
 
 import email.utils
@@ -40,11 +40,11 @@ from inner.replay.untrusted import load_json, printable_start, unfit_text
 from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
-NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact
-MOST_USD = 1e6  # for one request: what is above is not a cost
+NANO = 1_000_000_000  # nano-dollars per dollar; amounts are whole, so sums are exact
+MOST_USD = 1e6  # for one request: a larger number is not a cost
 MOST_TOKENS = 1e9  # of one request
-LONGEST_TOKEN = 64  # characters of an action for each of max_tokens; the longest tokens are runs of blanks
-HIDDEN_TOKENS = 1024  # added to our request by a provider's chat template and tool prompt, at most
+LONGEST_TOKEN = 64  # characters of an action per token; the longest tokens are runs of spaces
+HIDDEN_TOKENS = 1024  # most that a provider's chat template and tool prompt add to a request
 
 FREE = {402, 409, 425, 429, 503}
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
@@ -53,30 +53,30 @@ Verdict = Literal["answer", "again", "failed", "stop"]
 
 
 class TeacherAction(TypedDict):
-    """One teacher's answer in one state. `action` is "" and `error` says why where there is none."""
+    """One teacher's answer in one state. If there is none, `action` is "" and `error` says why."""
 
     state_id: str
     teacher: str
     action: str
     cost_usd: float
     estimated: bool  # the endpoint stated no cost
-    seconds: float  # of the attempt that was answered
+    seconds: float  # duration of the attempt that got the answer
     attempts: int
-    model: str | None  # that says it answered
+    model: str | None  # as named in the response
     error: NotRequired[str]
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model behind an OpenAI-compatible endpoint. Prices in USD per million tokens: the most you agree to pay."""
+    """A model behind an OpenAI-compatible endpoint. Prices in USD per million tokens, the most that you would pay."""
 
     model: str
     prompt_usd: float
     completion_usd: float
-    tier: int = 0  # tier 1 is asked only where tier 0 disagrees
+    tier: int = 0  # tier 1 is asked only if tier 0 disagrees
     base_url: str = OPENROUTER
     key_env: str | None = "OPENROUTER_API_KEY"  # the environment variable that holds the key; None: no key
-    max_tokens: int = 2048  # reasoning included
+    max_tokens: int = 2048  # of the answer, reasoning included
     temperature: float | None = 0.0
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Teacher:
         return {"Authorization": f"Bearer {key}"}
 
 
-# List prices of spring 2026. A provider that asks more is refused by OpenRouter; then raise the price here.
+# List prices of spring 2026. OpenRouter refuses a provider that costs more; then raise the price here.
 DEFAULT_TEACHERS = (
     Teacher("anthropic/claude-opus-4.7", prompt_usd=5.0, completion_usd=25.0),
     Teacher("openai/gpt-5", prompt_usd=1.25, completion_usd=10.0),
@@ -125,7 +125,7 @@ DEFAULT_TEACHERS = (
 
 @dataclass(frozen=True)
 class Reading:
-    """The meaning of a response. cost_nano None: unknown, the worst case counts."""
+    """The meaning of a response. cost_nano None: the cost is unknown, so the worst case counts."""
 
     verdict: Verdict
     why: str = ""
@@ -134,7 +134,7 @@ class Reading:
     after_s: float | None = None
     action: str = ""
     model: str | None = None
-    unreachable: bool = False  # it never got there
+    unreachable: bool = False  # the request did not reach the endpoint
 
 
 def request_body(teacher: Teacher, state: TraceState) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def tokens_nano(teacher: Teacher, prompt: float, completion: float) -> int:
 
 
 def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], body: bytes | str, now: float) -> Reading:
-    """Pure: a response -> what to do next and what it cost. `now` in Unix seconds, for a dated Retry-After."""
+    """Read a response: what to do next, and the cost. Pure.   now: Unix seconds, for a Retry-After with a date."""
     after_s = retry_after(headers, now)
     if status != 200:
         return _read_refusal(status, _error_of(body), after_s)
@@ -181,7 +181,7 @@ def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], bod
 
 
 def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
-    """Return (nano-dollars or None, whether they are our estimate)."""
+    """Return (nano-dollars or None, whether the cost is our estimate)."""
     if not isinstance(usage, dict):
         return None, True
     if usage.get("cost") is not None:
@@ -194,7 +194,7 @@ def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds to wait, from either form of Retry-After: a number or an HTTP date. None: no readable header."""
+    """Return the seconds that Retry-After asks to wait (a number or an HTTP date); None without a readable header."""
     value = headers.get("retry-after")
     if not value:
         return None
@@ -208,12 +208,12 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
 def _seconds_until(date: str, now: float) -> float | None:
     try:
         return email.utils.parsedate_to_datetime(date).timestamp() - now
-    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # all seen of this parser
+    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # it raises each of these
         return None
 
 
 def _billed_nano(usage: Mapping[str, Any]) -> int | None:
-    """`cost`, and with a key of your own what the provider takes as well: there `cost` is the router's fee alone."""
+    """Return the billed cost. With your own provider key, `cost` is only the router's fee: add the provider's."""
     parts = [usage["cost"]]
     if usage.get("is_byok"):
         details = usage.get("cost_details")
@@ -241,7 +241,7 @@ def _read_choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bo
 
 
 def _action_of(message: Any) -> str:
-    """The action of an assistant's message, or ValueError: the form is not that of chat completions."""
+    """Return the action of an assistant's message. Raises ValueError if it is not of chat completions' form."""
     content = message.get("content")
     calls = message.get("tool_calls") or []
     parts = content if isinstance(content, list) else []
@@ -257,7 +257,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _why_unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
-    """The reason not to train on this answer; None if it may be used."""
+    """Return why this answer cannot be used for training; None if it can."""
     if finish == "length":
         what = "an answer that was cut off" if action else "an empty answer"
         return f"{what} (finish_reason length). Raise the teacher's max_tokens."
@@ -271,7 +271,7 @@ def _why_unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
 
 def _read_refusal(status: int, why: str, after_s: float | None) -> Reading:
     why = f"{status} {why}".strip()
-    flagged = status == 403 and "flagged" in why  # this input was refused, not this key
+    flagged = status == 403 and "flagged" in why  # it refuses this input, not the key
     if status in AGAIN or status >= 500 or (status == 402 and after_s is not None):
         return Reading("again", why, 0 if status in FREE else None, after_s=after_s)
     if status < 300:
@@ -296,7 +296,7 @@ def _error_of(body: bytes | str) -> str:
 
 
 def _error_status(error: Any) -> int:
-    """The error's HTTP status; 500 where it names none. (`isdigit` is true of "²", which is not a number.)"""
+    """Return the error's HTTP status; 500 if it names none. (`isdigit` also accepts "²", which is no digit.)"""
     code = str(error.get("code", "")) if isinstance(error, dict) else ""
     return int(code) if re.fullmatch("[1-5][0-9][0-9]", code) else 500
 
@@ -306,6 +306,6 @@ def _body_text(body: bytes | str) -> str:
 
 
 def _valid_amount(value: Any, most: float) -> float | None:
-    """A number from 0 to `most`; None for anything else that an endpoint may write."""
+    """Return a number from 0 to `most`; None for any other value."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if number and 0 <= value <= most else None

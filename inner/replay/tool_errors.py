@@ -1,10 +1,10 @@
-"""Whether a tool's result is an error, and what it says.
+"""Decide whether a tool's result is an error, and read its message.
 
     {'error': text, …}  as TRL writes it, the same in JSON      "Error: …"      a traceback      ──▶ {"error": text, …}
 
-What the environment may add, error_kind and hint_template_key, goes to the hint as it is.
+The environment may add error_kind and hint_template_key; the hint gets them unchanged.
 
-Not promised: that every text is read as a person would read it.
+Not promised: that each text is read as a person would read it.
 """
 
 import ast
@@ -16,7 +16,7 @@ _SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most re
 
 
 def error_record(content: object) -> dict[str, Any] | None:
-    """{"error": text, and what else the environment says}"""
+    """Return {"error": text, and what the environment added}; None if it is not an error."""
     if not isinstance(content, str):
         return None
     if content.startswith(("{'error':", '{"error":')):
@@ -31,6 +31,6 @@ def _parse_record(content: str) -> dict[str, Any] | None:
             record = parse(content)
             _ = record["error"]
             return record
-        except (ValueError, SyntaxError, KeyError, TypeError):  # a tool printed what only looks like it
+        except (ValueError, SyntaxError, KeyError, TypeError):  # it only looks like a record
             continue
     return None

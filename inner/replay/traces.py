@@ -1,7 +1,7 @@
-"""Other people's traces as states: one state for every turn of the assistant.
+"""Read traces of other projects as states: one state per turn of the assistant.
 
     tau_bench_states    {"reward", "traj": [messages]}       error: a tool result "Error…" or "Unknown action…"
-    swe_agent_states    {"history": [messages]}              error: by its text, see SWE_ERROR
+    swe_agent_states    {"history": [messages]}              error: a text that matches SWE_ERROR
                         {"messages": [messages]}             SWE-smith's chats, the same
     openhands_states    {"history": [events]}                error: `error`, exit code ≠ 0, "ERROR:", a refused edit
 
@@ -9,12 +9,12 @@
     ╰── messages ──╯ action   │
     ╰────── messages ────────────╯ action           state_id = file : record : turn
 
-Each state names the form in which its trace writes commands (`action_form`, commands.py): teachers and student are
-compared by these commands. SWE-agent's and SWE-smith's form is read off the turns.
+Each state names the form in which its trace writes commands (`action_form`, commands.py), for the comparison of
+teachers and student. For SWE-agent and SWE-smith, the form is derived from the turns.
 
-`tools` are the JSON schemas that the agent had: the files do not carry them, and without them a teacher cannot call.
+`tools` are the JSON schemas that the agent had. The files do not contain them; without them a teacher cannot call.
 
-Not promised: that a SWE-agent error is found. Its files mark none; the text is all there is.
+Not promised: that every SWE-agent error is found. The files do not mark errors, so only their texts tell.
 """
 
 import json
@@ -41,7 +41,7 @@ _NO_ARGUMENTS = {
 
 
 def tau_bench_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
-    """sierra-research/tau-bench, `historical_trajectories/*.json`, or the same episodes one per line in a .jsonl."""
+    """Read sierra-research/tau-bench: `historical_trajectories/*.json`, or one episode per line in a .jsonl."""
 
     def episode(row: Any, number: int) -> list[TraceState]:
         turns = checked_messages(row["traj"])
@@ -51,9 +51,9 @@ def tau_bench_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 
 
 def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
-    """SWE-agent/SWE-agent and SWE-smith, one `.traj`, or SWE-smith's chats in a .jsonl.
+    """Read SWE-agent/SWE-agent and SWE-smith: one `.traj`, or SWE-smith's chats in a .jsonl.
 
-    A demonstration inside the history is left out."""
+    Demonstrations inside the history are left out."""
 
     def trajectory(row: Any, number: int) -> list[TraceState]:
         turns = [_swe_turn(turn) for turn in checked_messages(_recorded_turns(row)) if not turn.get("is_demo")]
@@ -63,7 +63,7 @@ def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 
 
 def openhands_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
-    """All-Hands-AI/OpenHands, `output.jsonl` of an evaluation or of the resolver."""
+    """Read All-Hands-AI/OpenHands: `output.jsonl` of an evaluation or of the resolver."""
 
     def log(row: Any, number: int) -> list[TraceState]:
         turns = checked_messages(_openhands_turns(row["history"]))
@@ -75,7 +75,7 @@ def openhands_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 def _trace_states(
     name: str, turns: list[Message], error_of: Callable[[Message], str | None], tools: Tools, reward: float | None
 ) -> list[TraceState]:
-    """Return a state for every turn of the assistant with an action: the action, and the messages before it."""
+    """Return a state for every assistant turn with an action: the action and the messages before it."""
     clean = [_clean_turn(turn) for turn in turns]
     form = form_of(action_text(turn) for turn in clean if turn["role"] == "assistant") or "calls"
     states: list[TraceState] = []
@@ -98,7 +98,7 @@ def _trace_states(
 
 
 def _clean_turn(turn: Message) -> Message:
-    """The fields that a chat template reads: role, content, calls with their ids."""
+    """Keep the fields that a chat template reads: role, content, calls with their ids."""
     kept = {key: turn[key] for key in ("role", "name", "tool_call_id") if turn.get(key)}
     kept["content"] = plain_text(turn.get("content"))
     if turn.get("tool_calls"):
@@ -157,7 +157,7 @@ def _action_turn(event: Mapping[str, Any], turns: Sequence[Message]) -> Message 
 
 
 def _event_call(event: Mapping[str, Any], args: Mapping[str, Any]) -> Message:
-    """The call as the model made it where the log has it; else the action and what it was given."""
+    """Return the model's call if the log has it; else make one from the action and its arguments."""
     made = event.get("tool_call_metadata") or {}
     for choice in (made.get("model_response") or {}).get("choices") or ():
         for call in choice["message"].get("tool_calls") or ():

@@ -1,13 +1,13 @@
-"""Untrusted JSON and text: read within bounds, or refused with a reason.
+"""Read untrusted JSON and text within bounds, or refuse it with a reason.
 
     bytes ─▶ UTF-8? ─▶ JSON? ─▶ at most DEEPEST levels? ─▶ a value        ValueError for everything else
     text  ─▶ no lone surrogate, no control character?   ─▶ None           else the reason
-    text  ─▶ no chat template's own tokens?             ─▶ None           else the token
+    text  ─▶ no token of a chat template?               ─▶ None           else the token
 
-A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks every program that writes it down. Deep nesting
-breaks every recursive reader, the standard library's too, with an exception that is not a ValueError.
+A lone surrogate ("\\ud800") is valid JSON but not valid UTF-8, so a program that writes it as UTF-8 fails. Deep nesting
+breaks recursive readers, also the standard library's, with an exception that is not a ValueError.
 
-Not promised: that TEMPLATE_TOKEN knows every model's tokens. Where the tokenizer is known, ask it
+Not promised: that TEMPLATE_TOKEN matches every model's tokens. If the tokenizer is known, ask it
 (inner/channels/reference.py).
 """
 
@@ -20,14 +20,14 @@ from inner.printable import printable
 DEEPEST = 64  # levels of JSON: ten times what tool schemas and answers have, a tenth of Python's recursion limit
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # all of ASCII's but tab, the line ends and form feed
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # ASCII's, except tab, line ends and form feed
 TEMPLATE_TOKEN = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
 )
 
 
 def load_json(written: bytes | str) -> Any:
-    """The value. ValueError: it is not UTF-8, not JSON, or deeper than DEEPEST."""
+    """Parse JSON.   Raises ValueError if it is not UTF-8, not JSON, or deeper than DEEPEST."""
     text = written.decode("utf-8-sig") if isinstance(written, bytes) else written
     try:
         value = json.loads(text)
@@ -39,7 +39,7 @@ def load_json(written: bytes | str) -> Any:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects nest deeper than that. Without recursion: the value may be hostile."""
+    """Whether lists and objects nest deeper than `levels`. It does not recurse, as the value may be hostile."""
     level = [value]
     for _ in range(levels + 1):
         level = [child for outer in level for child in _child_values(outer)]
@@ -49,7 +49,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 def unfit_text(text: str) -> str | None:
-    """Say why a text may not go into training data or a prompt; None where it may."""
+    """Return why a text may not go into training data or a prompt; None if it may."""
     if found := lone_surrogate(text):
         return f"a lone surrogate (U+{ord(found):04X}), which no UTF-8 can hold"
     if found := _CONTROL.search(text):
@@ -63,13 +63,13 @@ def lone_surrogate(text: str) -> str | None:
 
 
 def template_token(text: str) -> str | None:
-    """A token with which chat templates of known models begin or end a turn, if the text has one."""
+    """Return the first token in the text with which known chat templates begin or end a turn; None without one."""
     found = TEMPLATE_TOKEN.search(text)
     return found[0] if found else None
 
 
 def printable_start(text: str, longest: int = 300) -> str:
-    """Return the beginning of an untrusted text on one line of plain characters: for messages, logs and the ledger."""
+    """Return the beginning of an untrusted text, cleaned and on one line, for messages, logs and the ledger."""
     return printable(" ".join(text[: 4 * longest].split()))[:longest]
 
 

@@ -1,1 +1,1 @@
-"""Prompts to completions, the way TRL does it, and the engines that can do it for TRL."""
+"""From prompts to completions, as in TRL, and the engines that can generate for TRL."""

@@ -1,4 +1,4 @@
-"""The values of a reward, made strict, where nothing else calls it (inner/usercode/reward_calls.py does in a run).
+"""Check a reward's values for a trainer without RewardCalls (a run uses inner/usercode/reward_calls.py).
 
     one finite number per completion, or None for "cannot say"; else an error that names the function
 
@@ -15,14 +15,14 @@ from inner.usercode.userfiles import checked_rewards
 
 
 def guard_answers(reward: Any) -> Any:
-    """Return the same reward, with its answers checked. TRL would take a NaN for "cannot say"."""
+    """Wrap a reward so that its answers are checked. Without the check, TRL would read a NaN as "cannot say"."""
     if isinstance(reward, nn.Module) or not callable(reward):
         return reward
     name = getattr(reward, "__name__", type(reward).__name__)
     function = cast(Any, reward)
 
     def check(values: Any, kwargs: Any) -> list[float | None]:
-        if isinstance(values, list | tuple):  # of scalars of numpy or torch, perhaps
+        if isinstance(values, list | tuple):  # they may be numpy or torch scalars
             values = [value.item() if hasattr(value, "item") else value for value in values]
         return checked_rewards(values, len(kwargs["completions"]), name)
 

@@ -1,13 +1,13 @@
-"""DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so others take their place.
+"""DAPO's dynamic sampling: replace groups with equal rewards, because they teach nothing.
 
     generate  [g0 ✓][g1 all right][g2 ✓][g3 all wrong]
-    again     two prompts more, [g4 ✓][g5 all wrong]; one more, …        at most `tries` further generations
-    train     [g0][g2][g4][g1]                                           a group that cannot be replaced counts 0
+    again     two more prompts, [g4 ✓][g5 all wrong]; one more, …        at most `tries` further generations
+    train     [g0][g2][g4][g1]                                           a group without a replacement has advantage 0
 
-Equal rewards in a group give equal advantages, to the bit; that is the test. arXiv 2503.14476, eq. (11).
+The test is exact: equal rewards in a group give bit-equal advantages. arXiv 2503.14476, eq. (11).
 
-Not promised: image inputs, several processes, and the batch's own standard deviation (scale_rewards = "batch") after a
-replacement: each generation scales by its own.
+Not promised: image inputs; several processes; with scale_rewards = "batch", the standard deviation of the final batch,
+because each generation is scaled by its own.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Batch = dict[str, Any]  # TRL's: tensors and lists with one entry per rollout, and scalars
+Batch = dict[str, Any]  # TRL's: tensors and lists (one entry per rollout), and scalars
 
 
 def informative_groups(batch: Batch, group: int) -> list[int]:
-    """The groups in which not every rollout has the same advantage, (B,), or the same at every token, (B, T)."""
+    """Return the groups whose rollouts differ in advantage. Advantages are (B,), or (B, T) per token."""
     advantages_G_K = batch["advantages"].unflatten(0, (-1, group))
     return (advantages_G_K != advantages_G_K[:, :1]).flatten(1).any(1).nonzero().flatten().tolist()
 
 
 def refill_groups(batch: Batch, sample_more: Callable[[int], Batch], group: int, tries: int) -> tuple[Batch, int, int]:
-    """The batch with its silent groups replaced, how many are informative, and further generations it took.
+    """Replace groups with equal rewards; -> batch, number of informative groups, number of further generations.
 
-    `sample_more(n)` generates n groups of new prompts."""
+    sample_more(n): generates n groups of new prompts."""
     desired = len(batch["advantages"]) // group
     parts = [batch]
     chosen = [(0, g) for g in informative_groups(batch, group)]
@@ -44,7 +44,7 @@ def refill_groups(batch: Batch, sample_more: Callable[[int], Batch], group: int,
 
 
 def join_groups(parts: list[Batch], chosen: list[tuple[int, int]], group: int) -> Batch:
-    """One batch of the chosen (part, group)s, in that order."""
+    """Join the chosen (part, group)s to one batch, in that order."""
     rows = [(part, g * group + k) for part, g in chosen for k in range(group)]
     joined = {key: _pick_rows(key, [part[key] for part in parts], rows) for key in parts[0]}
     mask = joined["completion_mask"]
@@ -65,6 +65,6 @@ def _pick_rows(key: str, values: list[Any], rows: list[tuple[int, int]]) -> Any:
 
 
 def _pad_to_width(value_B_T: Tensor, width: int, left: bool) -> Tensor:
-    """Padding is masked, so any id will do."""
+    """Pad with any id: padding is masked."""
     padding = width - value_B_T.size(1)
     return torch.nn.functional.pad(value_B_T, (padding, 0) if left else (0, padding))

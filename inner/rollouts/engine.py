@@ -1,16 +1,16 @@
-"""vLLM as the engine of a trainer's generations, in the trainer's own process (TRL's "colocate").
+"""vLLM as a trainer's generation engine, in the trainer's own process (TRL's "colocate").
 
     a generation at a new inner step ──▶ every parameter, one at a time ──▶ the engine's copy ──▶ completions, log-probs
-                                         └ LoRA:  W + α/r · B A  in a tensor of its own; W is only read
+                                         └ LoRA:  W + α/r · B A  in a new tensor; W is only read
 
-TRL adds the adapter to W in place and subtracts it again, which does not give all bits of W back: one element in
-seventy changes each time.  It also lets vLLM choose the dtype ("auto" makes bfloat16 of float32 folders) and start each
-replica's random numbers at 0, so that all replicas draw the same noise.  Here the dtype is the trainer's unless another
-one is asked for, and the seed is the trainer's.
+TRL adds the adapter to W in place and subtracts it again. This does not restore all bits: one element of W in seventy
+changes each time. TRL also lets vLLM choose the dtype ("auto" makes bfloat16 of float32 folders), and seeds every
+replica's engine with 0, so all replicas draw the same noise. Here the dtype is the trainer's (or the configured one),
+and the seed is the trainer's.
 
-After an outer step nothing has to be pushed: the inner step has moved, so the next generation sends θ as it is then.
+An outer step pushes no weights: as the inner step has changed, the next generation sends the new θ.
 
-Not promised: several processes; quantised engines; an adapter of another kind than LoRA.
+Not promised: several processes; quantised engines; adapters other than LoRA.
 """
 
 import os
@@ -26,14 +26,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from inner.host import Host
 
-LARGE_SHARE = 0.05  # of sequences that teach nothing: above it a batch is noticeably smaller than it was paid for
-ENOUGH = 64  # sequences, before a share is judged
+LARGE_SHARE = 0.05  # a warning follows if a larger share of sequences teaches nothing
+ENOUGH = 64  # sequences to see before the share is judged
 
 
 class Engine(VLLMGeneration):
-    """TRL's, with a dtype and a seed, and copies where it would write to the base.
+    """TRL's engine with a dtype and a seed; it merges adapters into copies, not into the base weights.
 
-    dtype: None for the model's own.   vLLM seeds the whole process: with the seed that TRL has just given it."""
+    dtype: None: the model's own.   vLLM seeds the whole process, so it gets the seed that TRL has just set."""
 
     def __init__(self, *, model: Any, dtype: str | None, **kwargs: Any) -> None:
         self.dtype = dtype or str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -42,7 +42,7 @@ class Engine(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         if self.accelerator.num_processes == 1:
-            os.environ["MASTER_PORT"] = str(free_port())  # TRL tries 29500 first, and opens it only seconds later
+            os.environ["MASTER_PORT"] = str(free_port())  # TRL tests 29500, but opens it seconds later
         module: Any = vllm_generation
         make = module.LLM
         module.LLM = lambda **asked: make(**{**asked, "dtype": self.dtype, "seed": self.seed})
@@ -56,7 +56,7 @@ class Engine(VLLMGeneration):
 
 
 def free_port() -> int:
-    """Return a free port of the system's choice: replicas of one machine start at the same time, each with its own."""
+    """Return a free port, chosen by the system, because replicas on one machine start at the same time."""
     with socket.socket() as held:
         held.bind(("localhost", 0))
         return held.getsockname()[1]
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 @torch.no_grad()
 def engine_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (its name in the base model's files, value) of each parameter, adapter merged; the model is only read."""
+    """Yield (name in the base model's files, value) of each parameter, adapter merged. The model does not change."""
     layers = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     adapted = {id(p) for layer in layers.values() for p in _adapter_parameters(layer)}
     for name, parameter in model.named_parameters():
@@ -81,7 +81,7 @@ def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
-    """W + Σ α/r · B A of the adapters that are on, in a new tensor, which is float32 where the adapter is."""
+    """Return W + Σ α/r · B A over the active adapters, in a new tensor; float32 if the adapter is."""
     merged = weight
     for adapter in () if layer.disable_adapters else layer.active_adapters:
         merged = merged + layer.get_delta_weight(adapter).to(weight.device)
@@ -89,7 +89,7 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
 
 
 class MaskedShare:
-    """A warning, once, where many sequences teach nothing because the engine's policy is too far from the trainer's."""
+    """Warn once if many sequences teach nothing, because the engine's policy is too far from the trainer's."""
 
     def __init__(self, clip: float) -> None:
         self._clip = clip
@@ -98,7 +98,7 @@ class MaskedShare:
         self._has_warned = False
 
     def note(self, share: float, sequences: int, host: Host) -> None:
-        """share: of one generation, of so many sequences."""
+        """Add one generation.   share: the masked part of its sequences.   sequences: their number."""
         self._masked += share * sequences
         self._seen += sequences
         if self._seen < ENOUGH:
@@ -120,7 +120,7 @@ def masked_text(share: float, clip: float) -> str:
 
 
 def masked_share(batch: Any) -> float:
-    """Return the share with importance weight 0 in a batch of TRL's: of sequences, or of tokens with a weight each."""
+    """Return the share of sequences, or of tokens if each has a weight, with importance weight 0 in TRL's batch."""
     ratio_B_T: Tensor = batch["importance_sampling_ratio"]
     if ratio_B_T.shape[1] == 1:
         return (ratio_B_T == 0).float().mean().item()

@@ -1,8 +1,8 @@
-"""Which engine a trainer generates with: vLLM's is ours (engine.py), which is loaded when a trainer makes one.
+"""Give a trainer this project's vLLM engine (engine.py), which is imported only when a trainer makes one.
 
     with engine_instead(dtype): GRPOTrainer(…) ── use_vllm ──▶ Engine(dtype, …)      else transformers' own generation
 
-Not promised: an engine for a trainer that is made outside of the `with`.
+Not promised: this engine for a trainer that is made outside the `with`.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from typing import Any
 
 from trl.trainer import grpo_trainer
 
-MASKED = "sampling/masked"  # metric: the share of sequences (modes "token_…": of tokens) whose importance weight is 0
+MASKED = "sampling/masked"  # metric: share of sequences ("token_…": of tokens) with importance weight 0
 
 
 @contextmanager
 def engine_instead(dtype: str | None) -> Iterator[None]:
-    """A GRPOTrainer that is made in here generates with an Engine, if it is to generate with vLLM."""
+    """Let a GRPOTrainer that is made in this `with`, and uses vLLM, generate with an Engine."""
 
     def make(**asked: Any) -> Any:
         from inner.rollouts.engine import Engine

@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer as we generate with it: the order of prompts, the objective, tool errors and rewards.
+"""TRL's GRPOTrainer with our order of prompts, objectives, tool errors and rewards.
 
     prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
 
-Work that TRL's tool loop repeats is done once (toolloop.py): whole runs are TRL's, bit for bit.
+toolloop.py avoids repeated work of TRL's tool loop. Whole runs still give TRL's numbers, bit for bit.
 
-Not promised: several processes, image prompts in the caches.
+Not promised: several processes; image prompts in the caches.
 """
 
 from contextlib import nullcontext
@@ -27,23 +27,23 @@ from inner.rollouts.toolloop import LeanToolLoop, total_rewards
 from inner.settings.objectives import check_settings
 from inner.usercode.reward_calls import RewardCalls
 
-BROKEN = "rewards/broken"  # metric: the share of completions that broke what judges them
-REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
+BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
+REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
 
 
 class GenerationTrainer(LeanToolLoop):
-    """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer),
+    """GRPOTrainer with `objective`, `data_seed` and `start` (see ComposerReplicationTrainer), and
 
-    reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: once, and a wrong answer raises
-    engine_dtype   of vLLM, if `args` ask for it (inner/rollouts/engine.py); None: the model's own
+    reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: once, and a bad value raises
+    engine_dtype   dtype of vLLM, if `args` use it (inner/rollouts/engine.py); None: the model's own
 
-    and for subclasses:
+    For subclasses:
 
     _rewards   of the last generation, one per rollout
     _completions  of the last generation: messages, or texts
     """
 
-    reads_turns = False  # whether the subclass uses them
+    reads_turns = False  # whether the subclass needs these two
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class GenerationTrainer(LeanToolLoop):
         self.start_at(start)
         self._cache_schemas()
 
-    # the objective: what TRL's loss does not do by itself
+    # the parts of an objective that TRL's loss lacks
 
     def _apply_objective(self, objective: str | None) -> None:
         arguments: Any = self.args
         if objective is not None:
             check_settings(objective, vars(arguments))
         self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
-        self._refills = 0  # position of the next one in their order
+        self._refills = 0  # position of the next prompt in their order
         if tokens := getattr(arguments, "soft_overlong_tokens", 0):
             self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
 
@@ -89,14 +89,14 @@ class GenerationTrainer(LeanToolLoop):
         self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
 
     def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        if self.loss_type == "gmpo":  # TRL has it as a trainer of its own, which differs in this method only
+        if self.loss_type == "gmpo":  # TRL's trainer for it differs only in this method
             from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 
             return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
         return super()._compute_loss(model, inputs)
 
     def _more_rollouts(self, groups: int) -> dict[str, Any]:
-        """Rollouts of the next `groups` prompts, in an order of their own."""
+        """Return rollouts of the next `groups` prompts, in dynamic sampling's own order."""
         dataset: Any = self.train_dataset
         arguments: Any = self.args
         at = prompt_order(len(dataset), (self.share or Share(0)).salted(REFILLS))
@@ -105,15 +105,15 @@ class GenerationTrainer(LeanToolLoop):
         return self._generate_rollouts(rows)
 
     def _first_refill(self, groups: int) -> int:
-        """A function of the generation, which has so many groups: as many positions are its own as it could need."""
+        """Return the first position for this generation. It reserves as many positions as a generation can need."""
         served = cast(Any, self.args).steps_per_generation * self.num_iterations
         return self._step // served * groups * self.dynamic_sampling
 
     # the data order
 
     def start_at(self, inner_step: int) -> None:
-        """TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the
-        first, and all that is read follows from it: prompts, refills, pairs."""
+        """Set TRL's micro-batch counter, which decides when to generate. So a later session generates at the same
+        inner steps as the first; prompts, refills and pairs follow from the counter, too."""
         self._step = inner_step * cast(Any, self.args).gradient_accumulation_steps
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
@@ -122,7 +122,7 @@ class GenerationTrainer(LeanToolLoop):
         rows: Any = self.train_dataset if dataset is None else dataset
         return GenerationSampler(self, len(rows), self.share)
 
-    # 1. see the rewards
+    # 1. read the rewards
 
     def _guarded(self, reward: Any) -> Any:
         if self._reward_calls is not None:
@@ -132,7 +132,7 @@ class GenerationTrainer(LeanToolLoop):
         return guard_answers(reward)
 
     def _with_completion(self, reward: Any) -> Any:
-        """Return the same reward with the column `completion`, which TRL keeps back."""
+        """Return the same reward with the column `completion`, which TRL does not pass on."""
         if isinstance(reward, nn.Module):
             return reward
 
@@ -190,12 +190,12 @@ class GenerationTrainer(LeanToolLoop):
         return batch
 
     def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
-        """Generate one completion per row, as the trainer stands; -> rewards (rows, functions), NaN: not known."""
+        """Generate one completion per row with the current weights; -> rewards (rows, functions), NaN if unknown."""
         with self._reward_calls.uncounted() if self._reward_calls is not None else nullcontext():
             super()._generate_and_score_completions(rows)
         return self._rewards_by_function
 
-    # numbers and templates
+    # metrics and templates
 
     def _record_metric(self, name: str, value: float) -> None:
         # Append only: self.log() inside the loss would clear all other metrics.

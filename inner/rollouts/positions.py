@@ -1,12 +1,12 @@
-"""Positions that are counted from a row's first token, for models whose positions are absolute.
+"""Count positions from a row's first token, for models with absolute positions.
 
-    ids        ·  ·  a  b  c        left padding, as TRL has it
-    without    0  1  2  3  4        another policy than the one that generated: GPT-2's log-probs are .75 nats off
+    ids        ·  ·  a  b  c        left padding, as in TRL
+    without    0  1  2  3  4        not the policy that generated: GPT-2's log-probs are .75 nats off
     with       0  0  0  1  2        as `generate` counts them
 
-TRL's losses pass no positions.  Rotary ones are relative, so such a model is left alone, and keeps TRL's bits.
+TRL's losses pass no positions. Rotary positions are relative, so models with them stay unchanged and keep TRL's bits.
 
-Not promised: a table of positions that is neither an nn.Embedding of the model's length nor called so.
+Not promised: to recognise a position table that is neither an nn.Embedding of the model's length nor named as one.
 """
 
 import inspect
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from inner.errors import InnerError
 from inner.models.causal_lm import causal_lm
 
-SPARE = 8  # rows that a table may have beyond the longest input: OPT's has 2
+SPARE = 8  # extra rows that a position table may have: OPT's has 2
 
 
 def number_positions(model: Any) -> None:
-    """Give every forward of the backbone its positions, where they are absolute.  Raises InnerError if it takes none.
+    """Pass absolute positions to every forward of the backbone.  Raises InnerError if it takes no position_ids.
 
-    A second call changes nothing."""
+    It does nothing for relative positions, and nothing at a second call."""
     backbone = causal_lm(model).base_model
     if not has_absolute_positions(model):
         return
@@ -38,7 +38,7 @@ def number_positions(model: Any) -> None:
 
 
 def has_absolute_positions(model: Any) -> bool:
-    """Whether a row's numbers depend on where it begins."""
+    """Whether the model's output depends on where a row begins."""
     inner = causal_lm(model)
     longest = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or 0
     tokens = inner.get_input_embeddings()
@@ -55,7 +55,7 @@ def _add_positions(module: nn.Module, given: tuple[Any, ...], named: dict[str, A
     mask_B_T, ids = named.get("attention_mask"), named.get("input_ids", given[0] if given else None)
     if named.get("position_ids") is not None or not isinstance(mask_B_T, Tensor) or ids is None:
         return None
-    if mask_B_T.shape != ids.shape:  # a cache holds the tokens before; its owner counts by itself
+    if mask_B_T.shape != ids.shape:  # with a cache, `generate` counts positions itself
         return None
     counted = (mask_B_T.long().cumsum(dim=-1) - 1).clamp(min=0)
     return given, {**named, "position_ids": counted}

@@ -1,8 +1,8 @@
-"""The states of a sampled rollout, as frozen traces have them.
+"""The states of a sampled rollout, in the form of recorded traces.
 
-    SampledRollout (sample.py) ──▶ a TraceState for each turn of its own in which the student did something
+    SampledRollout (sample.py) ──▶ a TraceState for each of its own turns in which the student took an action
 
-Not promised: states of turns that the sample has cut.
+Not promised: states of turns that are not in the sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from inner.rollouts.sample import SampledRollout
 def rollout_states(
     rollout: SampledRollout, name: str, tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 ) -> list[TraceState]:
-    """One state for every turn of the rollout's own in which the student did something.
+    """Return one state for every turn of the rollout's own in which the student took an action.
 
     tools  environment's name ("" for none) -> JSON schemas"""
     messages = rollout["messages"]
@@ -44,7 +44,7 @@ def rollout_states(
 
 
 def _first_failure(results: Sequence[Message]) -> dict[str, Any]:
-    """error, and error_kind and hint_template_key where the environment named them, of the first call that failed."""
+    """Return the first failed call's error, and error_kind and hint_template_key if the environment named them."""
     for message in results:
         if message.get("role") != "tool":
             break

@@ -1,18 +1,18 @@
-"""A small, fair sample of the student's rollouts, kept to be frozen as traces.
+"""A small, fair sample of the student's rollouts, kept so that they can be recorded as traces.
 
     trainer ── every rollout ──▶ RolloutSample ── take(n) ──▶ n of them ──▶ rollout_states (rollout_states.py)
-                                 reservoir of MOST: each rollout since the last take is as likely as any other
+                                 reservoir of MOST: all rollouts since the last take are equally likely
 
     {"messages": [system, user, assistant, tool, assistant], "first": 2,      messages[first:] are the rollout's own
      "reward": 0.0, "environment": null, "unsure": {"2": 1.39}}
 
-    unsure[i]   −Σ p log p over the different actions that the group's rollouts took where messages[:i] were the same
+    unsure[i]   entropy −Σ p log p over the actions of the group's rollouts that have the same messages[:i]
 
-It is drawn with a random state of its own: training does not depend on the sample.
+The sample has its own random state, so training does not depend on it.
 
-Values of environment variables that are called KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS are written as "***".
+Values of environment variables with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in their name are replaced by "***".
 
-Not promised: that a prompt or a tool's output holds no other secret. Every reader of the run may read its rollouts.
+Not promised: that a prompt or a tool's output has no other secret. Every reader of the run can read its rollouts.
 """
 
 import json
@@ -27,13 +27,13 @@ from typing import Any, TypedDict
 
 from inner.replay.actions import Message, action_key, action_text
 
-MOST = 64  # rollouts between two takes
-MOST_BYTES = 256 * 1024  # of one take, as JSON
+MOST = 64  # rollouts kept between two takes
+MOST_BYTES = 256 * 1024  # size of one take, as JSON
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.I)
 
 
 class SampledRollout(TypedDict):
-    """One rollout."""
+    """One rollout, in the form above."""
 
     messages: list[Message]
     first: int
@@ -43,7 +43,7 @@ class SampledRollout(TypedDict):
 
 
 class RolloutSample:
-    """Sees every batch of rollouts, keeps references to a few of them."""
+    """Gets every batch of rollouts, and keeps references to at most MOST of them."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -57,7 +57,7 @@ class RolloutSample:
         rewards: Sequence[float],
         environments: Sequence[str | None] | None = None,
     ) -> None:
-        """One generation: the rollouts of a group have equal prompts. References are kept, nothing is copied."""
+        """Add one generation; rollouts of a group have equal prompts. Only references are kept, without copies."""
         batch = _Batch(prompts, completions, rewards, environments)
         for i in range(len(prompts)):
             self._seen += 1
@@ -68,7 +68,7 @@ class RolloutSample:
                 self._kept[at] = (batch, i)
 
     def take(self, n: int, secrets: Iterable[str] = ()) -> list[SampledRollout]:
-        """Take n or fewer of the rollouts since the last take, within MOST_BYTES; too large ones are left out whole."""
+        """Take at most n of the rollouts since the last take, within MOST_BYTES; one that does not fit is left out."""
         kept = self._kept
         self._kept = []
         self._seen = 0
@@ -105,7 +105,7 @@ class _Batch:
 
 
 def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]], first: int) -> dict[str, float]:
-    """Return index of each of the rollout's own turns -> entropy of the group's actions there, in nats."""
+    """Return, per turn of the rollout's own (by its index), the entropy of the group's actions there, in nats."""
     found: dict[str, float] = {}
     for i, turn in enumerate(own):
         if turn.get("role") == "assistant":
@@ -121,24 +121,24 @@ def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]]
 
 
 def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The values that are masked: of environment variables named like secrets, 8 characters or more."""
+    """Return the values to mask: of environment variables named like secrets, with 8 characters or more."""
     return [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
 
 
 def secret_masker(secrets: Iterable[str]) -> Callable[[str], str]:
-    """A function that writes *** for each of the secrets in a JSON text."""
+    """Return a function that replaces each of the secrets in a JSON text by ***."""
     found = sorted({json.dumps(s)[1:-1] for s in secrets if s}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, found))) if found else None
     return (lambda text: pattern.sub("***", text)) if pattern else (lambda text: text)
 
 
 def _as_messages(turns: Any, role: str) -> list[Message]:
-    """A prompt or a completion as messages; one that is text is one message."""
+    """Return a prompt or a completion as messages; a text becomes one message."""
     return [{"role": role, "content": turns}] if isinstance(turns, str) else [_without_nones(turn) for turn in turns]
 
 
 def _without_nones(message: Mapping[str, Any]) -> Message:
-    """Without the columns that a dataset fills with None."""
+    """Remove the keys that a dataset fills with None."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 

@@ -1,8 +1,8 @@
-"""The order of prompts that TRL asks for, made strict.
+"""The order of prompts for TRL, fixed by the seed and the inner step.
 
     generation g = micro-batch // micro-batches per generation: its prompts are a function of (share, g)
 
-Not promised: that every prompt is seen equally often.
+Not promised: that all prompts are used equally often.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from inner.data.order import Share, prompt_order
 
 
 class GenerationSampler(Sampler):
-    """Prompt indices from the trainer's current micro-batch on.
+    """Yield prompt indices, beginning at the trainer's current micro-batch.
 
     A generation's prompts are yielded once per micro-batch that it serves; TRL uses the first and reads the others from
-    its buffer. Endless, since an inner loop has no last step."""
+    its buffer. It is endless, because an inner loop has no last step."""
 
     def __init__(self, trainer: Any, n_prompts: int, share: Share) -> None:
         self.trainer = trainer

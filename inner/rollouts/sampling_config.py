@@ -1,12 +1,12 @@
-"""Sampling is what run.toml says, and nothing else: not in rollouts, not in [eval].
+"""Sample only as run.toml says, both in rollouts and in [eval].
 
     start model's generation_config.json    num_beams 4, min_new_tokens 8, epsilon_cutoff .01, eos [2, 7], …
                                             └ dropped ───────────────────────────────────┘   └ kept: eos, pad, bos
 
-`generate` fills each field that it was not given from the model's own config, so a field that TRL leaves out would be
-the model's.  The files of the model, and an export, keep theirs: engines read them.
+`generate` fills each missing field from the model's generation config. So a field that TRL does not set would have the
+model's value. The model's files, and an export, keep their config, because engines read it.
 
-Not promised: vLLM, which takes its stop tokens alone from there.
+Not promised: the same for vLLM, which reads only stop tokens from that config.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from inner.models.causal_lm import causal_lm
 
 
 def sample_as_asked(model: Any) -> None:
-    """Leave the model's special tokens of its generation config, and nothing else."""
+    """Remove all from the model's generation config except its special tokens."""
     inner = causal_lm(model)
     own = inner.generation_config
     inner.generation_config = GenerationConfig(

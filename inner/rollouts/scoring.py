@@ -1,14 +1,14 @@
-"""Score held-out prompts with the machinery that makes rollouts, and leave training as it was.
+"""Score held-out prompts with TRL's generation, tools and rewards, and leave training unchanged.
 
     rows ──▶ TRL's generation, tools and rewards, in eval mode, one completion each ──▶ {"reward": [.5, 0, NaN, …], …}
 
-    weights        θ as committed, not the live weights, which may have moved since (`committed_weights`)
-    randomness     torch, numpy and random are seeded by the caller and put back afterwards
-    numbers        TRL's metrics of evaluation are thrown away; nothing of training's is touched
+    weights        the committed θ, not the live weights, which may have changed since (`committed_weights`)
+    randomness     torch, numpy and random are seeded for the call; then their old states are restored
+    metrics        TRL's evaluation metrics are dropped; training's stay as they are
 
 So a run with evaluation takes the same inner steps, bit for bit, as one without.
 
-Not promised: speed.  TRL computes log-probs of the completions where its settings need them for a loss.
+Not promised: speed.  TRL also computes log-probs of the completions if its settings need them for a loss.
 """
 
 import copy
@@ -29,16 +29,16 @@ from inner.settings.inner import Theta
 if TYPE_CHECKING:
     from inner.rollouts.generation import GenerationTrainer
 
-NEVER = -1  # no inner step: an engine whose weights are of this one fetches them anew
+NEVER = -1  # not an inner step: an engine at this step loads the weights again
 
 
 def score_rows(
     trainer: "GenerationTrainer", rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int
 ) -> dict[str, list[float]]:
-    """-> name -> a number per row, NaN where none is known: "reward", the weighted sum, and each reward function's
-    where there are several.
+    """Return name -> one number per row, NaN if unknown: "reward", the weighted sum, and with several reward functions
+    also each function's reward.
 
-    greedy: take the likeliest token each time; else sample as training does."""
+    greedy: always take the likeliest token; else sample as training does."""
     with _eval_settings(trainer, greedy=greedy), _seeded(seed):
         by_function = trainer.reward_completions(copy.deepcopy(list(rows)))
     found = {"reward": total_rewards(by_function, trainer.reward_weights)}
@@ -50,9 +50,9 @@ def score_rows(
 
 @contextmanager
 def committed_weights(model: nn.Module, theta: Theta | None) -> Iterator[None]:
-    """The model with θ as committed, rounded to its dtype.   theta: None for a model that is part of no run.
+    """Give the model the committed θ, rounded to its dtype, during a `with`.   theta: None: not in a run, no change.
 
-    A copy of the trainable weights is made only where they differ: right after a sync of one fragment they do not."""
+    It copies trainable weights only if they differ from θ. Right after a sync of one fragment they do not."""
     if theta is None:
         yield
         return
@@ -70,8 +70,8 @@ def _cast(value: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def _eval_settings(trainer: Any, *, greedy: bool) -> Iterator[None]:
-    """Eval mode, one completion per row, and sampling or not."""
-    uses_engine = hasattr(trainer, "vllm_generation")  # which has its own settings, and no generation_config
+    """Set eval mode, one completion per row, and greedy or sampled generation during a `with`."""
+    uses_engine = hasattr(trainer, "vllm_generation")  # vLLM has its own settings instead
     names = ("num_generations_eval",) if uses_engine else ("num_generations_eval", "generation_config")
     kept = {name: getattr(trainer, name) for name in names}
     try:
@@ -95,7 +95,7 @@ def _greedy_config(config: Any) -> Any:
 
 @contextmanager
 def _fresh_engine(trainer: Any, *, greedy: bool) -> Iterator[None]:
-    """Make vLLM fetch the present weights, and again before the next rollout of training."""
+    """Make vLLM load the current weights now, and again before training's next rollout."""
     engine = getattr(trainer, "vllm_generation", None)
     if engine is None:
         yield
@@ -112,7 +112,7 @@ def _fresh_engine(trainer: Any, *, greedy: bool) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers from `seed` inside; those of outside go on where they were."""
+    """Seed random numbers inside a `with`, and restore the old random states after it."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

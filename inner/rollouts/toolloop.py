@@ -1,14 +1,14 @@
 """TRL's tool loop without its repeated work, and with a callback for each generation.
 
     per step of 64 rollouts            as shipped      here
-    JSON schemas of the tools          every prompt    once
-    the tokens behind a tool result    every call      once per result
-    a prompt's tokens                  every rollout   once per group
-    the template that reads turns      every turn ×2   once per generation
+    JSON schemas of the tools          per prompt      once
+    the tokens after a tool result     per call        once per result
+    a prompt's tokens                  per rollout     once per group
+    the template that reads turns      twice per turn  once per generation
 
-The numbers that come out are the same, bit for bit. `on_rollouts` sees every generation with its rewards.
+The results are the same, bit for bit. `on_rollouts` gets every generation with its rewards.
 
-Not promised: a gain without tools, or where every tool result is another; images.
+Not promised: a gain without tools, or if all tool results differ; images.
 """
 
 import json
@@ -25,29 +25,29 @@ from inner.errors import InnerError
 
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
-except ImportError:  # another transformers: it parses as it does
+except ImportError:  # another version: use its own parsing
     load_response_template = None
 
-CACHED = 4096  # entries; tool results may be endless
+CACHED = 4096  # entries; there may be endless different tool results
 
-# (prompts, completions, rewards, name of each one's environment)
+# (prompts, completions, rewards, each rollout's environment name)
 OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]
 
 
 class LeanToolLoop(GRPOTrainer):
-    """GRPOTrainer with caches. Call `_cache_schemas` once it is built."""
+    """GRPOTrainer with caches. Call `_cache_schemas` after construction."""
 
     on_rollouts: OnRollouts | None = None
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
         by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
-        if by_environment:  # dict schemas are accepted where callables are
+        if by_environment:  # TRL accepts dict schemas in place of callables
             self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
         self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
 
     def tool_schemas(self) -> dict[str, list[Any]]:
-        """The tools that a rollout may call, by its environment's name; "" where there is one environment or none."""
+        """Return environment name -> tool schemas; the name is "" if there is at most one environment."""
         by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
         return {name or "": schemas for name, schemas in by_environment.items() if schemas}
 
@@ -61,7 +61,7 @@ class LeanToolLoop(GRPOTrainer):
         return list(self._suffixes[key])
 
     def _tokenize_prompts(self, prompts: list) -> Any:
-        """Prompts that are equal, for the same environment, are rendered once."""
+        """Render equal prompts of the same environment only once."""
         environments = getattr(self, "_batch_environments", None) or [None] * len(prompts)
         rendered: dict[str, list[int]] = {}
         keys = [f"{name}\n{json.dumps(prompt, default=id)}" for name, prompt in zip(environments, prompts, strict=True)]
@@ -74,7 +74,7 @@ class LeanToolLoop(GRPOTrainer):
         return prompt_ids(self.processing_class, prompt, tools=self._tools_of(environment), **self._template_options())
 
     def _prompt_text(self, prompt: Any) -> str:
-        """A chat as the template writes it."""
+        """Return a chat as the template writes it."""
         return render_text(self.processing_class, prompt, tools=self._tools_of(None), **self._template_options())
 
     def _tools_of(self, environment: str | None) -> list[Any]:
@@ -86,7 +86,7 @@ class LeanToolLoop(GRPOTrainer):
         return {"chat_template": self.chat_template, **options}
 
     def _generate(self, prompts: list) -> Any:
-        """TRL parses every turn with the tokenizer's response template, which a dict has to become first."""
+        """Load the tokenizer's response template once. TRL would convert its dict for every turn that it parses."""
         tokenizer: Any = self._tokenizer
         template = getattr(tokenizer, "response_template", None)
         if not isinstance(template, dict) or load_response_template is None:
@@ -102,19 +102,19 @@ class LeanToolLoop(GRPOTrainer):
         rewards = self._settle_rewards(rewards)
         if self.on_rollouts is not None:
             model: Any = self.model
-            if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
+            if model.training and self.accelerator.num_processes == 1:  # else rows come from all processes
                 totals = total_rewards(rewards, self.reward_weights)
                 names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
-        """The rewards that count."""
+        """Return the rewards that count. A subclass may change them."""
         return rewards_B_F
 
 
 def _shown(content: Any) -> str:
-    """A tool's result as the template gets it: a text, the text of its parts, or what Python prints."""
+    """Return a tool's result as the template gets it: text, the text of its parts, or str()."""
     try:
         return str(text_of(content))
     except InnerError:
@@ -122,6 +122,6 @@ def _shown(content: Any) -> str:
 
 
 def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> list[float]:
-    """Σ over the functions of weight · reward, without those that are NaN; NaN where all are."""
+    """Return Σ of weight · reward over the functions, without NaN terms; NaN if all are NaN."""
     totals = (rewards_B_F * weights_F.to(rewards_B_F)).nansum(dim=1)
     return totals.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan).tolist()

@@ -1,1 +1,1 @@
-"""The tables of [inner], each setting declared once, with its bounds.  No torch here."""
+"""The tables of [inner]. Each declares its settings once, with bounds.  No torch here."""

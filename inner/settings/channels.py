@@ -1,4 +1,4 @@
-"""The weights and the knobs of the loss's three channels, and how they move: [inner.sdpo], [inner.replay].
+"""The settings of the loss's three channels, and how the weights change over a run: [inner.sdpo], [inner.replay].
 
     total(t) = grpo.weight · policy  +  α(t) · sdpo  +  β(t) · replay           t: the committed outer step
 
@@ -6,13 +6,13 @@
     β(t)   replay.weight ──▶ replay.weight_end      ▏ steps, then constant; without an end, constant from the start
     TAID   sdpo.taid_t_start ──▶ sdpo.taid_t_end   ╱
 
-A function of t alone, so all replicas that stand at t optimise the same thing, and a new session goes on where the run
-is.
+They depend on t alone. So all replicas at step t optimise the same loss, and a new session continues with the weights
+of the run's step.
 
-Not promised: that a weight means the same under another kernel: the scale of the divergence jumps at sdpo.jsd_beta = 0
+Not promised: that a weight has the same effect with another kernel. The divergence's scale jumps at sdpo.jsd_beta = 0
 and 1, and DPO's gradient grows with the length of the responses.
 
-No torch here: configs are written and read on machines that never train.
+No torch here: machines that never train also read and write configs.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from inner.settings.task import GrpoSettings, ScheduleSettings
 
 
 class ChannelError(InnerError, ValueError):
-    """The settings of the channels contradict themselves."""
+    """The settings of the channels contradict each other."""
 
 
 TEACHERS = ("round", "frozen", "ema", "live")
@@ -93,7 +93,7 @@ class SdpoSettings(Table):
 
     @property
     def may_collapse(self) -> bool:
-        """A model that follows itself at full weight: measured, reward .94 to 0."""
+        """Whether the model is its own teacher at full weight. In a measurement the reward fell from .94 to 0."""
         return self.teacher == "live" and max(self.weight, self.weight_end or 0) >= 1
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class ReplaySettings(Table):
 
 @dataclass(frozen=True)
 class ChannelSettings:
-    """policy_weight: [inner.grpo] weight.   weight_steps: [inner.schedule] weight_steps."""
+    """All three channels.   policy_weight: [inner.grpo] weight.   weight_steps: [inner.schedule] weight_steps."""
 
     policy_weight: float = 1.0
     sdpo: SdpoSettings = field(default_factory=SdpoSettings)
@@ -175,7 +175,7 @@ class ChannelSettings:
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """Make the settings from a trainer's keywords (inner/settings/flat_names.py), whose names errors use, too."""
+        """Make the settings from a trainer's keywords (inner/settings/flat_names.py). Errors use these names, too."""
         tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
         for name, value in keywords.items():
             table, key = CHANNEL_KEYWORDS[name]
@@ -198,7 +198,7 @@ class ChannelSettings:
                 values[name] = getattr(owners[table], key)
         return values
 
-    # the menu at a step
+    # the weights at outer step `step`
 
     def alpha_at(self, step: int) -> float:
         return linear_ramp(self.sdpo.weight, self.sdpo.weight_end, step, self.weight_steps)
@@ -238,7 +238,7 @@ class ChannelSettings:
             )
 
 
-# (condition, does it hold, the settings that are read nowhere else)
+# (condition, function that tests it, settings that are read only under it)
 READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, ...]], ...] = (
     (
         "inner.sdpo.weight or inner.sdpo.weight_end is above 0",
@@ -275,7 +275,7 @@ READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, 
 def refuse_unread(
     settings: Any, names: tuple[str, ...], *, is_read: bool, condition: str, error: type[InnerError] = ChannelError
 ) -> None:
-    """Raise `error` for the first of `names` that is not at its default, unless they are read here.
+    """Raise `error` for the first of `names` that is not at its default. Do nothing if `is_read`.
 
     names: "key" or "table.key", as attributes of `settings`.
     """
@@ -291,8 +291,8 @@ def refuse_unread(
 
 
 def highest_jsd_entry(beta: float) -> float:
-    """The largest summand that one vocabulary entry can have (inner/losses/divergence.py). For 0 < β < 1 it is convex
-    in both probabilities, so it is highest where one of them is 1 and the other 0; a KL has no bound."""
+    """Return the largest value of one vocabulary entry's term (inner/losses/divergence.py). For 0 < β < 1 the term is
+    convex in both probabilities: the maximum has one of them at 1, the other at 0. For β = 0 or 1 (KL): infinity."""
     return float("inf") if beta in (0, 1) else max(-beta * log(beta), -(1 - beta) * log(1 - beta))
 
 
@@ -301,7 +301,7 @@ CHANNEL_SETTINGS = tuple(
     for table in (SdpoSettings, ReplaySettings)
     for name in list_settings(table, f"{table.path}.")
 )
-# the keyword of a trainer -> (table, key): what a run.toml has, but the pairs, which a trainer takes as objects, too
+# a trainer's keyword -> (table, key). Replay's `pairs` is not here: a trainer also takes it as objects
 CHANNEL_KEYWORDS: dict[str, tuple[str, str]] = {
     flat: (table, key)
     for flat, dotted in FLAT_NAMES.items()
@@ -311,7 +311,7 @@ CHANNEL_KEYWORDS: dict[str, tuple[str, str]] = {
 
 
 def pop_channel_settings(options: dict[str, Any]) -> Mapping[str, Any]:
-    """The channel settings among keyword arguments, taken out of them."""
+    """Remove the channel settings from keyword arguments, and return them."""
     return {name: options.pop(name) for name in CHANNEL_KEYWORDS if name in options}
 
 
@@ -322,7 +322,7 @@ def linear_ramp(start: float, end: float | None, step: int, steps: int | None) -
 
 
 def _with_keywords(text: str) -> str:
-    """An error of a table, with the keywords that a caller from Python has written."""
+    """Return a table's error text with the trainer's keywords in place of the table's keys."""
     for flat, (table, key) in sorted(CHANNEL_KEYWORDS.items(), key=lambda item: -len(item[1][1])):
         text = text.replace(f"inner.{table}.{key}", flat)
     return text

@@ -1,9 +1,9 @@
-"""The name that a setting has outside its table, and where it stands in a run.toml.
+"""The name of a setting outside its table (as a keyword), and its place in a run.toml.
 
     alpha_sdpo = 0.1     a keyword of ComposerReplicationTrainer and compose_loss          (the channels' settings)
                          in [inner] of a run.toml: refused, "write weight in the table [inner.sdpo]"
 
-Not promised: that every setting has such a name; those that were made later stand in their tables alone.
+Not promised: that every setting has such a name; newer settings have only their place in a table.
 """
 
 from typing import Any
@@ -65,22 +65,22 @@ FLAT_NAMES: dict[str, str] = {
     "warm_start_steps": "toolworld.warm_start_steps",
 }
 
-# a setting that another one has taken the place of, and a remark about that one; no keyword has its name any more
+# a removed setting -> its replacement, and a note on it; no keyword has the old name any more
 GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
-# the same for one whose place a table has taken; dotted names
+# the same for a key that became a table; dotted names
 NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself"}
 
-# the user's own files: how `files`, run.json and errors call one ─▶ its setting
+# the user's files: the kind, by which `files`, run.json and errors name a file ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
 FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
-MODULES = "modules"  # a .zip of the modules beside the user's code that it imports (diloco/run/sibling_modules.py)
-EVAL = "eval"  # the same for the held-out prompts of [eval], which is not a part of [inner]
+MODULES = "modules"  # kind: a .zip of modules that the user's code imports (diloco/run/sibling_modules.py)
+EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
 
 
 def setting_of(kind: str, spelling: Any = None) -> str:
-    """Return the setting as a user writes it: "inner.rewards.function" for "reward", its table for "reward.exact".
+    """Return the setting as a user writes it: "reward" -> "inner.rewards.function", "reward.exact" -> its table.
 
-    spelling: the setting's value; rows may come from a task."""
+    spelling: the setting's value; it tells whether rows come from a file or a task."""
     if kind in (EVAL, "prompts") and is_task(spelling):
         return "eval.task" if kind == EVAL else "inner.data.task"
     if kind == EVAL:
@@ -91,5 +91,5 @@ def setting_of(kind: str, spelling: Any = None) -> str:
 
 
 def is_code(kind: str) -> bool:
-    """Whether it is Python, spelled "file.py:name"."""
+    """Whether files of this kind are Python, spelled "file.py:name"."""
     return kind.partition(".")[0] in ("reward", "environment", "process")

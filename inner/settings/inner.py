@@ -1,19 +1,19 @@
-"""The interface between the inner loop and its driver: a config, seeds, and seven members.
+"""The interface between the inner loop and the outer loop that drives it: a config, seeds, and InnerLoop's members.
 
-    InnerConfig   plain data, JSON in and out; the defaults are the ones we would run
-    Seeds         data (the order), start (where in it), noise (sampling)
+    InnerConfig   plain data, read from and written to JSON; the defaults are the values that we recommend
+    Seeds         data (the order), start (the first inner step), noise (sampling)
     InnerLoop     model · optimizer · train(stop) · pop_metrics() · sample(n) · follow(step, θ) · report_to(host)
                   one inner step = one optimizer step
 
         build_inner ──▶ loop.train(stop) ──▶ optimizer.step() · stop()? · optimizer.step() · stop()! ──▶ returns
                                              └ hooks on loop.optimizer may read and rewrite loop.model here
 
-The loop calls `stop` after every inner step. An exception of a hook leaves `train` unchanged.
+The loop calls `stop` after every inner step. `train` does not catch exceptions of hooks.
 
-Not promised: that `stop` is asked between generation boundaries only; a driver that wants whole generations counts in
+Not promised: that the loop calls `stop` only between generations. A driver that wants whole generations counts in
 multiples of `boundary`.
 
-No torch here: configs are written and read on machines that never train.
+No torch here: machines that never train also read and write configs.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ BUILT_IN_MODELS = ("toolworld", "tiny")
 OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 AUTOCAST = ("auto", "bfloat16", "off")
-BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # two names of one thing in TRL
+BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
 
-# "reward", or "reward.NAME" of several | "environment" | "prompts" | "pairs" | "process" | … -> the user's file, here
+# kind ("reward", "reward.NAME", "environment", "prompts", "pairs", "process", …) -> the user's file on this machine
 Files = Mapping[str, Path]
-Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by parameter name
+Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # yields the committed θ by parameter name
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """`data` fixes the order of the data, `start` is the first inner step to run in that order, `noise` the sampling.
+    """`data` fixes the order of the data, `start` the first inner step of this session, `noise` the sampling.
 
-    Two sessions of one slot have the same `data`; the second starts where the first stopped, with other noise.
+    Sessions of one slot share `data`. Each starts at the inner step where the last one stopped, with another `noise`.
     share: the part of prompts and pairs that this replica reads; None: all of them, in the order of `data`."""
 
     data: int
@@ -86,7 +86,7 @@ class Seeds:
 class InnerConfig(Table):
     """The model, the optimizer and the batches of one replica's loop.
 
-    `None` means: the value we would run for this model (see the properties).
+    None: the recommended value for this model (see the properties).
     """
 
     path: ClassVar[str] = "inner"
@@ -144,7 +144,7 @@ class InnerConfig(Table):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, with the engine's dtype also where it is the weights' own."""
+        """Return the settings as plain data. The engine's dtype is written even if it is that of the weights."""
         values = super().to_dict()
         if self.vllm is not None:
             values["vllm"]["dtype"] = self.engine_dtype
@@ -152,12 +152,12 @@ class InnerConfig(Table):
 
     @property
     def engine_dtype(self) -> str | None:
-        """The dtype that vLLM computes in; None without it."""
+        """The dtype in which vLLM computes; None without vLLM."""
         return None if self.vllm is None else self.vllm.dtype or self.dtype
 
     @property
     def channels(self) -> ChannelSettings:
-        """The weights of the three channels, and how two of them are computed.   Raises ChannelError."""
+        """The settings of the three channels.   Raises ChannelError."""
         return ChannelSettings(self.grpo.weight, self.sdpo, self.replay, self.schedule.weight_steps)
 
     @property
@@ -176,23 +176,23 @@ class InnerConfig(Table):
 
     @property
     def generation_steps(self) -> int:
-        """Micro-batches that one generation serves before TRL generates anew."""
+        """How many micro-batches train on one generation before TRL generates again."""
         stale = find_objective(self.grpo.objective).stale if self.grpo.num_iterations == 1 else 1
         return self.grpo.num_iterations * (self.grpo.steps_per_generation or stale * self.gradient_accumulation_steps)
 
     @property
     def generation_size(self) -> int:
-        """Completions that one generation makes: whole groups of num_generations, scored together."""
+        """How many completions one generation makes: whole groups of num_generations, scored together."""
         return self.batch_size * (self.generation_steps // self.grpo.num_iterations)
 
     @property
     def objective_settings(self) -> dict[str, Any]:
-        """The objective's settings as this run has them.   Raises ObjectiveError."""
+        """The objective's settings, with this run's overrides.   Raises ObjectiveError."""
         return po_settings(self.grpo.objective, {**self.trl, **self.grpo.overrides})
 
     @property
     def compares_with_start(self) -> bool:
-        """Whether the loss needs θ₀ all along: the reference of DPO, a KL term, a frozen teacher, a process head."""
+        """Whether the loss needs θ₀ during the whole run: DPO's reference, KL term, frozen teacher, process head."""
         if self.loop != "supervised" and self.objective_settings.get("beta"):
             return True
         if self.process is not None and self.process.head is not None:
@@ -202,16 +202,16 @@ class InnerConfig(Table):
 
     @property
     def boundary(self) -> int:
-        """Inner steps from one fresh generation to the next."""
+        """How many inner steps lie between two generations."""
         if self.loop == "supervised":
             return 1
         return max(1, self.generation_steps // self.gradient_accumulation_steps)
 
     @property
     def named_files(self) -> dict[str, Any]:
-        """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …
+        """Kind -> the user's file as the config names it: "reward" or "reward.NAME", "environment", "prompts", …
 
-        A str; of "prompts" perhaps a list of them, or a task."""
+        Values are str; that of "prompts" may be a list of files, or a task."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
         named = {kind: getattr(getattr(self, table), key, None) for kind, (table, _, key) in parts.items()}
         named["prompts"] = self.data.source
@@ -219,32 +219,32 @@ class InnerConfig(Table):
 
     @property
     def own_code(self) -> str:
-        """The user's code, for a message about it: the rewards, the environment, or the process reward."""
+        """The user's code as messages name it: the rewards, else the environment, else the process reward."""
         process = self.process.function if self.process is not None else None
         return ", ".join(self.rewards.lines.values()) or self.sampling.environment or process or ""
 
     @property
     def scoring_task(self) -> str | None:
-        """The task whose own scorer is the reward: there is one, and the config names no reward."""
+        """The task whose own scorer is the reward, if the config names a task and no reward; else None."""
         return None if self.rewards.lines else self.data.task
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make the config from a table.   Raises InnerError, for an unknown key with the nearest one of all tables."""
+        """Make the config from a dict.   Raises InnerError; for an unknown key it names the most similar known one."""
         refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
         return cls(**values)
 
     def check(self) -> None:
-        """Raise InnerError if settings contradict each other, before anything is downloaded or rented."""
+        """Raise InnerError if settings contradict each other. It runs before any download or rental."""
         if self.dtype == "float16":
             raise InnerError(FLOAT16.format('inner.dtype = "float16"'))
         if self.dtype not in DTYPES:
             raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
-        self.channels  # noqa: B018  (it checks itself)
+        self.channels  # noqa: B018  (it raises if invalid)
         check_trl(self.trl)
         if self.rewards.functions and "reward_weights" in self.trl:
             raise InnerError(
-                f"inner.trl.reward_weights = {self.trl['reward_weights']} stands beside [inner.rewards.functions], "
+                f"inner.trl.reward_weights = {self.trl['reward_weights']} is set beside [inner.rewards.functions], "
                 "which has the weights. Leave inner.trl.reward_weights out."
             )
         _check_reward_weights(self)
@@ -257,7 +257,7 @@ class InnerConfig(Table):
         self._check_unread()
 
     def _check_unread(self) -> None:
-        """Settings that this run would never read, as check_channels does for those of the channels."""
+        """Raise InnerError for settings that this run never reads. (check_channels does it for the channels.)"""
         unread = partial(refuse_unread, self, error=InnerError)
         unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='inner.loop = "grpo"')
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
@@ -310,7 +310,7 @@ class InnerConfig(Table):
                 f"inner.gradient_accumulation_steps = {ga} do not divide each other, so generations would end inside "
                 "an inner step. Make one a multiple of the other."
             )
-        self.objective_settings  # noqa: B018  (it checks itself)
+        self.objective_settings  # noqa: B018  (it raises if invalid)
         self._check_vllm()
         self._check_batching()
         self._check_process()
@@ -318,7 +318,7 @@ class InnerConfig(Table):
             self._check_own_task()
 
     def _check_batching(self) -> None:
-        """TRL 1.16 casts the whole model to bfloat16 for its generation then, and never back."""
+        """Refuse BATCHING: to generate, TRL 1.16 casts the whole model to bfloat16, and never back."""
         asked = [name for name in BATCHING if self.trl.get(name)]
         if asked and self.dtype == "float32" and self.autocast != "off":
             raise InnerError(
@@ -357,7 +357,7 @@ class InnerConfig(Table):
             )
 
     def _check_groups(self) -> None:
-        """TRL scores a whole generation at once, so it is the generation that must hold whole groups."""
+        """Raise InnerError unless a generation holds whole groups: TRL scores a whole generation at once."""
         group = self.sampling.num_generations
         if self.generation_size % group == 0:
             return
@@ -414,7 +414,7 @@ class InnerConfig(Table):
 
 
 def _check_reward_weights(config: InnerConfig) -> None:
-    """TRL wants one for each function; an environment's get_reward has none."""
+    """Require one weight per reward function, as TRL does. An environment's get_reward has no weight."""
     weights = config.trl.get("reward_weights")
     own = config.scoring_task is not None or config.model == "toolworld"
     functions = len(config.rewards.lines) or int(own)
@@ -443,27 +443,27 @@ WORLD_ONLY = _keys_of(ToolworldSettings)
 
 
 def lr_factor(config: InnerConfig, step: int, replicas: int) -> float:
-    """Return the factor of the learning rate at outer step `step`, where the newest one averaged `replicas`."""
+    """Return the learning rate's factor at outer step `step`, if the newest commit averages `replicas` replicas."""
     way = config.schedule.lr_replicas or ("sqrt" if config.lora is None else "constant")
     return config.schedule.lr_factor(step) * LR_REPLICAS[way](max(1, replicas))
 
 
 class InnerLoop(Protocol):
-    """The members that a driver may use. `optimizer` is the raw torch optimizer: drivers register their hooks there."""
+    """The members that a driver may use. `optimizer` is the raw torch optimizer, for drivers' hooks."""
 
     model: nn.Module
     optimizer: Optimizer
     boundary: int
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
-        """Give the loop access to the run: its committed outer step, θ of that step by parameter name, and how many
-        replicas' pseudogradients that step averaged.
+        """Connect the loop to the run. `step` returns the committed outer step; `theta` yields that step's θ by
+        parameter name; `replicas` returns how many replicas' pseudogradients that step averaged.
 
         The loop calls them when it needs them."""
         ...
 
     def start_at(self, inner_step: int) -> None:
-        """Set the place in the order of the data, before `train`."""
+        """Set the first inner step in the order of the data. Call it before `train`."""
         ...
 
     def report_to(self, host: Host) -> None:
@@ -471,13 +471,13 @@ class InnerLoop(Protocol):
         ...
 
     def train(self, stop: Callable[[], bool]) -> None:
-        """Run inner steps until `stop()` is true."""
+        """Run inner steps until `stop()` returns True."""
         ...
 
     def pop_metrics(self) -> dict[str, float]:
-        """Means since the last pop_metrics; "samples" is a count since then."""
+        """Return means since the last pop_metrics; "samples" is a count."""
         ...
 
     def sample(self, n: int) -> dict[str, Any]:
-        """Return n or fewer of the rollouts since the last sample, as plain data; {} where there are none."""
+        """Return at most n of the rollouts since the last sample, as plain data; {} if there are none."""
         ...

@@ -1,11 +1,11 @@
-"""[inner.lora]: an adapter is trained, synchronised and snapshotted, and the base model stays as it is.
+"""[inner.lora]: the run trains, synchronises and snapshots an adapter. The base model stays unchanged.
 
     W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
 
-Averaging A and B apart is not averaging B A (decision 036): with `freeze_a` A stays as it was drawn, and
-the mean of the products is the product of the means.
+The average of B A is not the product of the averages of A and B (decision 036). With `freeze_a`, A keeps its random
+start values, and then the two are equal.
 
-Not promised: quantised bases, or other adapters than LoRA.  No torch here.
+Not promised: quantised base models, or adapters other than LoRA.  No torch here.
 """
 
 from dataclasses import dataclass
@@ -51,5 +51,5 @@ class LoraSettings(Table):
 
     @property
     def names(self) -> list[str]:
-        """The layers that are named; [] for all of them."""
+        """The names of the adapted layers; [] means all linear layers."""
         return [] if isinstance(self.targets, str) else list(self.targets)

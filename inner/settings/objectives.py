@@ -1,21 +1,20 @@
-"""The menu of policy-gradient objectives, each a preset over TRL's knobs.
+"""The menu of policy-gradient objectives. Each is a preset of TRL's settings.
 
     r = π / π_old per token    s = exp(mean_t log r) per sequence    A = (R - mean of the group) / scale
 
     make_po_config("gspo", learning_rate=1e-6)                inner/settings/poconfig.py
-        │ fixed      loss_type, importance_sampling_level, …    what makes it GSPO: another value is refused
-        │ values     epsilon = 3e-4, …                          the paper's, yours to change
+        │ fixed      loss_type, importance_sampling_level, …    they define GSPO: another value raises an error
+        │ values     epsilon = 3e-4, …                          the paper's; you can change them
         │ stale      4 steps per generation                     without it r = 1, and GSPO is GRPO
-        └▶ POConfig  a GRPOConfig that holds all this, or an error; never a preset that did not apply
+        └▶ POConfig  a GRPOConfig with all these values, or an error if it has others
 
-An on-policy run (num_iterations = 1, and a generation serves no more than one inner step) has r = 1 everywhere: clip
-ranges, caps and the sequence ratio do nothing. Where that takes an objective's point away, we say so, with the knob.
+In an on-policy run (num_iterations = 1, and each generation serves at most one inner step), r = 1 everywhere. Then
+clip ranges, caps and the sequence ratio do nothing. If an objective depends on them, a warning names the settings.
 
-Not promised: papers' results, or their batch sizes and lengths; and TRL's own GRPOTrainer knows neither gmpo (it stops
-at its first loss) nor `dynamic_sampling` and `soft_overlong_tokens` (it passes them over): those are
-ComposerReplicationTrainer's.
+Not promised: the papers' results, batch sizes or lengths. TRL's own GRPOTrainer does not know gmpo (it stops at the
+first loss) and ignores `dynamic_sampling` and `soft_overlong_tokens`: only ComposerReplicationTrainer implements these.
 
-No torch here: the menu is read on machines that never train.
+No torch here: machines that never train also read the menu.
 """
 
 from collections.abc import Mapping
@@ -26,18 +25,18 @@ from typing import Any
 from inner.errors import InnerError
 
 SCALE_REWARDS = ("batch", "group", "none")
-NEVER_CLIPS = 0.05  # a sequence's ratio is a mean over its tokens: it moves by thousandths
-RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # they act on π / π_old only
+NEVER_CLIPS = 0.05  # epsilon; s is a mean over tokens and changes by thousandths
+RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # they act only on π / π_old
 
 
 class ObjectiveError(InnerError, ValueError):
-    """The settings are not the objective they are called."""
+    """The settings do not match the objective's name."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """ratio: the knobs whose work is the objective's point, and which need π ≠ π_old.   ignores: knobs it never reads.
-    stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what is left where π = π_old."""
+    """One objective.   ratio: the knobs that distinguish it and need π ≠ π_old.   ignores: knobs it never reads.
+    stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what the objective becomes if π = π_old."""
 
     title: str
     paper: str
@@ -196,7 +195,7 @@ def find_objective(name: str) -> Objective:
 
 
 def po_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings with the overrides applied, checked. None as an override is the preset's value."""
+    """Return the preset's settings with the overrides, checked. An override of None keeps the preset's value."""
     preset = find_objective(name)
     given = {k: v for k, v in overrides.items() if v is not None}
     if "scale_rewards" in given:  # TRL takes booleans, too
@@ -219,7 +218,7 @@ def _refuse_unread(name: str, preset: Objective, knob: str) -> None:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise ObjectiveError if `settings` are not those of the objective `name`."""
+    """Raise ObjectiveError if `settings` do not match the objective `name`."""
     preset = find_objective(name)
     scale = settings.get("scale_rewards")
     if scale not in SCALE_REWARDS:
@@ -260,18 +259,18 @@ def _refuse_other_objective(name: str, preset: Objective, settings: Mapping[str,
     )
 
 
-# Inert or not
+# Which knobs do nothing
 
 
 def exactly_on_policy(settings: Mapping[str, Any]) -> bool:
-    """Whether π = π_old in every loss: each generation is used up within one inner step."""
+    """Whether π = π_old in every loss: one inner step uses up each generation."""
     accumulated = settings.get("gradient_accumulation_steps") or 1
     served = (settings.get("steps_per_generation") or accumulated) * (settings.get("num_iterations") or 1)
     return accumulated % served == 0
 
 
 def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """The knobs that do nothing in a run with these settings, of those that the objective or the user counts on."""
+    """Return the knobs without effect in a run with these settings, among those of the objective and of the user."""
     if not exactly_on_policy(settings):
         return ()
     counted = [*find_objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
@@ -290,9 +289,9 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
 
 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
-    """Describe every objective: formula, knobs, when, and the knobs inert under these settings (default: on-policy).
+    """Describe every objective: formula, knobs, when to use it, and the knobs without effect under these settings.
 
-    `settings`: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing is the preset's."""
+    settings: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing: the preset's."""
     here = {k: v for k, v in (settings or {}).items() if v is not None}
     return "\n\n".join(_menu_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
 

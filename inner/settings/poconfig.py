@@ -1,13 +1,13 @@
-"""TRL's GRPOConfig that knows which objective it is.
+"""TRL's GRPOConfig with the name of its objective.
 
     POConfig(GRPOConfig)
-        objective              a name of the menu (inner.settings.objectives); the fields must hold it
-        dynamic_sampling       further generations at most, per batch, to replace groups whose rewards all agree; 0 off
+        objective              a name of the menu (inner.settings.objectives); the other fields must match it
+        dynamic_sampling       most further generations per batch, to replace groups with equal rewards; 0: off
         soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0 off   (DAPO, eq. 13)
 
-Every config is checked when it is made.
+POConfig checks itself when it is made.
 
-Not promised: that TRL's own trainers read the three; ComposerReplicationTrainer does.
+Not promised: that TRL's own trainers read these three; ComposerReplicationTrainer does.
 """
 
 import warnings
@@ -47,8 +47,8 @@ class POConfig(GRPOConfig):
 
 
 def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:
-    """A POConfig (TRL's GRPOConfig and three fields) that holds the objective, with `overrides` on any setting that
-    does not make it another one. Warns where the run leaves the objective without effect."""
+    """Return a POConfig (TRL's GRPOConfig and three fields) of the objective with `overrides`. Raises ObjectiveError
+    if they make it another objective. Warns if the objective has no effect in this run."""
     known = POConfig.__dataclass_fields__
     if unknown := sorted(set(overrides) - set(known)):
         near = get_close_matches(unknown[0], known, n=1)
@@ -68,7 +68,7 @@ def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:
 
 
 def make_dr_grpo_config(**overrides: Any) -> POConfig:
-    """Dr. GRPO, the default objective."""
+    """Return the config of Dr. GRPO, the default objective."""
     return make_po_config("dr_grpo", **overrides)
 
 

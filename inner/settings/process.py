@@ -1,14 +1,14 @@
 """[inner.process]: scores of single turns, beside the reward of the whole rollout.
 
-    A_t  =  A  +  weight · Σ z_k        z_k: the score of turn k, against the k-th turns of the same prompt
+    A_t  =  A  +  weight · Σ z_k        z_k: turn k's score, normalised over the k-th turns of the same prompt
 
-    credit = "turn"     over the turn that token t lies in
-    credit = "rest"     over that turn and all behind it
+    credit = "turn"     Σ over the turn that contains token t
+    credit = "rest"     Σ over that turn and all later turns
 
     function = "process.py:score"       the user's own: rollouts -> a score per turn
     head = "head.safetensors"           a head that `train_process_head` trained on traces
 
-Not promised: that a higher score from teachers leads to a higher reward.  The model learns to raise the score.
+Not promised: that higher scores from teachers lead to a higher reward.  The model learns to raise the score.
 No torch here.
 """
 
@@ -20,8 +20,8 @@ from inner.errors import InnerError
 from inner.settings.tables import Table, setting
 
 CREDITS = ("turn", "rest")
-HEAD_FORM = "process head 1"  # in the metadata of a head's file
-WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # TRL's loss types with one advantage for a rollout, by their formula
+HEAD_FORM = "process head 1"  # file format, in the metadata of a head's file
+WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # loss types whose formula has one advantage per rollout
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class ProcessSettings(Table):
 
 
 def read_head_width(path: Path) -> int:
-    """D, the width of the states that a head reads, from its file's header.
+    """Return D, the width of the hidden states that a head reads, from its file's header.
 
-    Raises InnerError for a file that is not a head's.
+    Raises InnerError if the file does not hold a head.
     """
     from safetensors import SafetensorError, safe_open
 

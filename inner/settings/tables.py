@@ -1,14 +1,14 @@
-"""A table of the config: one frozen dataclass, whose fields are the only declaration of its settings.
+"""A table of the config is one frozen dataclass. Its fields are the only declaration of its settings.
 
     weight: float = setting(0.0, "Weight of the distillation; 0 is off.", least=0)
-      │       │             │     │                                          └ bounds ─▶ checked when one is made
+      │       │             │     │                                          └ bounds ─▶ checked at construction
       │       │             │     └ a sentence ────────────────────────────────────────▶ docs/configuration.md
-      │       └ type ───────┴ default                                        an int does for a float, a bool does not
+      │       └ type ───────┴ default                                        a float may be an int, not a bool
       └ name ─▶ run.toml, run.json, `--set`
 
-    list_settings(RunConfig) ─▶ {"inner.sdpo.weight": …}   every setting by its dotted name, for did-you-mean
+    list_settings(RunConfig) ─▶ {"inner.sdpo.weight": …}   every setting by its dotted name, for "did you mean"
 
-Not promised: contradictions between settings; the class that holds both has a `check` for those.  No torch here.
+Not promised: contradictions between settings. The class with both settings checks them in `check`.  No torch here.
 """
 
 import math
@@ -25,12 +25,12 @@ from typing import Any, ClassVar, Self
 from inner.errors import InnerError
 from inner.settings.trl import ALIASES, instead_in_words
 
-SLIP = 0.85  # likeness of a key that was mistyped to the one that was meant
+SLIP = 0.85  # minimal similarity of a mistyped key to a key elsewhere
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """least ≤ value ≤ most, above < value < below, value among one_of.   None as a value is always within them."""
+    """Limits: least ≤ value ≤ most, above < value < below, value in one_of.   None is always allowed."""
 
     least: float | None = None
     above: float | None = None
@@ -39,7 +39,7 @@ class Bounds:
     one_of: tuple[str, ...] = ()
 
     def find_fault(self, value: Any) -> str:
-        """Return "" or, for a value outside of the bounds, the bounds in words."""
+        """Return the bounds in words for a value outside them, else ""."""
         if self.one_of:
             return "" if value in self.one_of else f"is not known. Use one of: {', '.join(self.one_of)}"
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -49,7 +49,7 @@ class Bounds:
             (self.most, le, "at most {:g}"), (self.below, lt, "below {:g}"),
         )  # fmt: skip
         asked = [(limit, holds, words) for limit, holds, words in limits if limit is not None]
-        finite = isinstance(value, int) or math.isfinite(value)  # an int of 400 digits is not a float
+        finite = isinstance(value, int) or math.isfinite(value)  # isfinite fails on an int of 400 digits
         if not asked or (finite and all(holds(value, limit) for limit, holds, _ in asked)):
             return ""
         return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
@@ -65,7 +65,7 @@ def setting(
     below: float | None = None,
     one_of: tuple[str, ...] = (),
 ) -> Any:
-    """A field of a table.   default: a value, or a class that makes one."""
+    """Declare a field of a table.   default: a value, or a class that is called for it."""
     metadata = {"sentence": sentence, "bounds": Bounds(least, above, most, below, one_of)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -74,7 +74,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Table:
-    """path: the table's name in a run.toml.   error: raised for a value that cannot be."""
+    """A table.   path: its name in a run.toml.   error: the exception for an invalid value."""
 
     path: ClassVar[str] = ""
     error: ClassVar[type[Exception]] = InnerError
@@ -84,14 +84,14 @@ class Table:
         for f in fields(self):
             name = f"{self.path}.{f.name}" if self.path else f.name
             value = as_type(getattr(self, f.name), hints[f.name], name, self.error)
-            object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
+            object.__setattr__(self, f.name, value)  # in its declared type: 1 becomes 1.0
             bounds: Bounds = f.metadata.get("bounds", Bounds())
             if value is not None and (fault := bounds.find_fault(value)):
                 raise self.error(f"{name} = {_shown(value)} {fault}. Set {name}.")
         self.check()
 
     def check(self) -> None:
-        """Contradictions between the table's settings.  Raises its error."""
+        """Raise `error` if settings of the table contradict each other."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -106,7 +106,7 @@ class Table:
 
 
 def _shown(value: Any) -> str:
-    """Return the value in a message; Python refuses to write an int of some thousands of digits."""
+    """Return the value as text for a message. Python refuses to print an int of thousands of digits."""
     huge = isinstance(value, int) and value.bit_length() > 256
     return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
@@ -117,7 +117,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def as_type(value: Any, hint: Any, name: str, error: type[Exception]) -> Any:
-    """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
+    """Convert the value to its declared type. A float may be any real number (numpy's, too), but not a bool."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if isinstance(value, Mapping) and (table := table_class(hint)) is not None:
         return table.from_dict(value)
@@ -134,7 +134,7 @@ def as_type(value: Any, hint: Any, name: str, error: type[Exception]) -> Any:
 
 
 def table_class(hint: Any) -> type[Table] | None:
-    """The table that a field of this type holds; None for a plain setting."""
+    """Return the table class that a field of this type holds; None for a plain setting."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)  # type: ignore[return-value]
 
@@ -142,7 +142,7 @@ def table_class(hint: Any) -> type[Table] | None:
 def _as_float(value: numbers.Real) -> float:
     try:
         return float(value)
-    except OverflowError:  # an int of 400 digits: as much out of range as infinity
+    except OverflowError:  # an int of 400 digits: out of range, like infinity
         return math.inf
 
 
@@ -151,7 +151,7 @@ def _as_float(value: numbers.Real) -> float:
 
 @cache
 def list_settings(cls: type, prefix: str = "") -> Mapping[str, Field[Any]]:
-    """Dotted name -> field, of every setting in this table and those below it."""
+    """Return dotted name -> field of every setting in this table and in those below it."""
     found: dict[str, Field[Any]] = {}
     for f in fields(cls):
         below = table_class(field_types(cls)[f.name])
@@ -175,10 +175,10 @@ def refuse_unknown(
     known: Iterable[str] = (),
     moved: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Raise `error` for the first key in `raw` that is not a setting, with the nearest one of all tables.
+    """Raise `error` for the first key in `raw` that is not a setting. The text names the most similar known key.
 
-    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name or [table], and
-    perhaps a blank and a remark.
+    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted new name or [table],
+    then optionally a space and a note.
     """
     if prefix is None:
         prefix = f"{cls.path}." if issubclass(cls, Table) and cls.path else ""
@@ -216,8 +216,8 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
 
 
 def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
-    """Return the same key in another table, else the likeliest in this one, else a key of any table that is a slip of
-    the fingers away; old names count as well."""
+    """Return a guess: the same key in another table, else the most similar key of this table, else a key of any table
+    that differs by a typing error. Old names count, too. "" if there is none."""
     same = [n for n in known if n.rpartition(".")[2] == key]
     near_by = [n for n in same if n == f"inner.trl.{key}"]
     near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]

@@ -1,10 +1,10 @@
-"""The tables of [inner] beside those of the channels: data, sampling, rewards, objective, schedule.
+"""The tables of [inner] except those of the channels: data, sampling, rewards, objective, schedule.
 
     [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
-         └ text ──▶ next-token loss                    [inner.toolworld]: all of it built in
-    [inner.schedule]    what moves with the committed outer step
+         └ text ──▶ next-token loss                    [inner.toolworld]: a built-in task
+    [inner.schedule]    values that change with the committed outer step
 
-Not promised: that a sentence here says all there is to say of a setting; docs/channels.md and `diloco objectives` do.
+Not promised: a full description of each setting here; docs/channels.md and `diloco objectives` say more.
 No torch here.
 """
 
@@ -61,7 +61,7 @@ class ScheduleSettings(Table):
             )
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor of inner.lr at committed outer step `step`."""
+        """Return the factor by which inner.lr is multiplied at committed outer step `step`."""
         rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
         if self.lr_shape == "constant" or self.lr_steps is None:
             return rise
@@ -114,22 +114,22 @@ class DataSettings(Table):
 
     @property
     def source(self) -> str | list[str] | None:
-        """Source of the prompts, as the config names it: files, datasets, or a task."""
+        """The prompts' source as the config names it: files, datasets, or a task."""
         return self.task if self.prompts is None else self.prompts
 
     @property
     def task_spec(self) -> TaskSpec:
-        """Spec of the task's rows; read it only where there is a task."""
+        """The task's spec. Read it only if `task` is set."""
         return TaskSpec(str(self.task), self.task_size, self.task_seed, self.task_options)
 
 
 def is_one_file(prompts: str | list[str]) -> bool:
-    """Whether it is one file, which can be read as it stands: not several, none of the Hub, no task."""
+    """Whether `prompts` is a single local file: not several, not on the Hub, not a task."""
     return isinstance(prompts, str) and not prompts.startswith("hub:") and not is_task(prompts)
 
 
 def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
-    """Raise InnerError for a task without a name, beside prompts, or in their place.   table: "inner.data"."""
+    """Raise InnerError for a task that has no name, or that is set beside or in `prompts`.   table: "inner.data"."""
     if task is not None and prompts:
         raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
     check_spelling(f"{table}.task", task)
@@ -138,7 +138,7 @@ def check_task(table: str, prompts: str | list[str] | None, task: str | None) ->
 
 
 def check_sources(name: str, prompts: str | list[str] | None) -> None:
-    """Raise InnerError for a list without names, or with anything else in it."""
+    """Raise InnerError for an empty list, or one with other values than names."""
     if isinstance(prompts, list) and not (prompts and all(isinstance(one, str) and one for one in prompts)):
         raise InnerError(f'{name} = {prompts!r} must name files or datasets. Write ["a.jsonl", "b.parquet"].')
 
@@ -208,14 +208,14 @@ class RewardSettings(Table):
     def lines(self) -> dict[str, str]:
         """Kind -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
 
-        By the functions' names, which are the same on every machine, wherever the files lie; by a reward model's."""
+        Sorted by the name of the function or model. So the order is the same on every machine."""
         if self.function is not None:
             return {"reward": self.function}
         return {f"reward.{reward_name(s)}": s for s in sorted(self.functions, key=reward_name)}
 
     @property
     def named(self) -> dict[str, str]:
-        """The lines that name a function in a file of the user's."""
+        """The lines that name a function in a file of the user."""
         return {kind: spelling for kind, spelling in self.lines.items() if not spelling.startswith("hub:")}
 
     @property
@@ -230,17 +230,17 @@ class RewardSettings(Table):
 
 
 def entry_point(spelling: str) -> str:
-    """ "rewards.py:exact" -> "exact"; a data file has none."""
+    """Return the part after the colon: "rewards.py:exact" -> "exact"; "" for a data file."""
     return spelling.rpartition(":")[2] if ":" in spelling else ""
 
 
 def reward_name(spelling: str) -> str:
-    """Return the reward's name in logs: "exact" of "rewards.py:exact", "judge-1b" of "hub:me/judge-1b@v2"."""
+    """Return the reward's name in logs: "rewards.py:exact" -> "exact", "hub:me/judge-1b@v2" -> "judge-1b"."""
     return reward_model_parts(spelling)[0].rpartition("/")[2] if spelling.startswith("hub:") else entry_point(spelling)
 
 
 def reward_model_parts(spelling: str) -> tuple[str, str]:
-    """ "hub:OWNER/NAME[@REVISION]" -> "OWNER/NAME", the revision or "".   Raises InnerError."""
+    """Split "hub:OWNER/NAME[@REVISION]" -> "OWNER/NAME" and the revision or "".   Raises InnerError."""
     found = _REWARD_MODEL.fullmatch(spelling)
     if found is None:
         raise InnerError(
@@ -306,7 +306,7 @@ class GrpoSettings(Table):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The objective's settings that the run overrides."""
+        """The objective's settings that this run overrides."""
         return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
 
 

@@ -1,9 +1,9 @@
-"""[inner.trl]: settings of TRL's GRPOConfig that no other key of the run sets, checked without importing TRL.
+"""[inner.trl]: settings of TRL's GRPOConfig that have no other key in the run; checked without importing TRL.
 
-    name ─▶ in TRL_FIELDS?  no: the nearest one          ─▶ does the run set it itself?  yes: the key to use instead
+    name ─▶ in TRL_FIELDS?  no: error with a similar name ─▶ does the run set it?  yes: error with the key to use
          ─▶ of the type that TRL declares?               ─▶ GRPOConfig(**…)
 
-Not promised: that TRL accepts every value of the type; a word that it does not know fails where the trainer is built.
+Not promised: that TRL accepts every value of the type. TRL may refuse a string when the trainer is built.
 No torch here.
 """
 
@@ -72,7 +72,7 @@ _INSTEAD = {
         "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
     ),
 }  # fmt: skip
-# a setting of TRL -> what sets it in a run
+# TRL's setting -> the key that sets it in a run
 OWNED: dict[str, str] = {
     **{name: f"inner.{name}" for name in _SAME},
     **{name: f"inner.sampling.{name}" for name in _SAMPLING},
@@ -109,10 +109,10 @@ _ELSEWHERE = {
     "nothing: no prompt is cut; leave rows that are too long out of the file": ("max_prompt_length",),
     "nothing: weights are trained as they are; [inner.lora] needs little memory": ("load_in_4bit", "load_in_8bit"),
 }  # fmt: skip
-# the same of names that older TRLs, PEFT and other trainers have
+# the same for names from older TRLs, PEFT and other trainers
 ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
-ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read beside [inner.vllm] alone
+ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
 def check_trl(values: Mapping[str, Any]) -> None:
@@ -143,13 +143,13 @@ def check_trl(values: Mapping[str, Any]) -> None:
 
 
 def instead_in_words(instead: str) -> str:
-    """Return the end of an error message: the key to use in place of another trainer's, or why to leave that out."""
+    """Return the end of an error message: the key to use instead, or why to leave the setting out."""
     nothing, _, why = instead.partition("nothing: ")
     return f". Use {instead}" if nothing else f". Leave it out: {why}"
 
 
 def _is_of_type(value: Any, options: list[str]) -> bool:
-    """Whether the value has one of these types.  An int is accepted as a float, a bool as neither of them."""
+    """Whether the value has one of these types.  An int is accepted as a float; a bool is neither int nor float."""
     if isinstance(value, Mapping):
         return "dict" in options
     if type(value).__name__ in options:

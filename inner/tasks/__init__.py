@@ -1,1 +1,1 @@
-"""Tasks out of packages: prompts that a package makes, and its own scorer as the reward (docs/data.md)."""
+"""Tasks from packages: a package makes the prompts, and its scorer is the reward (docs/data.md)."""

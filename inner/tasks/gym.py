@@ -1,14 +1,14 @@
-"""reasoning-gym: 106 procedural datasets, each with a scorer of its own.
+"""reasoning-gym: 106 procedural datasets, each with its own scorer.
 
     row i = create_dataset(name, seed = 1,000,000 · task_seed, size, **options)[i]
 
-The package seeds row i with seed + i, so that neighbouring seeds share all rows but one; a million lies between ours.
+The package seeds row i with seed + i, so neighbouring seeds share all rows but one. Ours are a million apart.
 
-    entry: the package's whole row as a Python literal, which keeps its tuples (JSON does not, and two datasets score
-           otherwise without them)
+    entry: the package's whole row as a Python literal. It keeps tuples, which JSON does not; two datasets score
+           differently without them
     reply ── the last <answer>…</answer>, else all of it ──▶ score_answer(answer, entry)
 
-Not promised: `composite`, whose options are objects of the package.
+Not promised: `composite`, because its options are objects of the package.
 """
 
 import ast
@@ -20,14 +20,14 @@ from typing import Any
 from inner.errors import InnerError
 from inner.tasks.spec import TaskSpec
 
-SPREAD = 1_000_000  # rows of one seed, before those of the next begin
-FURTHER = 10  # times the size: rows that are looked at where some may not be used
+SPREAD = 1_000_000  # distance between the package seeds of two task seeds
+FURTHER = 10  # times the size: most rows to make, because some may be left out
 GALLERY = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
 OURS = {"seed": "task_seed", "size": "task_size"}
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
-    """More than spec.size of them, where the dataset has more.   Raises InnerError."""
+    """Yield the dataset's rows, more than spec.size if it has more.   Raises InnerError."""
     dataset = _open_dataset(spec)
     for index in range(FURTHER * spec.size):
         try:
@@ -41,7 +41,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """-> (replies, entries) -> a score each."""
+    """Return a function (replies, entries) -> one score each."""
     from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
     dataset = _open_dataset(spec)
@@ -51,13 +51,13 @@ def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list
         try:
             return float(dataset.score_answer(reply.strip() if answer is None else answer, ast.literal_eval(entry)))
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError):
-            return 0.0  # some scorers read numbers out of a reply that has none
+            return 0.0  # some scorers fail on a reply without a number
 
     return lambda replies, entries: [score_one(*both) for both in zip(replies, entries, strict=True)]
 
 
 def as_literal(value: Any) -> str:
-    """A text that ast.literal_eval reads; texts and numbers of numpy become Python's.   Raises InnerError."""
+    """Return text for ast.literal_eval; numpy's strings and numbers become Python's.   Raises InnerError."""
     text = repr(_plain(value))
     try:
         ast.literal_eval(text)
@@ -92,7 +92,7 @@ def _open_dataset(spec: TaskSpec) -> Any:
 
 
 def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:
-    """TOML has no tuples: where the default is one, a list becomes one."""
+    """Check the task's options. TOML has no tuples, so a list becomes a tuple if the default is one."""
     known = {f.name: f for f in fields(config)}
     for name in spec.options:
         if name in OURS:

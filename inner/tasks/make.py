@@ -1,13 +1,13 @@
-"""A task's rows, made in a process of their own.
+"""Make a task's rows in a child process.
 
     parent ── {"spec", "known", "chat", "answer"} ──▶ python -m inner.tasks.make ──▶ {"rows", "left_out"} or {"refused"}
-              PYTHONHASHSEED=0, random seeded: several datasets of reasoning-gym walk through sets of strings, or draw
-              from the module's generator; so made, equal settings give equal rows on any machine with these versions
+              PYTHONHASHSEED=0, random is seeded: several datasets of reasoning-gym iterate over sets of strings, or use
+              the global generator. So equal settings give equal rows on any machine with these versions
 
-Rows that are among `known` (the training prompts, for a held-out set) are left out and counted; others come instead.
-The scorer is asked about the first row, so that what cannot be scored is found here.
+Rows that are among `known` (the training prompts, for a held-out set) are left out and counted; others replace them.
+The scorer is called for the first row, so that an error in it is found here.
 
-Not promised: an end of a dataset that makes a row in minutes.  The caller may interrupt.
+Not promised: a time limit for a dataset that needs minutes per row. The caller may interrupt.
 """
 
 import json
@@ -28,16 +28,16 @@ from inner.tasks.spec import TaskSpec
 
 @dataclass(frozen=True)
 class MadeRows:
-    """left_out: how many were among the known prompts."""
+    """The task's rows.   left_out: how many were left out because their prompts are known."""
 
     rows: list[dict[str, Any]]
     left_out: int
 
 
 def make_rows(setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] = ()) -> MadeRows:
-    """Make the task's rows in another process.   Raises InnerError.  The package must be installed (`refuse_absent`).
+    """Make the task's rows in a child process. The package must be installed (`refuse_absent`).   Raises InnerError.
 
-    setting: the name of the setting that names the task, for messages.   chat: whether prompts are messages or texts.
+    setting: the setting's name, for messages.   chat: whether prompts are messages or texts.
     known: prompts that no row may have."""
     with tempfile.TemporaryDirectory(prefix="task-") as scratch:
         answer = Path(scratch) / "answer.json"
@@ -56,17 +56,17 @@ def make_rows(setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] 
 
 
 def question_of(prompt: Any) -> str:
-    """A prompt without the system's part, to be compared: a text, or its messages' texts."""
+    """Return a prompt's text without system messages, for comparison."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(m.get("content")) for m in prompt if m.get("role") != "system")
 
 
-# -------------------------------------------------------------------- in the other process
+# -------------------------------------------------------------------- in the child process
 
 
 def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
-    """The first spec.size rows that are not known."""
+    """Return the first spec.size rows that are not known."""
     spec = replace(spec, version=spec.installed_version)
     never = set(known)
     rows = list[dict[str, Any]]()

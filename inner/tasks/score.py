@@ -1,8 +1,8 @@
-"""The reward of a task: the package's own scorer is called with the completions and with entries of the run's rows.
+"""The reward of a task: call the package's own scorer with completions and the entries of their rows.
 
     completions, task (the spec as JSON), entry ──▶ scores              a pure function of the rows: no config is read
 
-Not promised: scores of another version of the package.  The version that made a row scores it, or InnerError is raised.
+Not promised: scores with another version of the package: a version that did not make the row raises InnerError.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ Score = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 
 def score_replies(completions: Sequence[Any], task: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
-    """Return a score for each completion; TRL calls it as a reward.   columns: other columns, which no scorer reads."""
+    """Return a score for each completion. TRL calls it as a reward.   columns: other columns; scorers ignore them."""
     found = [0.0] * len(completions)
-    for text in dict.fromkeys(task):  # training and held-out rows may differ in their options
+    for text in dict.fromkeys(task):  # training and held-out rows may have different options
         chosen = [i for i, one in enumerate(task) if one == text]
         scores = _scorer_of(text)([reply_text(completions[i]) for i in chosen], [entry[i] for i in chosen])
         for i, score in zip(chosen, scores, strict=True):
@@ -29,14 +29,14 @@ def score_replies(completions: Sequence[Any], task: Sequence[str], entry: Sequen
 
 
 def reply_text(completion: Any) -> str:
-    """The text of a completion's last message; a completion may be a text by itself."""
+    """Return the text of a completion's last message; of a text completion, the text."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""
 
 
 def package_module(spec: TaskSpec) -> ModuleType:
-    """The file of ours that knows the package."""
+    """Return this project's module for the package."""
     return import_module({"reasoning-gym": "inner.tasks.gym", "verifiers": "inner.tasks.tasksets"}[spec.package])
 
 

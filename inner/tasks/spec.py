@@ -1,4 +1,4 @@
-"""The spelling of a task, and which package makes it.
+"""How a task is spelled, and which package makes it.
 
     "reasoning-gym:chain_sum"  ─▶ package reasoning-gym, its dataset chain_sum           inner/tasks/gym.py
     "verifiers:my-taskset"     ─▶ package verifiers, the taskset package my-taskset      inner/tasks/tasksets.py
@@ -6,7 +6,7 @@
     laptop:   spec ──make.py──▶ rows {prompt, answer, task, entry} ──▶ a file that the run carries
     replica:  completion, task, entry ──score.py──▶ reward
 
-Not promised: that the package is installed; `refuse_absent` looks.  No package is imported here.
+Not promised: that the package is installed; `refuse_absent` checks it.  No package is imported here.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ from typing import Any, Self
 
 from inner.errors import InnerError
 
-MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package, which is the extra's name ─▶ import
+MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One set of rows.   task: "PACKAGE:NAME".   version: of the package that made the rows, once they are made."""
+    """One set of rows.   task: "PACKAGE:NAME".   version: of the package that made the rows; "" before that."""
 
     task: str
     size: int
@@ -52,12 +52,12 @@ class TaskSpec:
 
 
 def is_task(spelling: Any) -> bool:
-    """Whether it names a package that we know."""
+    """Whether the spelling names a package of MODULES."""
     return isinstance(spelling, str) and spelling.partition(":")[0] in MODULES and ":" in spelling
 
 
 def check_spelling(setting: str, task: str | None) -> None:
-    """Raise InnerError for a spelling that names no package's task.   setting: "inner.data.task"."""
+    """Raise InnerError for a spelling that names no task of a known package.   setting: "inner.data.task"."""
     if task is None or (is_task(task) and task.partition(":")[2].strip()):
         return
     packages = " or ".join(f"{name}:NAME" for name in MODULES)

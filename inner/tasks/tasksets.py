@@ -1,12 +1,12 @@
-"""verifiers' tasksets (verifiers.v1), as far as their tasks can be scored from a reply alone.
+"""Tasksets of verifiers (verifiers.v1), if their tasks can be scored from a reply alone.
 
     Taskset.__iter__ ─▶ task ── prompt, system prompt ──▶ row          entry: the task's data as JSON
-    reply ─▶ a Trace of prompt and reply ─▶ await task.score(trace) ─▶ Σ weight · reward         as `vf-replay` scores
+    reply ─▶ a Trace of prompt and reply ─▶ await task.score(trace) ─▶ Σ weight · reward         as in `vf-replay`
 
-Refused by name: tasks that need a container or an image, prepare or collect something in a runtime, have tools of a
-server, rewards that ask for a runtime, no reward or one that comes later, or an environment with several agents.
+An error names tasks that cannot be scored so: they need a container or an image, prepare or collect files in a runtime,
+have tools of a server, a reward that needs a runtime, no reward or a deferred one, or several agents.
 
-Not promised: what a reward reads of a trace beyond its messages (tokens, timing, why the model stopped).
+Not promised: data of a trace beyond its messages (tokens, timing, why the model stopped), which a reward may read.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ NEXT = (
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
-    """All tasks that there are, in the seed's order.   Raises InnerError."""
+    """Yield all tasks as rows, in the seed's order.   Raises InnerError."""
     _refuse_own_environment(spec)
     taskset = _open_taskset(spec)
     tasks = taskset.shuffle(spec.seed) if taskset.bounded else taskset
@@ -42,7 +42,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """-> (replies, entries) -> a score each.   A reward or a judge that raises does so here."""
+    """Return a function (replies, entries) -> one score each. Errors of a reward or a judge are not caught."""
     config = _open_taskset(spec).config
     task_class = _loaders().taskset_class(spec.name).task_type()
 
@@ -56,7 +56,7 @@ def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list
 
 
 def _run(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
-    """A notebook trains inside a loop of its own, where no other one may be run."""
+    """Run the coroutine; in a thread if an event loop is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -74,7 +74,7 @@ async def _score_one(task: Any, reply: str) -> float:
 
     asked = _given_messages(task.data)
     nodes = [MessageNode(message=m, parent=i - 1 if i else None) for i, m in enumerate(asked)]
-    said = AssistantMessage(content=reply or None)  # as `vf-eval` commits an empty reply
+    said = AssistantMessage(content=reply or None)  # like `vf-eval`: None for an empty reply
     nodes.append(MessageNode(message=said, parent=len(nodes) - 1 if nodes else None, sampled=True))
     trace: Any = Trace(
         task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
@@ -124,13 +124,13 @@ def _refuse_own_environment(spec: TaskSpec) -> None:
     try:
         found = _loaders().environment_class(spec.name)
     except (ImportError, AttributeError, TypeError, ValueError):
-        return  # what is not a taskset is refused when it is opened
+        return  # _open_taskset refuses it with a better message
     if found is not SingleAgentEnv:
         raise InnerError(f"taskset {spec.name}: it brings the environment {found.__name__}. {NEXT}")
 
 
 def _find_fault(taskset: Any, task: Any) -> str:
-    """ "" or why this task cannot be scored from a reply."""
+    """Return why this task cannot be scored from a reply; "" if it can."""
     from verifiers.v1 import Task  # pyright: ignore[reportMissingImports]
 
     name, cls = f"task {task.data.name or task.data.idx} ({type(task).__name__})", type(task)
@@ -157,7 +157,7 @@ def _find_fault(taskset: Any, task: Any) -> str:
 
 
 def _asks_for_runtime(function: Any) -> bool:
-    """Whether a function asks for a runtime, by verifiers' own rule: a parameter `runtime` without a default."""
+    """Whether a function needs a runtime, by verifiers' rule: it has a parameter `runtime` without a default."""
     found = inspect.signature(function).parameters.get("runtime")
     return found is not None and found.default is inspect.Parameter.empty
 

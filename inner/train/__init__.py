@@ -1,1 +1,1 @@
-"""The trainer and its loops; `build` makes one from settings."""
+"""Trainers and loops. `build` makes a loop from settings."""

@@ -1,15 +1,15 @@
-"""Builders: a model folder from a config, and a running loop from a folder.
+"""Write the start model's folder from a config, and build a loop from such a folder.
 
-    publish_model(config, folder)                        once: the starting model, as any from_pretrained folder;
-                                                         with [inner.lora] its adapter in the folder `adapter` there
-    load_start(folder, dtype, lora)                      those weights again, rounded to the run's dtype
+    publish_model(config, folder)                        once: the start model, in from_pretrained's format; with
+                                                         [inner.lora] also its adapter, in the subfolder `adapter`
+    load_start(folder, dtype, lora)                      load those weights, rounded to the run's dtype
     build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
     *.gguf       dequantised (inner/models/gguf_model.py)
-    else         loaded from the folder or the Hub at `revision`, saved again
+    others       loaded from the folder or the Hub at `revision`, saved again
 
-Not promised: that a Hub id without `revision` means the same model tomorrow; a run names its commit
+Not promised: that a Hub id without `revision` is the same model tomorrow; a run therefore records the commit
 (inner/models/hub_model.py).
 """
 
@@ -34,7 +34,7 @@ from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seed
 if TYPE_CHECKING:
     from inner.settings.lora import LoraSettings
 
-BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each has `start_model(config)`
+BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
 
 def build_inner(
@@ -45,9 +45,9 @@ def build_inner(
     warmup_steps: int = 0,
     scratch: Path | None = None,
 ) -> InnerLoop:
-    """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
+    """Build the loop that `config` describes, on the model in `model_dir`. It begins at inner step `seeds.start`.
 
-    scratch: a folder for its libraries' files (default: a temporary one)."""
+    scratch: a folder for files of TRL and others (default: a temporary one)."""
     if config.vllm is not None:
         from inner.settings.vllm import refuse_without_vllm
 
@@ -77,7 +77,7 @@ def _load_adapter(model: Any, model_dir: Path, settings: "LoraSettings") -> Any:
 
 
 def publish_model(config: InnerConfig, out_dir: Path) -> None:
-    """Write the starting model to `out_dir`: weights, config, tokenizer, chat template."""
+    """Write the start model to `out_dir`: weights, config, tokenizer, chat template."""
     tokenizer: PreTrainedTokenizerBase
     model: Any
     if config.model in BUILT_IN:
@@ -86,7 +86,7 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
     else:
         model, tokenizer = _load_model(config.model, config, config.revision, local=False)
     if config.loop == "grpo":
-        number_positions(model)  # refused here, before a replica has to
+        number_positions(model)  # raises InnerError now, before a replica starts
     _silence_transformers()
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
@@ -97,9 +97,9 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
 
 
 def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) -> tuple[Any, list[str]]:
-    """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random.
+    """Load the start model as `build_inner` does; -> model, names of weights in no file (drawn at random).
 
-    lora: with the adapter that lies there."""
+    lora: if given, also load the adapter in that folder."""
     _silence_transformers()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -140,7 +140,7 @@ def _load_model(
 
 
 def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
-    """The model in `folder` on the meta device, with the run's adapter, and its tokenizer.   Raises InnerError."""
+    """Return the model on the meta device, with the run's adapter, and the tokenizer.   Raises InnerError."""
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -157,12 +157,12 @@ def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
         from inner.models.lora import new_adapter
 
         model = new_adapter(model, config.lora)
-    model.to = lambda *_, **__: model  # it has nothing that could go to a device
+    model.to = lambda *_, **__: model  # a meta tensor has no values to move
     return model, tokenizer
 
 
 def _with_padding(tokenizer: Any, model: Any) -> Any:
-    """Batches of different lengths need a padding token that the model has an embedding for; no loss counts it."""
+    """Give the tokenizer a padding token that has an embedding, for batches of different lengths. No loss counts it."""
     pad = tokenizer.pad_token_id
     if pad is None or pad >= model.get_input_embeddings().weight.shape[0]:
         tokenizer.pad_token = tokenizer.eos_token

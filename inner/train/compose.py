@@ -1,4 +1,4 @@
-"""The three-channel loss as one free function, for wiring checks and gradient-flow tests on any causal LM.
+"""Compute the three-channel loss in one function: to check wiring and gradients on any causal LM.
 
     total = lm_ce + α · sdpo_jsd + β · trace_replay_dpo
 
@@ -6,14 +6,13 @@
     sdpo_jsd           student vs the same model under a hint           α > 0 and ctx_teacher_input_ids is there
     trace_replay_dpo   DPO or SimPO on (chosen, rejected)               β > 0 and the dpo_* keys are there
 
-A channel that is off costs no forward and is 0. The student runs once for the first two. The kernels are those of the
-trainer.
+A channel that is off costs no forward, and its term is 0. The first two terms share one student forward. The trainer
+uses the same kernels.
 
-Pairing: masks mark tokens, the causal shift is done here. The k-th marked token of the student is compared with the
-k-th marked token of the teacher, by index, since a hint makes the teacher's row longer.
+Pairing: masks mark tokens; this file does the causal shift. The k-th marked token of the student is compared with the
+k-th marked token of the teacher. Positions differ, because a hint makes the teacher's row longer.
 
-Not promised: rewards. The trainer with rewards is ComposerReplicationTrainer; this is the harness around the same
-kernels.
+Not promised: rewards. ComposerReplicationTrainer trains with rewards; this file only calls the same kernels.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LossParts:
-    """Scalars with their graph; a channel that is off is a plain 0."""
+    """Scalars that carry gradients. The term of a channel that is off is a constant 0."""
 
     total: Tensor
     lm_ce: Tensor
@@ -61,15 +60,15 @@ def compose_loss(
     teacher: nn.Module | None = None,
     **anchors: float,
 ) -> LossParts:
-    """One student forward (+ one teacher forward without gradient, + two for the pairs, where those channels are on).
+    """Compute the loss. Forwards: one of the student; with SDPO one of the teacher, without gradient; two for pairs.
 
-    Keys: input_ids, [attention_mask], [response_mask]; ctx_teacher_input_ids, [ctx_teacher_attention_mask],
-    [sdpo_loss_mask: without it the response], [ctx_teacher_loss_mask: without it the teacher's row is aligned at its
-    end, with as much padding behind it as the student's]; dpo_{chosen,rejected}_{input_ids, response_mask,
-    [attention_mask], ref_logprobs (dpo only)}.
+    Keys (those in [] are optional): input_ids, [attention_mask], [response_mask]; ctx_teacher_input_ids,
+    [ctx_teacher_attention_mask], [sdpo_loss_mask: default the response], [ctx_teacher_loss_mask: by default the rows
+    are aligned at their ends, so student and teacher need the same padding on the right];
+    dpo_{chosen,rejected}_{input_ids, response_mask, [attention_mask], ref_logprobs (dpo only)}.
 
-    teacher: a model with the same vocabulary in the place of the student itself.   anchors: replay_label_smoothing,
-    replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot be."""
+    teacher: a model with the same vocabulary; default: the student.   anchors: replay_label_smoothing,
+    replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot work."""
     if sdpo_wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
         raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
     settings = ChannelSettings.from_keywords(
@@ -83,7 +82,7 @@ def compose_loss(
         simpo_beta=simpo_beta,
         simpo_gamma=simpo_gamma,
         sdpo_wrapper=sdpo_wrapper,
-        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # the schedule is the caller's: taid_t
+        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # a step count is required; the caller passes taid_t
         entropy_opd_h_max=entropy_opd_h_max,
         eopd_threshold=eopd_threshold,
         **anchors,  # pyright: ignore[reportArgumentType]
@@ -103,7 +102,7 @@ _SIDES = ("chosen", "rejected")
 
 
 def _sdpo_term(teacher: nn.Module, logits: Tensor, batch: Batch, settings: ChannelSettings, taid_t: float) -> Tensor:
-    """Mean over the marked tokens."""
+    """Return the distillation loss, a mean over the marked tokens."""
     student_N_V, teacher_N_V = _paired_logits(teacher, logits, batch)
     if student_N_V.numel() == 0:
         return zero_on_graph(logits)
@@ -132,12 +131,12 @@ def _has_tensor(inputs: Batch, key: str) -> bool:
 
 
 def _model_logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
-    """Logits (B, T, V) of inputs[prefix + "input_ids"], padding masked where the batch has an attention mask."""
+    """Return logits (B, T, V) of inputs[prefix + "input_ids"]. Padding is masked if there is an attention mask."""
     return model(input_ids=inputs[f"{prefix}input_ids"], attention_mask=inputs.get(f"{prefix}attention_mask")).logits
 
 
 def _response_ce(logits: Tensor, inputs: Batch) -> Tensor:
-    """Mean over the response tokens; without a response_mask: over all tokens that are not padding."""
+    """Return the mean cross-entropy of the response tokens; without response_mask: of all tokens but padding."""
     targets = inputs["input_ids"].masked_fill(_response_mask(inputs) == 0, -100)[:, 1:]
     if not bool((targets != -100).any()):
         return zero_on_graph(logits)
@@ -149,7 +148,7 @@ def _response_mask(inputs: Batch) -> Tensor:
 
 
 def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
-    """Return (N, V) twice: student's and teacher's predictions of the k-th marked token of each row."""
+    """Return two (N, V): the student's and the teacher's logits for the k-th marked token of each row."""
     student_mask = inputs.get("sdpo_loss_mask", _response_mask(inputs)).bool()
     teacher_mask = _teacher_mask(student_mask, inputs)
     if not torch.equal(student_mask[:, 1:].sum(-1), teacher_mask[:, 1:].sum(-1)):
@@ -165,12 +164,12 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
             "cannot be compared. Use a teacher with the student's tokenizer."
         )
     _check_same_tokens(student_mask, teacher_mask, inputs)
-    # The logits at i predict token i + 1, so a mask over tokens is read from its second column on.
+    # The logits at i predict token i + 1, so a mask over tokens is shifted left by one.
     return logits[:, :-1][student_mask[:, 1:]], teacher_logits[:, :-1][teacher_mask[:, 1:]]
 
 
 def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch) -> None:
-    """The marked tokens are the same in both rows, or one distribution is compared with that of another token."""
+    """Raise ValueError unless both rows mark the same tokens: else distributions of different tokens are compared."""
     own = inputs["input_ids"][:, 1:]
     hinted = inputs["ctx_teacher_input_ids"][:, 1:]
     if torch.equal(own[student_mask[:, 1:]], hinted[teacher_mask[:, 1:]]):
@@ -188,8 +187,8 @@ def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch
 
 
 def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
-    """The teacher's own mask, or the student's moved right by as much as the teacher's row is longer: right where every
-    row has as much padding behind it as the teacher's."""
+    """Return ctx_teacher_loss_mask; without it, the student's mask shifted right by the difference in length. This is
+    correct only if student and teacher have the same padding on the right."""
     if "ctx_teacher_loss_mask" in inputs:
         return inputs["ctx_teacher_loss_mask"].bool()
     longer = inputs["ctx_teacher_input_ids"].size(1) - student_mask.size(1)
@@ -206,14 +205,13 @@ def _response_logps(model: nn.Module, batch: Batch, side: str) -> Tensor:
     return sequence_logprobs(logits, batch[f"dpo_{side}_input_ids"], batch[f"dpo_{side}_response_mask"])
 
 
-# A batch with text in it, for a first look
+# A small batch to try compose_loss with
 
 
 def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: str | None = None) -> dict[str, Tensor]:
-    """One question with an answer, and one (chosen, rejected) pair, in the tokenizer's chat template where it has one.
+    """Make a batch of one question with an answer and one (chosen, rejected) pair, in a chat template if there is one.
 
-    With a `hint` the SDPO keys are there too. The reference log-probs are 0: a starting point, not a reference
-    model."""
+    A `hint` adds the SDPO keys. The reference log-probs are placeholders of 0, not a reference model's."""
     question = "What is 2 + 2?"
     answer = "2 + 2 = 4."
     ids, mask = _encode(tokenizer, question, answer, device)
@@ -234,7 +232,7 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
 
 
 def _encode(tokenizer: Any, question: str, answer: str, device: str) -> tuple[Tensor, Tensor]:
-    """prompt + answer + end -> ids (1, T) and the 0/1 mask of the answer's tokens."""
+    """Join prompt, answer and eos; -> ids (1, T) and the 0/1 mask of answer and eos."""
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False)

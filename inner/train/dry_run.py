@@ -1,16 +1,16 @@
-"""A replica's start without weights: its steps before it generates, on the model's shape alone.
+"""Do a replica's start without weights: all steps before it generates, with the model's shape only.
 
     config.json ──▶ a model on the meta device (+ adapter) ──▶ GrpoLoop, as a replica builds it
-    each prompt ──▶ template, tools, switches ──▶ ids:  are there any · does the model know them · does the user's text
-                                                        stand in them · with the completion, are they in its positions
+    each prompt ──▶ template, tools, switches ──▶ ids:  is there any · does the model know each · is the user's text in
+                                                        them · do they and the completion fit the model's positions
     a tool's result ──▶ ids
 
     parent ── {"inner", "files", "folder", "held_out", "answer"} ──▶ this module ──▶ {"refused", "note"}
 
-Longest prompts first; prompts that are left after PROMPTS_S are not looked at, which the note says.
+The longest prompts come first. After PROMPTS_S the check stops; the note says how many prompts it left out.
 
-Not promised: that generation fits the memory, or that an environment's own words, which only a rollout has, fit the
-template.
+Not promised: that generation fits in memory, or that the template accepts an environment's messages: only a rollout
+has these.
 """
 
 import json
@@ -37,14 +37,14 @@ Spelling = str | list[str] | None
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
+    """Result of a dry run.   refused: why no replica could train.   note: which checks were left out."""
 
     refused: str = ""
     note: str = ""
 
 
 def dry_run(config: InnerConfig, files: Files, folder: Path, held_out: Spelling = None) -> DryRun:
-    """Try a replica's start in another process.   folder: of the model.   held_out: how [eval] names its prompts."""
+    """Try a replica's start in a child process.   folder: the model's.   held_out: prompts of [eval], as written."""
     asked = {"folder": str(folder.absolute()), "held_out": held_out}
     child = ask_child("inner.train.dry_run", config, files, asked, time_s=TIME_S)
     if child.late:
@@ -55,7 +55,7 @@ def dry_run(config: InnerConfig, files: Files, folder: Path, held_out: Spelling 
     return DryRun(note=f"not checked: whether replicas can start (trying that here ended with {last:.200})")
 
 
-# -------------------------------------------------------------------- in the other process
+# -------------------------------------------------------------------- in the child process
 
 
 def check_start(
@@ -79,7 +79,7 @@ def check_start(
         raise InnerError(
             f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}"
         ) from error
-    except (NotImplementedError, RuntimeError) as error:  # of the meta device: a replica is on none
+    except (NotImplementedError, RuntimeError) as error:  # the meta device may cause them; a replica does not use it
         return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"
     until = clock() + PROMPTS_S
     notes = [_check_prompts(config, loop, "prompts", config.data.source, files, lambda: clock() < until)]
@@ -89,7 +89,7 @@ def check_start(
 
 
 def build_without_weights(config: InnerConfig, files: Files, folder: Path) -> Any:
-    """The GrpoLoop of a replica whose weights have no values."""
+    """Return a replica's GrpoLoop with weights that have no values."""
     from inner.train.build import load_shape
     from inner.train.grpo import GrpoLoop
     from inner.train.task import load_task
@@ -117,7 +117,7 @@ def _check_prompts(
 
 
 def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
-    """ "" or why the chat template cannot write it."""
+    """Return why the chat template cannot render the prompt; "" if it can."""
     if isinstance(prompt, str):
         calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, which makes them."
         return calls if trainer.tools else ""
@@ -125,10 +125,10 @@ def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
 
 
 def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt: Any) -> str:
-    """The reason why the model cannot continue the prompt; "" if it can."""
+    """Return why the model cannot continue the prompt; "" if it can."""
     try:
         ids = trainer._prompt_ids(prompt)
-    except Exception as error:  # half a pair of UTF-16, say, which tokenizers take for no text
+    except Exception as error:  # e.g. a lone UTF-16 surrogate, which tokenizers refuse
         return f"cannot be read by the tokenizer of {config.model}: {type(error).__name__}: {error}"
     known = trainer.model.get_input_embeddings().weight.shape[0]
     completion = config.completion_length
@@ -148,7 +148,7 @@ def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt:
 
 
 def positions_of(model: Any) -> int | None:
-    """Return the length of the model's table of positions; None for a model that computes them."""
+    """Return the length of the model's table of position embeddings; None if the model computes positions."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     tables = [*model.named_parameters(), *model.named_buffers()]
@@ -157,7 +157,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def _check_tools(config: InnerConfig, loop: Any) -> None:
-    """Raise InnerError if the chat template cannot write a tool's result behind a call."""
+    """Raise InnerError if the chat template cannot render a tool's result after a call."""
     for schema in next(iter(loop.trainer.tool_schemas().values()), [])[:1]:
         try:
             loop.trainer._get_tool_suffix_ids([{"role": "tool", "name": schema["function"]["name"], "content": "1"}])

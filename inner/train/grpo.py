@@ -1,16 +1,16 @@
-"""The RL inner loop: one trainer for the whole process, stopped from outside.
+"""The RL inner loop: one trainer for the whole process. The outer loop decides when it stops.
 
     PolicyTrainer, or ComposerReplicationTrainer where [inner.sdpo], [inner.replay] or [inner.process] is used
 
     train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
                    └ every `boundary` inner steps         └ hooks on the raw optimizer
 
-One trainer per process, because a second one on the same model nests its forward once more, and starting `train` costs
-half a second. The optimizer is ours and raw, because accelerate's wrapper has no step hooks.
+There is one trainer per process: a second one would wrap the model's forward once more, and starting `train` costs
+half a second. The loop uses its own raw optimizer, because accelerate's wrapper has no step hooks.
 
-Quiet: no prints, no progress bars, no reports, no files but a temporary folder that goes away.
+It is silent: no prints, progress bars or reports. It writes only to a temporary folder, which is deleted.
 
-Not promised: a second session with the same bits; sampling is seeded by `seeds.noise`.
+Not promised: that a second session gives the same bits; `seeds.noise` seeds sampling.
 """
 
 import copy
@@ -44,10 +44,10 @@ from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
 from inner.usercode.reward_calls import RewardCalls
 
-# transformers 5.17, the newest that vLLM 0.31 takes, has the older name alone; later ones warn of it
+# transformers 5.17 (the newest that vLLM 0.31 accepts) has only the older name; later versions warn about it
 NAMES = POConfig.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
-FOREVER = 10**9  # inner steps; the real end is `stop`
+FOREVER = 10**9  # inner steps: `stop` ends training earlier
 METRIC_NAMES = {
     "loss/total": "loss",
     "loss/grpo": "loss/grpo",
@@ -89,8 +89,8 @@ METRIC_NAMES = {
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """TRL 1.16 uses names that transformers 5.23 deprecates, and says at each construction that environments may
-    change."""
+    """Suppress two warnings: of transformers 5.23, that TRL 1.16 uses deprecated names, and of TRL, that environments
+    are experimental."""
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def _silence_libraries() -> Iterator[None]:
 
 
 class GrpoLoop:
-    """An InnerLoop."""
+    """The InnerLoop of loop = "grpo"."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class GrpoLoop:
                 'tokenizer.eos_token = "…", tokenizer.save_pretrained(FOLDER), and that folder for inner.model.'
             )
         self.config = config
-        self._has_weights = has_weights  # without, it can be built and asked, and takes no step
+        self._has_weights = has_weights  # False: the loop renders prompts, but cannot train
         self.boundary = config.boundary
         self.model: nn.Module = model
         self.optimizer: Optimizer = make_optimizer(config, model)
@@ -131,7 +131,7 @@ class GrpoLoop:
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
-        self._reward_calls.skip_rewardless(self.optimizer)  # after its schedule has wrapped it
+        self._reward_calls.skip_rewardless(self.optimizer)  # after the schedule has wrapped optimizer.step
         self.trainer.remove_callback(PrinterCallback)
         self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
@@ -152,7 +152,7 @@ class GrpoLoop:
         arguments = trainer_arguments(config, seeds, self._folder)
         if not self._has_weights:
             arguments.use_vllm = False
-            arguments.beta = 0.0  # else TRL reads a reference from the disk
+            arguments.beta = 0.0  # else TRL loads a reference model from the disk
         kind, channels = _trainer_kind(config, task)
         trainer = kind(
             model=model,
@@ -185,7 +185,7 @@ class GrpoLoop:
         self.trainer.start_at(inner_step)
 
     def train(self, stop: Callable[[], bool]) -> None:
-        """Inner steps until `stop()`."""
+        """Take inner steps until `stop()` returns True."""
         self._watch.stop = stop
         with _silence_libraries():
             self.trainer.train()
@@ -199,20 +199,20 @@ class GrpoLoop:
         self._schedule.follow(step, replicas)
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
-        """Rewards of one completion per row under θ as committed (inner/rollouts/scoring.py)."""
+        """Return rewards of one completion per row under the committed θ (inner/rollouts/scoring.py)."""
         from inner.rollouts.scoring import committed_weights, score_rows
 
         with _silence_libraries(), committed_weights(self.model, self._theta):
             return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
 
     def sample(self, n: int) -> dict[str, Any]:
-        """Return {"rollouts", "tools"}; {} if there are no rollouts."""
+        """Return {"rollouts": up to n recent ones, "tools": schemas}; {} if there are no rollouts."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
 
 
 def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
-    """Return the trainer for what the config uses, and its keywords beyond a PolicyTrainer's."""
+    """Return the trainer class that the config needs, and its keywords beyond a PolicyTrainer's."""
     channels = config.channels
     has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
     if not (has_terms or task.pairs or task.process):
@@ -224,8 +224,8 @@ def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer],
 
 
 class Rows(data.Dataset):
-    """The rows as the file has them, a copy each time.  A `datasets.Dataset` would give the values of a column one
-    type: 7 beside 3.5 became 7.0, and a tool's arguments those of all others with None."""
+    """The rows as the file has them, a copy each time.  A `datasets.Dataset` would give each column one type: it turns
+    7 into 7.0 beside 3.5, and adds the arguments of all other tool calls, with None, to each call."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows = rows
@@ -238,7 +238,7 @@ class Rows(data.Dataset):
 
 
 class _Watch(TrainerCallback):
-    """Reads a step's numbers before the optimizer's hooks run, and asks `stop` after every step."""
+    """Read a step's metrics before the optimizer's hooks run, and ask `stop` after every step."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class _Watch(TrainerCallback):
         if missing := self.reward_calls.take_missing():
             self.means.count("reward_missing", missing)
         if self.reward_calls.rewardless:
-            return metrics.clear()  # it is not an inner step
+            return metrics.clear()  # the optimizer skips this step: it does not count
         for source, name in METRIC_NAMES.items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)
@@ -274,12 +274,12 @@ class _Watch(TrainerCallback):
             for share in metrics.get(MASKED, ()):
                 self.masked.note(share, self.generation_size, self.reward_calls.host)
         self._note_rewards(metrics)
-        metrics.clear()  # they have no other reader: TRL's own log is off
+        metrics.clear()  # nothing else reads them: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
 
     def _note_rewards(self, metrics: Any) -> None:
-        """The mean of each reward by its name, where there are several."""
+        """Record each reward's mean under its name if there are several rewards."""
         names: list[str] = self.trainer.reward_func_names
         for name in names if len(names) > 1 else ():
             for value in metrics.get(f"rewards/{name}/mean", ()):
@@ -291,7 +291,7 @@ class _Watch(TrainerCallback):
 
 
 def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
-    """TRL's settings. Its defaults are for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
+    """Return TRL's settings. Its defaults suit large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
     return make_po_config(
         config.grpo.objective,
@@ -314,7 +314,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
-        seed=seeds.noise % 2**32,  # numpy's limit; it seeds sampling only, the data order is ours
+        seed=seeds.noise % 2**32,  # numpy's limit. It seeds sampling only: `seeds.data` orders the data
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

@@ -1,4 +1,4 @@
-"""Means and counts of numbers since they were last read.
+"""Collect means and counts of metrics since the last read.
 
 note("loss", .7)  note("loss", .5)  count("samples", 32)   ──pop_metrics──▶  {"loss": .6, "samples": 32}   then empty
 """
@@ -8,7 +8,7 @@ from math import isnan
 
 
 class MetricMeans:
-    """Means and counts since the last pop_metrics. A NaN is "no value here", as in TRL's own metrics."""
+    """Means and counts since the last pop_metrics. As in TRL's metrics, a NaN means "no value" and is left out."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = defaultdict(list)

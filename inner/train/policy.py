@@ -1,11 +1,11 @@
-"""GRPO alone, as a part of a run: TRL's policy loss and its numbers.
+"""Train with GRPO only: TRL's policy loss and its metrics.
 
     rollouts (inner/rollouts/generation.py) ──▶ total = grpo ──▶ "loss/total", "loss/grpo", "loss/router"
 
     PolicyTrainer ◀── ComposerReplicationTrainer (trainer.py), which adds the terms of [inner.sdpo] and [inner.replay]
                       and the scores of [inner.process]
 
-TRL's loss and gradients, bit for bit, and no forward beyond TRL's.
+Loss and gradients are TRL's, bit for bit. There is no forward beyond TRL's.
 
 Not promised: more than one process per model.
 """
@@ -22,7 +22,7 @@ from inner.settings.inner import Theta
 
 
 class PolicyTrainer(GenerationTrainer):
-    """A GenerationTrainer that learns from rewards alone."""
+    """A GenerationTrainer that learns only from rewards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,14 +31,14 @@ class PolicyTrainer(GenerationTrainer):
         self._theta: Theta | None = None
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
-        """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
+        """Join a run.   step: returns the committed outer step.   theta: θ of that step by parameter name.
 
-        Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
+        Without a run, the committed step is the trainer's global_step, and θ stays the start weights."""
         self._step_of_run = step
         self._theta = theta
 
     def report_to(self, host: Host) -> None:
-        """Take a host for errors of the user's code.  Rewards have their own (RewardCalls); nothing else calls it."""
+        """Take a host for errors of the user's code.  Does nothing here: rewards have theirs in RewardCalls."""
 
     def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()
@@ -51,12 +51,12 @@ class PolicyTrainer(GenerationTrainer):
         return grpo
 
     def _loss_divisor(self) -> int:
-        """TRL divides its own loss by this in train mode, and Trainer does not divide again."""
+        """Return the number by which TRL divides its own loss in train mode (Trainer does not divide again)."""
         return self.current_gradient_accumulation_steps if self._mode() == "train" else 1
 
     def _note_losses(self, grpo: Tensor, total: Tensor, alpha: float = 0.0, beta: float = 0.0) -> None:
-        divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
-        router = self._take_router_loss()  # TRL's policy loss has it inside
+        divisor = self._loss_divisor()  # multiplied back: the mean over micro-batches is the step's loss
+        router = self._take_router_loss()  # TRL's policy loss includes it
         self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
         if router is not None:
             self._record_metric("loss/router", router)
@@ -65,6 +65,6 @@ class PolicyTrainer(GenerationTrainer):
         self._record_metric("loss/beta_replay", beta)
 
     def _take_router_loss(self) -> float | None:
-        """Take the router loss of this micro-batch of a mixture of experts, as TRL weights it; None if it adds none."""
+        """Take this micro-batch's router loss (mixture of experts), times TRL's weight; None if there is none."""
         noted = self._metrics[self._mode()].pop("aux_loss", None)
         return noted[-1] * self.router_aux_loss_coef if noted else None

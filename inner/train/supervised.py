@@ -1,9 +1,9 @@
-"""The plain inner loop: next-token loss on one sequence of tokens.
+"""The supervised inner loop: next-token loss on one sequence of tokens.
 
     tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
-    step i   is made of micro-batches i·GA … i·GA + GA - 1, each drawn from (data seed, its number): data/order.py
+    step i   has the micro-batches i·GA … i·GA + GA - 1; (data seed, micro-batch number) decides each: data/order.py
 
-Not promised: that every token is seen once per epoch; windows are drawn with replacement. No trl here.
+Not promised: that each epoch shows every token once; windows are drawn with replacement. No trl here.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from inner.train.metric_means import MetricMeans
 
 
 class SupervisedLoop:
-    """An InnerLoop. One `train` call after another goes on in the data."""
+    """The InnerLoop of loop = "supervised". A second `train` call continues in the data where the first one ended."""
 
     boundary = 1
 
@@ -61,7 +61,7 @@ class SupervisedLoop:
         self._next = inner_step
 
     def train(self, stop: Callable[[], bool]) -> None:
-        """Inner steps until `stop()`."""
+        """Take inner steps until `stop()` returns True."""
         self.model.train()
         while True:
             self._train_step()
@@ -72,17 +72,17 @@ class SupervisedLoop:
         return self._means.pop_metrics()
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
-        """The rate alone depends on where the run stands."""
+        """Join a run. Only the learning rate depends on the run's step."""
         self._schedule.follow(step, replicas)
 
     def report_to(self, host: Host) -> None:
-        """Do nothing: no code of the user's runs here."""
+        """Do nothing: no code of the user runs in this loop."""
 
     def sample(self, n: int) -> dict[str, Any]:
         return {}
 
     def batch(self, micro: int) -> Tensor:
-        """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""
+        """Return micro-batch number `micro` of the data order: ids (B, context_length + 1)."""
         width = self.config.data.context_length + 1
         size = self.config.batch_size
         starts = window_starts(len(self.tokens), width, size, self.seeds.data, micro)
@@ -99,7 +99,7 @@ class SupervisedLoop:
         self._means.note("grad_norm", float(norm))
         self._means.note("lr", self.optimizer.param_groups[0]["lr"])
         self._means.count("samples", ga * self.config.batch_size)
-        self._next += 1  # before the hooks: they see this step as done
+        self._next += 1  # before optimizer.step: its hooks count this step as done
         self.optimizer.step()
         self._schedule.step()
 
@@ -122,14 +122,14 @@ def open_loop(
     *,
     warmup_steps: int,
 ) -> SupervisedLoop:
-    """Read the config's text and make the loop on it.   Raises InnerError where the text cannot be used."""
+    """Read the config's text and make the loop on it.   Raises InnerError if the text cannot be used."""
     path = local_file("text", str(config.data.text), files)
     tokens = load_tokens(path, str(config.data.text), tokenizer, model.config.vocab_size)
     return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
 
 
 def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
-    """.txt is tokenised; .npy holds token ids; .bin holds raw uint16 token ids."""
+    """Return ids (n,): a .txt is tokenised, a .npy holds token ids, a .bin holds raw uint16 token ids."""
     if path.suffix == ".npy":
         tokens = np.load(path, mmap_mode="r")
     elif path.suffix == ".bin":

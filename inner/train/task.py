@@ -1,9 +1,9 @@
-"""The task that rollouts learn: prompts, the rewards, the tools, the hints after an error, the preference pairs.
+"""A run's task: prompts, rewards, tools, hints after an error, preference pairs.
 
-    the user's files (task_files.py), and where the user gave none: the scorer of inner.data.task, and ToolWorld's own
-    for "toolworld"
+    Parts come from the user's files (task_files.py). Missing parts come from the scorer of inner.data.task, and from
+    ToolWorld if inner.model = "toolworld".
 
-Not promised: that rows and rewards fit together; inner/usercode/check.py tries.
+Not promised: that rows and rewards fit together; inner/usercode/check.py tries them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     rows: list[dict[str, Any]]
-    rewards: list[Callable[..., Sequence[float | None]]]  # as written; []: the environment has get_reward
+    rewards: list[Callable[..., Sequence[float | None]]]  # the user's, unwrapped; []: the environment has get_reward
     environment: type | None
-    hint: Hint | None  # None: the templates of inner.channels.hints
+    hint: Hint | None  # None: use the templates of inner.channels.hints
     pairs: Path | None = None  # for the replay channel
     process: ProcessReward | None = None
 
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:
-    """models: load reward models; without, they say nothing.   Raises InnerError where a file cannot be used."""
+    """Load the task.   models: if False, reward models return None.   Raises InnerError if a file cannot be used."""
     task = Task([], [], None, None)
     if config.named_files:
         from inner.train.task_files import load_files
@@ -45,7 +45,7 @@ def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task
 
 
 def _with_world(config: InnerConfig, task: Task) -> Task:
-    """The task with ToolWorld's own in the place of what the user did not give."""
+    """Return the task with ToolWorld's parts where the user gave none."""
     from inner.worlds.toolworld import ToolWorld
 
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)

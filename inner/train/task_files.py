@@ -1,9 +1,9 @@
-"""A task's parts that lie in the user's files.
+"""Load the parts of a task from the user's files.
 
     inner.rewards.* ─▶ rewards     inner.sampling.environment ─▶ environment, its `hint`     inner.data ─▶ rows
     inner.replay.pairs ─▶ pairs    inner.process ─▶ process
 
-Not promised: that they fit together (inner/usercode/check.py).
+Not promised: that the parts fit together (inner/usercode/check.py tries them).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Reward = Callable[..., Sequence[float | None]]
 
 
 def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, Any]:
-    """Fields of a Task.   models: load reward models; without, they say nothing.   Raises InnerError."""
+    """Return a Task's fields by name.   models: if False, reward models return None.   Raises InnerError."""
     named = config.rewards.lines.items()
     rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
     environment = load_environment(config, files)
@@ -54,7 +54,7 @@ def _silent_reward(spelling: str) -> Callable[..., list[float | None]]:
 
 
 def _load_process(settings: ProcessSettings, files: Files) -> Any:
-    """Return a ProcessReward.   Raises InnerError where its file cannot be used."""
+    """Return a ProcessReward.   Raises InnerError if its file cannot be used."""
     from inner.channels.process_head import ProcessHead
     from inner.channels.process_reward import ProcessReward
 

@@ -1,9 +1,9 @@
-"""Next-token loss on a text, in nats per token: numbers that are the same at every call.
+"""Compute the next-token loss on a text, in nats per token. Every call gives the same numbers.
 
     tokens   ┊─w─┊……┊─w─┊……┊─w─┊        at most MOST windows of `width` + 1 tokens, evenly spaced
-    loss     of each window, a mean over its tokens
+    loss     of each window: the mean over its tokens
 
-Not promised: a loss that others report for this text: their windows, and what a window sees before it, are others.
+Not promised: the loss that other programs report for this text; their windows and contexts differ.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ MOST, AT_ONCE = 64, 8  # windows
 
 @torch.inference_mode()
 def text_losses(model: nn.Module, tokens: np.ndarray, width: int) -> list[float]:
-    """One loss per window; none where the text has no whole window.   tokens: ids, (n,)."""
+    """Return one loss per window; [] if the text is shorter than a window.   tokens: ids, (n,)."""
     training = model.training
     model.eval()
     losses = [loss for batch in _batches(tokens, width) for loss in _losses(model, batch)]
@@ -26,7 +26,7 @@ def text_losses(model: nn.Module, tokens: np.ndarray, width: int) -> list[float]
 
 
 def _batches(tokens: np.ndarray, width: int) -> Iterator[np.ndarray]:
-    """ids (B, width + 1)"""
+    """Yield ids (B, width + 1), B ≤ AT_ONCE."""
     last = len(tokens) - width - 1
     count = 0 if last < 0 else min(MOST, last // width + 1)
     starts = np.linspace(0, max(0, last), count).astype(int)

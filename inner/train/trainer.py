@@ -1,20 +1,20 @@
-"""GRPO with two terms beside it, as a subclass of TRL's GRPOTrainer (policy.py has GRPO alone).
+"""GRPO with two more terms, as a subclass of TRL's GRPOTrainer (policy.py: GRPO only).
 
-    total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, as TRL's loss is
+    total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, like TRL's loss
 
     rollout   prompt │ turn 0: <call> t3_9 … │ {'error': …} │ turn 1 …
                      └────────┬──────────────┘
-    teacher   prompt + hint │ turn 0           one forward, no gradient
-    student   GRPO's own forward: its backbone output is caught by a hook, so there is no second student forward
+    teacher   prompt + hint │ turn 0           one forward, without gradient
+    student   GRPO's own forward: a hook takes its backbone output, so the student needs no second one
     replay    pairs (prompt, chosen, rejected) one forward, with gradient
 
-"hint" is Composer's shape (a hint at the failing turn, added to RL) with OPSD's kernel; "rollout" is the SDPO paper's
-method, which scores whole responses again (and replaces the policy gradient: policy_weight = 0).
+"hint" follows Composer (a hint at the failed turn, added to RL) with OPSD's kernel. "rollout" is the method of the
+SDPO paper: it scores whole responses again, and replaces the policy gradient (policy_weight = 0).
 
-α = β = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's. A term without tokens or
-pairs in a batch is 0 on the graph and runs no forward.
+With α = β = 0, loss and gradients are TRL's, bit for bit, with no extra forward. A term without tokens or pairs in a
+batch runs no forward: it is a 0 that is connected to the graph.
 
-Not promised: more than one process per model, vision models, or that α carries over to another `sdpo_jsd_beta`.
+Not promised: more than one process per model; vision models; that a good α is also good for another `sdpo_jsd_beta`.
 """
 
 import time
@@ -55,24 +55,24 @@ from inner.train.policy import PolicyTrainer
 from inner.usercode.hint_calls import ForgivingHint
 from inner.usercode.process_calls import ForgivingProcess
 
-# In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
+# Key of TRL's batches: one list of lessons per rollout. TRL's shuffle and split keep lists and rollouts aligned.
 LESSONS = "sdpo_lessons"
 
 
 class ComposerReplicationTrainer(PolicyTrainer):
-    """GRPOTrainer plus:
+    """TRL's GRPOTrainer with further keywords:
 
-    objective         the name in the menu that `args` must hold (make_po_config makes such); None: not checked
+    objective         which objective `args` must have (make_po_config makes such args); None: not checked
     alpha_sdpo        weight of the distillation; 0 is off
     beta_replay       weight of the preference term on `pairs`; 0 is off
-    pairs             DPOPairs, or the .jsonl that has them
+    pairs             DPOPairs, or the path of a .jsonl file of them
     hint              (row, error) -> text or None; default: templates over the error and the tools (channels/hints.py)
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
-    process           a ProcessReward: scores of single turns beside the rewards, as (B, T) advantages; None: without
+    process           a ProcessReward: it scores single turns, and advantages become (B, T); None: off
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
-                      without data_seed: TRL's own sampler, and pairs in the order of args.seed
-    share             instead of data_seed: the order of a replica that reads a part of the rows (inner/data/order.py)
-    and every channel setting under its name in inner/settings/flat_names.py; everything else is TRL's.
+                      without data_seed: TRL's own sampler, and args.seed orders the pairs
+    share             replaces data_seed for a replica that reads a part of the rows (inner/data/order.py)
+    and every channel setting under its name in inner/settings/flat_names.py. All other keywords are TRL's.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         )
         self.reads_turns = self.channels.sdpo.is_used or process is not None
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
-        self._turns: list[list[Turn]] | None = None  # of the last generation: each rollout's, with its failed calls
+        self._turns: list[list[Turn]] | None = None  # of each rollout of the last generation, with failed calls
         self.alpha_sdpo = alpha_sdpo
         self.beta_replay = beta_replay
         self.hint = hint or templates
@@ -123,7 +123,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._take_over_truncation()
         self._open_channels(pairs, other)
 
-    # the channels: their needs besides a batch
+    # setting up the channels
 
     def _open_channels(self, pairs: Sequence[DPOPair] | str | Path | None, other: nn.Module | None) -> None:
         channels = self.channels
@@ -170,8 +170,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
             )
 
     def report_to(self, host: Host) -> None:
-        """An error in a hint from now on costs only that hint, one in a process reward the scores of its batch; both
-        are reported to `host`."""
+        """Report errors in hints and in the process reward to `host`, and train on. An error in a hint costs only that
+        hint; an error in the process reward costs the scores of its batch."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
         if self._process is not None:
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
@@ -179,9 +179,9 @@ class ComposerReplicationTrainer(PolicyTrainer):
     # the lessons
 
     def _take_over_truncation(self) -> None:
-        """Keep a truncated rollout out of the policy loss only, where lessons need its states.
+        """Exclude truncated rollouts only from the policy loss if lessons or process scores read the turns.
 
-        TRL masks it out of the attention too, so at its turns the student would not see its own tokens."""
+        TRL also excludes them from the attention. Then the student would not see its own tokens at their turns."""
         self._masks_truncated = self.reads_turns and self.mask_truncated_completions
         if self._masks_truncated:
             self.mask_truncated_completions = False
@@ -213,7 +213,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return batch
 
     def _without_truncated(self, batch: Any) -> dict[str, Tensor]:
-        """The masks of the policy loss as TRL's mask_truncated_completions has them; the attention mask stays whole."""
+        """Return the masks of TRL's mask_truncated_completions for the policy loss; the attention mask is unchanged."""
         tokenizer: Any = self._tokenizer
         ends = torch.tensor([*self.eos_token_ids, tokenizer.pad_token_id], device=batch["completion_ids"].device)
         whole = torch.isin(last_tokens(batch["completion_ids"], batch["completion_mask"]), ends)
@@ -224,7 +224,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
     # the process reward
 
     def _process_advantages(self, process: ProcessReward, rollouts: list[Rollout], batch: Any) -> Tensor:
-        whole = [replace(r, turns=r.turns or [Turn(0, len(r.ids))]) for r in rollouts]  # without tools: one turn
+        whole = [replace(r, turns=r.turns or [Turn(0, len(r.ids))]) for r in rollouts]  # no tools: one turn
         assert self._score_steps is not None
         steps = self._score_steps(whole)
         self._record_metric("process/score", fmean(step.score for step in steps) if steps else 0.0)
@@ -249,7 +249,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return rollout_lessons(rollouts, group, self.channels.sdpo.success, decode, self._splice)
 
     def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
-        """The first argument of a hint: the prompt's columns and the facts about the failed turn."""
+        """Return the first argument of a hint: the prompt's columns and the facts about the failed turn."""
         tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
         prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         messages = [*prompt, *turn.seen.get("state_messages", ())]
@@ -283,7 +283,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return total
 
     def _channel_weights(self, inputs: Any) -> tuple[float, float]:
-        """α and β of this micro-batch. Pairs are training data: there is no replay in evaluation."""
+        """Return α and β for this micro-batch. In evaluation β is 0, because pairs are training data."""
         if not (self.alpha_sdpo or self.beta_replay or self.channels.weight_steps):
             return 0.0, 0.0
         step = self._committed_step()
@@ -301,7 +301,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     @contextmanager
     def _caught_states(self, model: nn.Module) -> Iterator[list[Tensor]]:
-        """TRL's fused LM head never builds logits; the backbone's output, with its graph, is all we need."""
+        """Catch the backbone's output with its graph. It replaces logits, which TRL's fused LM head never builds."""
         caught: list[Tensor] = []
 
         def catch(module: Any, arguments: Any, output: Any) -> Any:
@@ -351,9 +351,9 @@ class ComposerReplicationTrainer(PolicyTrainer):
         )
 
     def _tokens_to_learn(self, inputs: Any) -> float:
-        """Return the written tokens per micro-batch, for sdpo_context "rollout": their mean over the inner step, so
-        that each token counts alike under any cut into micro-batches. Where a step spans several generations, it is
-        each generation's own mean: the next is not there yet (TRL's "dapo" does the same)."""
+        """Return the divisor of the "rollout" loss: written tokens per micro-batch, a mean over the inner step. So each
+        token counts the same however the step is cut into micro-batches. If a step spans several generations, it is a
+        mean over one generation, because the next one does not exist yet (TRL's "dapo" does the same)."""
         batches: Any = self._buffered_inputs
         if self._mode() == "eval" or batches is None:
             return written_tokens(inputs)
@@ -362,7 +362,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return sum(written_tokens(batches[i]) for i in here) / len(here)
 
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
-        """Logits of the turns' tokens in the teacher's context: the one extra forward."""
+        """Return logits (N, V) of the turns' tokens in the teacher's context. This is the one extra forward."""
         assert self._teacher is not None
         self._teacher.advance(self._committed_step(), self._step // self._loss_divisor(), self._theta)
         rows = [lesson.teacher_ids for lesson in lessons]
@@ -371,7 +371,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return self._teacher.logits(rows, turns, device)
 
     def _replay_loss(self) -> Tensor:
-        """The pairs that are due at this micro-batch."""
+        """Return the preference loss of the pairs whose turn it is in this micro-batch."""
         replay = self._replay
         size = self.channels.replay.batch_size
         assert replay is not None
@@ -389,7 +389,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
 
 def _informed(advantages: Tensor) -> float:
-    """The share of rollouts with an advantage.   (B,) or (B, T)"""
+    """Return the share of rollouts with a nonzero advantage.   advantages: (B,) or (B, T)."""
     return (advantages.flatten(1) if advantages.dim() > 1 else advantages[:, None]).ne(0).any(1).float().mean().item()
 
 
@@ -397,7 +397,7 @@ def _rollouts_of(
     rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
 ) -> list[Rollout]:
     assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
-    lengths = batch["completion_mask"].sum(1).tolist()  # whole: _take_over_truncation
+    lengths = batch["completion_mask"].sum(1).tolist()  # complete, because of _take_over_truncation
     written = batch.get("tool_mask", batch["completion_mask"])
     return [
         Rollout(
@@ -414,17 +414,17 @@ def _rollouts_of(
 
 
 def written_tokens(batch: Any) -> int:
-    """Return the number of tokens in the lessons of a micro-batch that the model wrote itself."""
+    """Return how many tokens in the lessons of a micro-batch the model itself wrote."""
     return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
 
 
 def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Return the last token of each row that is not padding, (B,)."""
+    """Return the last token of each row that is not padding: (B,)."""
     return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 
 def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sampled ids, a mask of those that the model wrote, old log-probs (None if they are the new ones); (N,) each."""
+    """Return sampled ids, a mask of tokens the model wrote, and old log-probs (None: same as the new); (N,) each."""
     completions = inputs["completion_ids"]
     old = inputs.get("old_per_token_logps")
     ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])

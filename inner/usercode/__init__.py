@@ -1,1 +1,1 @@
-"""The user's files: loaded, tried before the run, and asked patiently during it."""
+"""Load the user's files, try them before the run, and call them safely during it."""

@@ -1,17 +1,17 @@
-"""Decides, purely, which completions of a batch a reward is called for next when some of its calls fail.
+"""Decide for which completions of a batch a reward is called next if some of its calls fail. Pure functions.
 
     try 1     the whole batch
-    try 2 …   the completions without a reward, group by group; the last try: each completion by itself
-              a try in which every call failed is followed by a pause of 1, 4, 16, … 60 s
+    try 2 …   the completions without a reward, group by group; the last try: one by one
+              after a try in which every call failed: a pause of 1, 4, 16, … 60 s
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
-A completion is to blame (decision 065) if it fails by itself in a last try in which another one gets a number after it,
-and its error is not a connection's; or if its value is not a number, unlike others' of the batch.  A last try that ends
-with failures asks for one completion that has a number already: the witness that the reward still answers.
+A completion is blamed (decision 065) in two cases. It failed by itself in the last try, not by a connection error, and
+another completion got a number after it. Or its value is not a number, while others of the batch have one. If the last
+try ends with failures, one completion that has a number is asked for again, to see whether the reward still answers.
 
-Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
-If the reward's own machine hangs for one completion alone, at every try, that completion is blamed.
+Not promised: a reward that compares completions of a batch: after a failure it sees only a part of them. A completion
+is also blamed if, by chance, the reward's machine hangs only for it, at every try.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,8 +22,8 @@ from inner.usercode.deadline import TimedOut
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-HUNG_IN_A_ROW = 3  # single completions, before the last try takes the reward itself for hung
-LARGEST = 1e18  # of a reward: the variance of a group with larger ones is not a float32
+HUNG_IN_A_ROW = 3  # this many single completions that hang in a row end the last try
+LARGEST = 1e18  # largest reward: the variance of larger ones overflows float32
 NOTE_CHARS = 160  # characters of an error in a heartbeat's note
 
 Rows = Sequence[int]
@@ -31,12 +31,12 @@ Value = float | None
 
 
 class AtMostWorst(float):
-    """A reward that stands, but not above its group's worst: the completion has broken what judges it."""
+    """A reward that counts, but not above its group's worst, because the completion has broken its judge."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One call that gave no values."""
+    """One call that returned no values."""
 
     error: BaseException
 
@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Values:
-    """One call's answer, a number or None for each completion.   invalid: position -> the bad value, described."""
+    """One call's answer: a number or None per completion.   invalid: position -> description of the bad value."""
 
     values: list[Value]
     invalid: dict[int, str] = field(default_factory=dict[int, str])
@@ -56,7 +56,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Ask:
-    """Call the reward for these completions.   first: with the whole batch, for the first time."""
+    """Call the reward for these completions.   first: it is the first call, with the whole batch."""
 
     rows: Rows
     first: bool
@@ -64,7 +64,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Again:
-    """A try is over and these have no reward.   pause_s: seconds before the next try."""
+    """A try is over, and `missing` completions have no reward.   pause_s: seconds before the next try."""
 
     number: int
     missing: int
@@ -74,9 +74,9 @@ class Again:
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch's rewards.   failed: completions without a finite number and without a None from the reward itself.
-    blamed: those that have broken the reward, whether they failed or have an AtMostWorst.
-    why: the last failure, "" for none.   tries: the number made."""
+    """A batch's rewards.   failed: completions without a finite number for which the reward did not return None.
+    blamed: those that have broken the reward: they failed, or have an AtMostWorst.
+    why: the last failure, or "".   tries: how many were made."""
 
     values: list[Value]
     failed: tuple[int, ...]
@@ -96,10 +96,10 @@ def _is_connections(error: BaseException) -> bool:
 
 
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
-    """Yields the next call to make.  Send it the answer to each Ask (None to Again); it returns the batch's Scored.
+    """Yield the next call to make. Send the answer to each Ask, and None to each Again. It returns the batch's Scored.
 
-    A part that timed out ends its try, since the next part may hang as long.  In the next try that part comes last.
-    The last try goes on, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
+    A part that timed out ends its try, because the next part may hang as long. In the next try that part comes last.
+    The last try continues, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
     """
     values: list[Value] = [None] * completions
     invalid: dict[int, str] = {}
@@ -161,7 +161,7 @@ def _split_parts(parts: Sequence[Rows], size: int) -> list[Rows]:
 
 
 def read_values(answer: Any, expected: int) -> Values:
-    """The values that a reward returned, one per completion.   Raises ValueError if it is not a list of that length."""
+    """Return the values of a reward's answer, one per completion.   Raises ValueError unless it is such a list."""
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
@@ -174,11 +174,11 @@ def read_values(answer: Any, expected: int) -> Values:
 
 
 def is_reward(value: Any) -> bool:
-    """Whether TRL can learn from it: None, or a number whose square is a float32."""
+    """Whether TRL can learn from the value: None, or a number whose square is a float32."""
     return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST)
 
 
 def rows_of(columns: Mapping[str, Any], rows: Rows, completions: int) -> dict[str, Any]:
-    """TRL's keyword arguments for some of the completions: a list with an entry for each is cut, others stay."""
+    """Select completions in TRL's keyword arguments: lists with one entry per completion are cut, others stay."""
     per_completion = {n for n, value in columns.items() if isinstance(value, list) and len(value) == completions}
     return {n: [value[i] for i in rows] if n in per_completion else value for n, value in columns.items()}

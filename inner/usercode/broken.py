@@ -1,15 +1,16 @@
-"""The reward of a completion that breaks its judge.  A policy must not gain by that (decision 065).
+"""Decide the reward of a completion that breaks its judge (the reward's code). A policy must not gain by that
+(decision 065).
 
-    inner.rewards.broken = "worst"    the row of the worst sibling that was judged; where siblings do not differ, of the
-                                      batch's worst; where the batch does not differ, of the worst that was seen
+    inner.rewards.broken = "worst"    the rewards of its worst judged sibling; if the siblings do not differ, of the
+                                      batch's worst; if the batch does not differ, of the worst one so far
                            -0.5       this number instead of the reward that it broke
-                           "none"     as what is not known: no advantage, and no part in the group's mean
+                           "none"     unknown: no advantage, and no part in the group's mean
 
     scored.blamed, one reward ──note──▶ values      all rewards (B, F) ──settle──▶ (B, F)
 
-"Siblings that differ": among siblings that are all right, the worst of them would teach nothing about breaking.
+Siblings must differ: if all of them are right, their worst reward would not punish the completion that broke its judge.
 
-Not promised: that a completion is to blame; inner/usercode/attempts.py decides that, by the results of the others.
+Not promised: that a completion is to blame; inner/usercode/attempts.py infers that from the results of the others.
 """
 
 import torch
@@ -21,17 +22,17 @@ WORST, NONE = "worst", "none"
 
 
 class BrokenRewards:
-    """Rewards of one trainer's broken completions.   counts: "worst", "none" or a number.   share: of the last batch,
-    the completions that broke their judge.   lowest: the total and the row of the worst completion that was judged."""
+    """Rewards of one trainer's broken completions.   counts: "worst", "none" or a number.   share: the part of the last
+    batch that broke its judge.   lowest: the total and the rewards of the worst judged completion so far."""
 
     def __init__(self, counts: str | float) -> None:
         self.counts = counts
-        self._blamed: set[int] = set()  # of the batch whose rewards are being asked for
+        self._blamed: set[int] = set()  # of the batch that is being scored
         self.lowest: tuple[float, Tensor | None] = (torch.inf, None)
         self.share = 0.0
 
     def note(self, scored: Scored) -> tuple[list[Value], set[int]]:
-        """One reward's values for TRL, and the completions for which it gave none."""
+        """Return one reward's values for TRL, and the completions for which it has none."""
         blamed, failed = set(scored.blamed), set(scored.failed)
         if self.counts == NONE:
             failed |= blamed
@@ -43,7 +44,7 @@ class BrokenRewards:
         return [known[i] if i in blamed else value for i, value in enumerate(scored.values)], failed - blamed
 
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
-        """The batch's rewards, NaN where there is none, with those of its broken completions."""
+        """Return the batch's rewards, with those of broken completions set; NaN if a completion has none."""
         blamed = sorted(self._blamed)
         self._blamed = set()
         self.share = len(blamed) / len(rewards_B_F)
@@ -61,7 +62,7 @@ class BrokenRewards:
         return settled
 
     def _worst_row(self, rewards_B_F: Tensor, judged_B: Tensor, group: slice) -> tuple[float, Tensor | None]:
-        """Return the (total, row) that a broken completion of this group gets; (inf, None) where none was judged."""
+        """Return (total, rewards) for a broken completion of this group; (inf, None) if none was judged so far."""
         for near in (group, slice(None)):
             known = judged_B[near][~judged_B[near].isnan()]
             if len(known) and known.min() < known.max():
@@ -70,7 +71,7 @@ class BrokenRewards:
 
 
 def _lowest_row(rewards_B_F: Tensor, judged_B: Tensor) -> tuple[float, Tensor | None]:
-    """Return the lowest total and its row; (inf, None) where all are NaN."""
+    """Return the lowest total and its row of rewards; (inf, None) if all are NaN."""
     judged_B = judged_B.nan_to_num(torch.inf)
     at = int(judged_B.argmin())
     return (judged_B[at].item(), rewards_B_F[at].clone()) if judged_B[at] < torch.inf else (torch.inf, None)

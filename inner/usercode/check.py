@@ -1,16 +1,16 @@
-"""Checks that the user's files are usable, on the laptop, before anything is rented.
+"""Check on the laptop that the user's files are usable, before any machine is rented.
 
     process       imports · answers for two empty rollouts; a head can be read
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
     prompts       every line parses · the same columns
     pairs         every line is a preference pair
-    text          is there · is not empty
+    text          exists · is not empty
 
-    check_data    reads the files without running the user's code     no torch: for the laptop
-    check_inner   everything but what needs the model (inner/train/dry_run.py)        runs the user's code
+    check_data    reads the files without running the user's code     no torch: it can run on the laptop
+    check_inner   all checks but those that need the model (inner/train/dry_run.py)   runs the user's code
 
-Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
+Not promised: that the reward is right. In the run, each call checks again how many values it gets, and each value.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from inner.usercode.userfiles import check_syntax, load_object, load_reward, use
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:
-    """Raise InnerError on the first thing that cannot work."""
+    """Raise InnerError for the first file or setting that cannot work."""
     if config.loop == "supervised":
         _check_text(config, files)
         return
@@ -41,7 +41,7 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_reset(config, environment, rows[0])
     for kind, spelling in config.rewards.named.items():
         reward = load_reward(kind, spelling, files)
-        if rows and environment is None:  # an environment's state cannot be faked
+        if rows and environment is None:  # only a rollout has an environment's state
             reward(**_empty_call(rows))
         elif rows:
             call = {**_empty_call(rows), "environments": [None, None]}
@@ -51,16 +51,16 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_process(config.process, files, rows)
 
 
-MOST_ROWS = 64  # are tried before a reward is said to know nothing
+MOST_ROWS = 64  # rows to try before a reward counts as silent
 
 
 class SilentReward(InnerError):
-    """The reward gives no answer a number."""
+    """The reward gives no completion a number."""
 
 
 def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
-    """Return a warning about a reward that gives the answers of the first rows and nothing at all the same; "" if it
-    does not, or if that cannot be known here.   Raises SilentReward if all that it says is None."""
+    """Return a warning if a reward gives the answers of the first rows and an empty text the same number; else "". It
+    is also "" if this cannot be known here.   Raises SilentReward if the reward returns only None."""
     named = config.rewards.named
     if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
         return ""
@@ -76,7 +76,7 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
 
 
 def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> None:
-    """TRL calls reset with every column of the row."""
+    """Raise InnerError if reset cannot take a row: TRL calls it with every column."""
     owner: Any = environment if isinstance(environment, type) else type(environment())
     if fault := _binding_fault(owner.reset, None, **row):
         raise InnerError(
@@ -86,18 +86,18 @@ def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> 
 
 
 def _binding_fault(function: Any, *args: Any, **kwargs: Any) -> str:
-    """ "" or why it takes no such arguments."""
+    """Return why the function does not take these arguments; "" if it does."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
-    except ValueError:  # of C, without a signature
+    except ValueError:  # a C function without a signature
         pass
     return ""
 
 
 def _check_process(settings: ProcessSettings, files: Files, rows: list[dict[str, Any]]) -> None:
-    """The user's function answers for two empty rollouts; a head can be read."""
+    """Call the user's function on two empty rollouts, or load the head. Raises InnerError if that fails."""
     from inner.channels.process_head import ProcessHead
     from inner.channels.process_reward import ProcessReward, score_steps
 
@@ -122,7 +122,7 @@ def _empty_rollout(row: dict[str, Any]) -> Rollout:
 
 
 def check_data(config: InnerConfig, files: Files) -> None:
-    """Raise InnerError on the first line of the user's files that cannot be read: nothing of them is run."""
+    """Raise InnerError for the first line of the user's files that cannot be read. It runs none of their code."""
     for kind, spelling in config.named_files.items():
         if is_code(kind):
             check_syntax(kind, spelling, files)
@@ -137,7 +137,7 @@ def check_data(config: InnerConfig, files: Files) -> None:
 
 
 def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The keyword arguments that TRL would pass, for two empty rollouts."""
+    """Return the keyword arguments that TRL would pass for two empty rollouts."""
     two = [call_of(row, [""], [[]]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
     each = {name: value + two[1][name] for name, value in two[0].items() if isinstance(value, list)}
     return {**two[0], **each}

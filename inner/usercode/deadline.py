@@ -1,15 +1,15 @@
-"""A call in the main thread that is interrupted where it stands once its time is over.
+"""Call a function in the main thread, and interrupt it when its time is over.
 
     call_within(300, act)      main thread:   act() ───────────────────▶ its result
-                          watcher:       ── 30 s: remind ── 300 s: SIGURG ──▶ TimedOut, raised where it hangs
+                          watcher:       ── 30 s: remind ── 300 s: SIGURG ──▶ TimedOut, raised inside act()
 
-The user's reward stays in the main thread, because many of its calls work nowhere else: signal.alarm (math_verify's own
-time-out), connections of sqlite3, torch's thread count. SIGALRM is theirs, so the signal is SIGURG, which a process
-ignores by default (Go's runtime interrupts with it for that reason). It is sent again each second, for code that
-catches everything or waits for its threads on the way out.
+The user's reward runs in the main thread, because some calls work only there: signal.alarm (math_verify's time-out),
+connections of sqlite3, torch's thread count. Such code uses SIGALRM, so this file uses SIGURG, which a process ignores
+by default (Go's runtime also interrupts with it). The signal is sent again each second, for code that catches all
+exceptions, or waits for its threads before it returns.
 
-Not promised: an end of code that never comes back to the interpreter (the watchdog ends such a session), nor any
-outside of the main thread; a request or a thread that the interrupted code had started goes on.
+Not promised: to end code that never returns to the interpreter (the watchdog ends such a session), or code outside the
+main thread. A request or a thread that the interrupted code has started continues.
 """
 
 import signal
@@ -18,27 +18,27 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-REMIND_S = 30.0  # at most, without an answer; then `diloco status` should show what the replica is waiting for
-AGAIN_S = 1.0  # between two interruptions
+REMIND_S = 30.0  # longest wait before `diloco status` shows what the replica waits for
+AGAIN_S = 1.0  # seconds between two interruptions
 
 
 class TimedOut(Exception):
-    """The call was not over in time."""
+    """The call took longer than its limit."""
 
 
 class _Interrupted(BaseException):
-    """Raised inside the call. No Exception, since `except Exception` around a slow request would swallow it."""
+    """Raised inside the call. It is not an Exception, because `except Exception` in the user's code would catch it."""
 
 
 def remind_after(seconds: float) -> float:
-    """Return the seconds after which a call with this limit (0: none) is reported as waited for."""
+    """Return the seconds after which a call with this limit (0: no limit) is reported as waiting."""
     return min(REMIND_S, seconds / 3) if seconds else REMIND_S
 
 
 def call_within(seconds: float, act: Callable[[], T], remind: Callable[[float], None] = lambda waited: None) -> T:
-    """Calls `act` and returns its result.   remind: called once by another thread, with the seconds waited so far.
+    """Call `act` and return its result.   remind: another thread calls it once, with the seconds waited so far.
 
-    Raises TimedOut; with seconds = 0 never.
+    Raises TimedOut, but never with seconds = 0. In another thread than the main one there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         return act()

@@ -1,8 +1,8 @@
-"""The user's environment, checked: a class whose public methods are the tools of a rollout.
+"""Load and check the user's environment: a class whose public methods are the tools of a rollout.
 
-    "env.py:Env" ──▶ imported · built · has reset · get_reward if nothing else scores · every tool has a schema
+    "env.py:Env" ──▶ imported · built · has reset · get_reward if there is no reward · every tool has a schema
 
-Not promised: that `reset` takes a row (check.py asks), or that a tool does what it says.
+Not promised: that `reset` takes a row (check.py tests it), or that a tool does what its docstring says.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from inner.usercode.userfiles import load_object, user_lines
 
 
 def load_environment(config: InnerConfig, files: Files) -> type | None:
-    """The user's environment class, checked; None if the config has none."""
+    """Return the user's environment class, checked; None if the config has none."""
     spelling = config.sampling.environment
     if spelling is None:
         return None
@@ -32,7 +32,7 @@ def load_environment(config: InnerConfig, files: Files) -> type | None:
 
 
 def tool_names(environment: type) -> list[str]:
-    """TRL's rule: every public method but reset and get_reward."""
+    """Return the tools by TRL's rule: every public method except reset and get_reward."""
     members = inspect.getmembers(environment, predicate=inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
 

@@ -1,8 +1,8 @@
-"""The user's hint as a replica of a fleet calls it: an error in it costs that hint, and no more.
+"""Call the user's hint in a replica: an error in it costs only that hint.
 
     hint(row, error) ── raises, or returns neither text nor None ──▶ None, and an event for the host, once a minute
 
-Not promised: an end of a hint that hangs; the watchdog ends that session.
+Not promised: to end a hint that hangs; the watchdog ends that session.
 """
 
 import math
@@ -16,7 +16,7 @@ EMIT_EVERY_S = 60.0
 
 
 class ForgivingHint:
-    """A Hint around another one, with its `prepare` if that has one."""
+    """A Hint that wraps the user's, and its `prepare` if there is one. It never raises."""
 
     def __init__(self, hint: Hint, host: Host, clock: Callable[[], float]) -> None:
         self._hint = hint

@@ -1,9 +1,9 @@
-"""The user's process reward as a replica of a fleet calls it: an error in it costs one batch its scores, and no more.
+"""Call the user's process reward in a replica: an error in it costs only the scores of one batch.
 
-    score(rollouts) ── raises, or answers what cannot be read ──▶ no scores, and an event for the host, once a minute
-                       └ the first TRIES batches of a session, all of them ──▶ InnerError: this session ends
+    score(rollouts) ── raises, or returns what cannot be read ──▶ no scores, and an event for the host, once a minute
+                       └ in all of a session's first TRIES batches ──▶ InnerError: this session ends
 
-Not promised: an end of a process reward that hangs; the watchdog ends that session.
+Not promised: to end a process reward that hangs; the watchdog ends that session.
 """
 
 import math
@@ -15,13 +15,13 @@ from inner.errors import InnerError
 from inner.host import Host
 
 EMIT_EVERY_S = 60.0
-TRIES = 3  # batches of a session that may fail before any has worked
+TRIES = 3  # this many failed batches end a session without a success
 
 
 class ForgivingProcess:
-    """steps(rollouts) as `score_steps` has them; [] where the user's code failed.
+    """Score rollouts like `score_steps`; return [] if the user's code fails.
 
-    Raises InnerError at the third batch of a session if none has worked: such a run costs money without its scores."""
+    Raises InnerError at a session's third failed batch if none has worked: the run would cost money without scores."""
 
     def __init__(self, process: ProcessReward, host: Host, clock: Callable[[], float]) -> None:
         self._process = process
@@ -41,7 +41,7 @@ class ForgivingProcess:
             if self._failed_first == TRIES:
                 raise InnerError(
                     f"the process reward {self._process.name} failed for the first {TRIES} batches of this session: "
-                    f"{type(error).__name__}: {error}\n  next: mend it and start another --run, or leave "
+                    f"{type(error).__name__}: {error}\n  next: correct it and start another --run, or leave "
                     "[inner.process] out."
                 ) from error
             return []

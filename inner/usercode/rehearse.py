@@ -1,15 +1,15 @@
-"""The user's own code, tried in a process of its own: it may hang, print, exit, or crash the process.
+"""Try the user's code in a child process, because it may hang, print, exit, or crash.
 
     parent ── {"inner": …, "files": …} ──▶ python -m inner.usercode.rehearse ──▶ {"refused", "missing"}
 
-    reward        imports · runs on two prompts with empty completions        the same checks as before the first step
-    environment   imports · can be built · every tool has a schema            (check.py), so a typo is found here
+    reward        imports · runs on two prompts with empty completions        check.py: a replica makes the same
+    environment   imports · can be built · every tool has a schema            checks before its first step
 
-The child has the user's files as a replica has them: copies, and an empty folder to run in.
+The child gets the user's files like a replica: copies, and an empty working folder.
 
-A package that is missing here is not a mistake by itself: `missing` names it, and the caller knows what replicas have.
+A package that is missing here may be installed on the replicas: `missing` names it, and the caller decides.
 
-Not promised: that code which passes will pass for other prompts and completions.
+Not promised: that code which passes also works for other prompts and completions.
 """
 
 import importlib.util
@@ -33,11 +33,11 @@ SANDBOX = "inner.extras.deletion.sandbox"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of a rehearsal.   refused: the fault in words.   missing: an imported package that this machine lacks.
+    """Result of a rehearsal.   refused: the fault as text.   missing: an imported package that this machine lacks.
 
     late: it was not done after TIME_S, so nothing is known.
-    sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
-    warning: a reward that works, and says the same of everything.
+    sandboxed: the code runs programs in bubblewrap, so replicas need it; no_sandbox: this machine has no sandbox.
+    warning: about a reward that works, but gives every answer the same number.
     """
 
     refused: str = ""
@@ -49,7 +49,7 @@ class Rehearsal:
 
 
 def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehearsal:
-    """Try the user's code in another process, `time_s` seconds at most."""
+    """Try the user's code in a child process for at most `time_s` seconds."""
     if not config.own_code:
         return Rehearsal()
     child = ask_child("inner.usercode.rehearse", config, files, {}, time_s=time_s)
@@ -62,7 +62,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
 
 @dataclass(frozen=True)
 class Trying:
-    """End of a child process.   late: it was ended after its time.   answer: its file's, None if it wrote none."""
+    """How a child process ended.   late: it was killed after its time.   answer: from its file; None without one."""
 
     late: bool = False
     answer: dict[str, Any] | None = None
@@ -73,8 +73,8 @@ class Trying:
 def ask_child(
     module: str, config: InnerConfig, files: Files, asked: Mapping[str, Any], *, time_s: float, prints: bool = False
 ) -> Trying:
-    """Run `python -m module` as a replica has the user's files: copies, each in a folder of its own, and nothing else
-    where it runs.   prints: its output goes to stderr."""
+    """Run `python -m module` with the user's files as a replica has them: copies, each in its own folder, and an empty
+    working folder.   prints: send the child's output to stderr."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
         empty = Path(scratch, "empty")
         empty.mkdir()
@@ -97,7 +97,7 @@ def ask_child(
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:
-    """Kind -> the copy's path."""
+    """Copy the user's files; -> kind -> the copy's path."""
     copies = {kind: scratch / kind / Path(path).name for kind, path in files.items()}
     for kind, copy in copies.items():
         copy.parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def copy_files(files: Files, scratch: Path) -> dict[str, str]:
 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
-    """Explain an end of the whole process by the user's code: sys.exit, os._exit, a crash in C."""
+    """Explain why the user's code ended the whole process: sys.exit, os._exit, a crash in C."""
     first = config.own_code.partition(", ")[0]
     last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
@@ -116,7 +116,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
     )
 
 
-# -------------------------------------------------------------------- in the other process
+# -------------------------------------------------------------------- in the child process
 
 
 def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
@@ -127,13 +127,13 @@ def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
     except InnerError as error:
         no_sandbox = any(isinstance(cause, SandboxMissing) for cause in causes_of(error))
         return Rehearsal(str(error), missing_package(error), sandboxed=no_sandbox, no_sandbox=no_sandbox)
-    except BaseException as error:  # of the user's code: SystemExit and the like
+    except BaseException as error:  # the user's code may raise SystemExit
         return Rehearsal(f"{config.own_code} raised {type(error).__name__}: {error}")
     return Rehearsal(sandboxed=SANDBOX in sys.modules)
 
 
 def missing_package(error: BaseException) -> str:
-    """The top-level package whose absence is the root of this error; "" if it has another cause."""
+    """Return the top-level package whose absence caused this error; "" if the cause is another one."""
     for cause in causes_of(error):
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             top = cause.name.partition(".")[0]
@@ -142,7 +142,7 @@ def missing_package(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and the errors that led to it."""
+    """Yield the error, then its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -153,20 +153,20 @@ def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
     config = InnerConfig.from_dict(asked["inner"])
     found = run_checks(config, files)
-    _write(Path(asked["answer"]), found)  # before the answers of the rows, which may be late
+    _write(Path(asked["answer"]), found)  # before try_answers, which may take too long
     if not found.refused:
         _write(Path(asked["answer"]), try_answers(found, config, files))
 
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
-    """Add the findings from the rows' own answers, for code that can be called."""
+    """Add what the rows' own answers show about the reward."""
     from inner.usercode.check import SilentReward, constant_reward
 
     try:
         return replace(found, warning=constant_reward(config, files))
     except SilentReward as error:
         return replace(found, refused=str(error))
-    except InnerError as error:  # it does what it must for empty answers, and not for those of the rows
+    except InnerError as error:  # works for empty answers, fails for those of the rows
         return replace(found, warning=f"warning: {error}")
 
 

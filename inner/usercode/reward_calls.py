@@ -1,16 +1,16 @@
-"""The reward as a replica of a fleet calls it: one failure of the user's code ends nothing.
+"""Call the rewards in a replica. One failure of the user's code does not end the session.
 
-    called once ── fails ──▶ asked again, by parts and with pauses (inner/usercode/attempts.py)
-                   ├ no number, and the completion is to blame: inner.rewards.broken says what it counts (decision 065)
+    called once ── fails ──▶ called again, for parts and with pauses (inner/usercode/attempts.py)
+                   ├ no number, and the completion is to blame: inner.rewards.broken sets its reward (decision 065)
                    └ no number, for another reason: it counts as None and has no advantage (decision 025)
 
-    a batch without one reward is not an inner step (skip_rewardless): nothing moves, nothing is counted
-                               ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
+    a batch without any reward is not an inner step (skip_rewardless): no weight moves, no step is counted
+                               ── a session's first one, or three in a row ──▶ RewardFailed: this session ends
 
-A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. The reward has
-passed the pre-flight by now, so nothing here is an InnerError.
+A reward that works is called once with TRL's own arguments, so all numbers are TRL's, bit for bit. The reward has
+passed the checks before the run, so nothing here raises InnerError.
 
-Not promised: an end of an async reward that blocks its event loop; the watchdog ends that session.
+Not promised: to end an async reward that blocks its event loop; the watchdog ends that session.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ from inner.usercode.attempts import (
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, remind_after
 
-BATCHES = 3  # without any reward, one after the other, in a session that has had rewards
-EMIT_EVERY_S = 60.0  # a reward that fails often is reported once a minute, with the count
-LOGGERS = {"log_extra", "log_metric"}  # functions that TRL hands to a reward
+BATCHES = 3  # this many in a row without any reward end a session that has had rewards
+EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
+LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
 
 
 class RewardCalls:
-    """All rewards of one trainer.   retries: further tries.   timeout_s: of one call, 0 for none.   group: completions
-    of one prompt.   host: receives notes and events.   broken: what a completion counts that breaks the reward.
+    """All rewards of one trainer.   retries: further tries.   timeout_s: limit of one call; 0: no limit.
+    group: completions per prompt.   host: receives notes and events.   broken: inner.rewards.broken.
 
-    `take_failed`: completions of the last batch without a reward of their own.  `take_missing`: their number since
-    then."""
+    `take_failed`: completions of the last batch that lack a reward.  `take_missing`: their number since the last
+    call."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class RewardCalls:
         self.clock = clock
         self.host: Host = host or StandaloneHost()
         self.broken = BrokenRewards(broken)
-        self.rewardless = False  # has no completion of the last batch a reward?
+        self.rewardless = False  # True if the last batch has no reward at all
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
         self._worked: set[str] = set()
-        self._silent = 0  # batches in a row without any number, whether or not something failed
+        self._silent = 0  # batches in a row without any number, failed or not
         self._noted = False
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
 
     def wrap_reward(self, reward: Any) -> Any:
-        """Return the same reward, for TRL.  A reward model stays as it is."""
+        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
@@ -100,38 +100,38 @@ class RewardCalls:
         return later if is_async_callable(reward) else sync
 
     def take_failed(self) -> list[int]:
-        """Completions of the batch for which a reward gave no number."""
+        """Return the completions of the batch for which a reward gave no number, and count them as missing."""
         failed = sorted(self._failed)
         self._failed = set()
         self._missing += len(failed)
         return failed
 
     def take_missing(self) -> int:
-        """Completions without a reward of their own since the last time."""
+        """Return the number of completions without a full reward since the last call."""
         missing = self._missing
         self._missing = 0
         return missing
 
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
-        """The rewards of the batch that count.   group: completions of one prompt here, 1 in an evaluation"""
+        """Return the batch's rewards that count.   group: completions per prompt here; 1 in an evaluation."""
         known = rewards_B_F.clone()
-        known[self.take_failed()] = math.nan  # a sum without one of its parts would be no reward of the user's
+        known[self.take_failed()] = math.nan  # an incomplete sum is not the user's reward
         settled = self.broken.settle(known, weights_F, group)
         self.rewardless = bool(settled.isnan().all())
         return settled
 
     def skip_rewardless(self, optimizer: Optimizer) -> None:
-        """Make `optimizer.step` pass over a batch without one reward: its momentum would move the weights by itself."""
+        """Skip `optimizer.step` after a batch without any reward: momentum alone would still move the weights."""
         step = optimizer.step
 
-        @wraps(step)  # a schedule looks for its mark
+        @wraps(step)  # keeps the attributes that a schedule looks for
         def step_if_rewarded(*args: Any, **kwargs: Any) -> Any:
             return None if self.rewardless else step(*args, **kwargs)
 
         optimizer.step = step_if_rewarded
 
     def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
-        """Raise RewardFailed at the third batch in a row for which all rewards were None."""
+        """Raise RewardFailed at the third batch in a row in which all rewards were None."""
         self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
         if self._silent < BATCHES:
             return
@@ -144,7 +144,7 @@ class RewardCalls:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Completions inside are not training's: `take_missing` does not count them, and no worst is one of them."""
+        """Exclude completions inside the `with` from `take_missing`, `rewardless` and the lowest reward so far."""
         kept = self._missing, self.rewardless, self.broken.lowest
         try:
             yield
@@ -165,7 +165,7 @@ class RewardCalls:
             return call.read_answer(
                 call_within(self.timeout_s, call.call_reward, lambda waited: self._note_waiting(reward, waited))
             )
-        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() does not mean to end the replica
+        except (Exception, SystemExit) as error:  # a reward's sys.exit() must not end the replica
             return Failure(error)
 
     async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
@@ -213,7 +213,7 @@ class RewardCalls:
         return values
 
     def _emit_failure(self, reward: Any, scored: Scored) -> None:
-        """Report a failed batch: at once the first time, then once a minute."""
+        """Report a failed batch: the first one at once, then at most once a minute."""
         now = self.clock()
         self._unreported_failures = self._unreported_failures + 1
         if now - self._last_emit_at < EMIT_EVERY_S:
@@ -234,7 +234,7 @@ class RewardCalls:
         )  # fmt: skip
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
-        """Raise RewardFailed where going on would train on nothing."""
+        """Raise RewardFailed if training would continue without rewards."""
         name = _reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0
@@ -248,7 +248,7 @@ class RewardCalls:
 
 
 class _Call:
-    """One call of the user's function.  Its logs of a whole batch are passed on once it has returned."""
+    """One call of the user's function. What it logs about a whole batch reaches TRL only after it has returned."""
 
     def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
         self._reward = reward

@@ -1,12 +1,12 @@
-"""The arguments of a reward's call; reasons why a call fails, and why a reward says the same of everything.
+"""Build the arguments of a reward's call, and explain why a call fails or all answers get the same reward.
 
-    row ─▶ candidates: each other column's value (the answer is often one) · an empty one
+    row ─▶ candidates: every other column's value (one may be the answer) · an empty text
         ─▶ reward(prompts, completions, completion_ids, …, columns)        completions: texts, or lists of messages
-             ├─ its signature does not take these    ─▶ `call_fault` names the argument that was meant
-             └─ one value for all of them            ─▶ `sameness` asks again in another form: where values differ
-                                                        then, that is the likeliest cause
+             ├─ its signature does not take these    ─▶ `call_fault` names the likely argument
+             └─ one value for all of them            ─▶ `sameness` calls it with another form of the arguments. If
+                                                        values then differ, the form is the likely cause
 
-Not promised: that the cause is the true one; the reward's own lines are not read.
+Not promised: that this cause is the true one; the reward's source is not read.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from typing import Any
 
 from inner.errors import InnerError
 
-OF_A_TASK = ("task", "entry")  # columns for its scorer alone
+OF_A_TASK = ("task", "entry")  # columns of a task that only its scorer reads
 OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 Row = Mapping[str, Any]
 Rewards = Sequence[tuple[Callable[..., Any], float]]
 
 
 def candidates(row: Row) -> list[tuple[str, str]]:
-    """Return (column, its value as text) of each that could be an answer, and ("empty", "")."""
+    """Return (column, its value as text) for each column that could be an answer, then ("empty", "")."""
     named = [(name, value) for name, value in row.items() if name != "prompt" and name not in OF_A_TASK]
     return [*((name, str(value)) for name, value in named if isinstance(value, str | int | float)), ("empty", "")]
 
@@ -32,9 +32,9 @@ def candidates(row: Row) -> list[tuple[str, str]]:
 def call_of(
     row: Row, texts: Sequence[str], ids: Sequence[Sequence[int]], *, chat: bool | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments that TRL would pass for some completions of one prompt.
+    """Return the keyword arguments that TRL would pass for some completions of one prompt.
 
-    chat: are completions messages?  Default: as the prompt is.
+    chat: whether completions are messages. Default: as in the prompt.
     """
     chat = isinstance(row["prompt"], list) if chat is None else chat
     columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
@@ -45,19 +45,19 @@ def call_of(
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the weighted sum of the rewards that are not None, as TRL adds them; None where all are None."""
+    """Return the weighted sum of the rewards that are not None, as TRL adds them; None if all are None."""
     known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     return sum(known) if known else None
 
 
-# -------------------------------------------------------------------- it cannot be called
+# -------------------------------------------------------------------- a call that fails
 
 
 def call_fault(function: Callable[..., Any], call: Row) -> str:
-    """Return why the function does not take these keyword arguments, and how it should begin; "" if it does."""
+    """Return why the function does not take these arguments, and a signature that does; "" if it takes them."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of C, without one
+    except ValueError:  # a C function has no signature
         return ""
     try:
         signature.bind(**call)
@@ -77,7 +77,7 @@ def _named(parameters: Any) -> list[str]:
 
 
 def _meant(name: str, call: Row) -> str:
-    """The argument that was meant by this name; "" if none is near."""
+    """Return the argument that was probably meant by this name; "" if none is similar."""
     columns = [key for key in call if key not in OURS]
     return next(iter(get_close_matches(name, [*columns, "completions", "prompts"], n=1, cutoff=0.7)), "")
 
@@ -101,7 +101,7 @@ def _extra_words(parameters: Any, call: Row) -> Iterator[str]:
 
 
 def _head(parameters: Any, call: Row) -> str:
-    """The arguments that it should have: its own with their right names, and **columns."""
+    """Return the arguments that the function should have: its own, with corrected names, and **columns."""
     own = [name if name in call else _meant(name, call) for name in _named(parameters)]
     return ", ".join([*dict.fromkeys(["completions", *filter(None, own)]), "**columns"])
 
@@ -111,14 +111,14 @@ def _batch_words(call: Row) -> str:
     return f"each argument is a list with one entry per completion, and a completion is {of}"
 
 
-# -------------------------------------------------------------------- it says the same of everything
+# -------------------------------------------------------------------- the same reward for all answers
 
 
 SILENT = "says of no completion what it is worth (None), so a run with it learns nothing"
 
 
 def sameness(rewards: Rewards, rows: Sequence[Row]) -> str:
-    """Return what is wrong with rewards that give all candidates of these rows the same; "" if they do not."""
+    """Return what is wrong with rewards that give all candidates of these rows the same number; else ""."""
     if len(values := set(_values(rewards, rows))) != 1:
         return ""
     if values == {None}:
@@ -140,7 +140,7 @@ def _values(rewards: Rewards, rows: Sequence[Row], *, chat: bool | None = None) 
 
 
 def likeliest_cause(rewards: Rewards, rows: Sequence[Row]) -> str:
-    """Return the change of form with which their values differ, as a sentence and a blank; "" if none does."""
+    """Return a sentence and a space about the change of form after which values differ; "" if they never do."""
     chat = isinstance(rows[0]["prompt"], list)
     as_text = [{k: str(v) if isinstance(v, int | float) else v for k, v in row.items()} for row in rows]
     text = 'the text is completion[-1]["content"]' if chat else "use each as it is"
@@ -151,7 +151,7 @@ def likeliest_cause(rewards: Rewards, rows: Sequence[Row]) -> str:
         ("A column is a number in the file, and an answer is text: compare with str(…) of it", as_text, chat),
     ]  # fmt: skip
     for cause, again, form in forms:
-        with suppress(InnerError):  # what raises in that form is not written for it
+        with suppress(InnerError):  # an error means: not written for that form
             if len(set(_values(rewards, again, chat=form))) > 1:
                 return f"{cause}. "
     return ""

@@ -1,14 +1,14 @@
-"""A reward model: the one logit of a sequence classifier on prompt and completion, as TRL reads it.
+"""A reward model: a sequence classifier whose one logit on prompt and completion is the reward, as in TRL.
 
     [inner.rewards.functions]
     "hub:OWNER/NAME[@REVISION]" = 1.0       its name in logs: NAME
 
-    pin_reward_model     the laptop: hub:OWNER/NAME@<commit>, and that it is a classifier with one label   one file
-    load_reward_model    a replica, where its loop is built: called like any reward function from then on
+    pin_reward_model     on the laptop: pins the commit, hub:OWNER/NAME@<commit>; reads config.json: one label?
+    load_reward_model    in a replica that builds its loop: returns a function, called like any reward
 
     reply ─ its own chat template ─▶ text ─ its own tokenizer, padded right ─▶ logits (B, 1) ─▶ B rewards
 
-Not promised: a model that lies in a folder; one that needs code of its own; several GPUs.
+Not promised: a model in a local folder; one that needs its own code; several GPUs.
 """
 
 import json
@@ -25,11 +25,11 @@ from inner.settings.task import reward_model_parts, reward_name
 
 AT_ONCE = 16  # replies per forward pass
 _HEAD = "ForSequenceClassification"
-_DEFAULT_LABELS = 2  # of a config.json that names none, as transformers writes it
+_DEFAULT_LABELS = 2  # transformers' number if config.json names no labels
 
 
 def pin_reward_model(spelling: str) -> str:
-    """The spelling with the commit that its revision (default: main) names now.   Raises InnerError."""
+    """Return the spelling with the commit to which its revision (default: main) points.   Raises InnerError."""
     what = f"inner.rewards.functions: {spelling!r}"
     name, revision = reward_model_parts(spelling)
     commit = pin_commit("model", name, revision, what)
@@ -38,13 +38,13 @@ def pin_reward_model(spelling: str) -> str:
 
 
 def load_reward_model(spelling: str) -> Callable[..., list[float]]:
-    """A reward function on this machine's accelerator, named as the model is in logs.   Raises HubError."""
+    """Return a reward function on this machine's accelerator; its name is that in logs.   Raises HubError."""
     name, commit = reward_model_parts(spelling)
     return make_reward(fetch_snapshot(name, commit), reward_name(spelling))
 
 
 def make_reward(folder: Path, name: str) -> Callable[..., list[float]]:
-    """folder: of a sequence classifier with one label, and its tokenizer."""
+    """Make a reward function.   folder: holds a sequence classifier with one label, and its tokenizer."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -1,14 +1,14 @@
-"""The user's reward on the first prompts, asked as a run asks it, with the model's own tokenizer (`diloco check`).
+"""Call the user's reward on the first prompts as a run does, with the model's own tokenizer (`diloco check`).
 
     row ── chat template, tokenizer ──▶ prompt, its tokens
-     └── completions: each other column's value (the answer is often one) · the caller's own · an empty one
+     └── completions: every other column's value (one may be the answer) · the caller's own · an empty text
                └──▶ reward(prompts, completions, completion_ids, columns) ──▶ numbers
 
     parent ── {"inner", "files", "rows", "given", "answer"} ──▶ this module ──▶ {"trials"} or {"refused"}
 
-A process of its own, as in rehearse.py: the user's code may hang, exit, or crash it.  Its prints go to stderr.
+It runs in a child process, as in rehearse.py: the user's code may hang, exit, or crash.  Its prints go to stderr.
 
-Not promised: anything about an environment's tools, whose state only a rollout has; that other prompts do as well.
+Not promised: a trial of an environment's tools, whose state only a rollout has; the same result for other prompts.
 """
 
 import json
@@ -29,13 +29,13 @@ from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.usercode.rehearse import ask_child
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
-MOST_PROMPTS = 1000  # are measured
+MOST_PROMPTS = 1000  # whose lengths are measured
 TIME_S = 120.0
 
 
 @dataclass(frozen=True)
 class TriedCompletion:
-    """source: a column of the row, "given" or "empty".   reward: None for "cannot say"."""
+    """One result.   source: a column of the row, "given" or "empty".   reward: None if it cannot be judged."""
 
     source: str
     completion: str
@@ -44,7 +44,7 @@ class TriedCompletion:
 
 @dataclass(frozen=True)
 class PromptTrial:
-    """prompt: the newest message's text."""
+    """Results for one prompt.   prompt: the last message's text."""
 
     prompt: str
     scored: tuple[TriedCompletion, ...]
@@ -52,11 +52,11 @@ class PromptTrial:
 
 @dataclass(frozen=True)
 class Trial:
-    """tokens: of the shortest and of the longest prompt.   seconds: that the reward took in all.
+    """All results.   tokens: of the shortest and the longest prompt.   seconds: of all calls of the reward.
 
-    template: the chat template wrote the prompts; else they are plain text.
-    cause: the likeliest, in words, of a reward that gives everything the same.
-    cut: of an answer that a completion has no room for, in words.
+    template: whether the chat template wrote the prompts; else they are plain text.
+    cause: if the reward is the same for everything, the likely cause, as text.
+    cut: text about answers that are longer than a completion may be.
     """
 
     prompts: int
@@ -83,7 +83,7 @@ class Trial:
 def try_reward(
     config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
 ) -> Trial:
-    """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError if that cannot work."""
+    """Call the reward on the first `rows` prompts in a child process.  Raises InnerError if that is not possible."""
     if not (config.rewards.named or config.scoring_task) or config.data.source is None:
         raise InnerError(
             "there is no reward function with prompts to try (a reward model is not asked here): set "
@@ -108,7 +108,7 @@ def try_reward(
     return Trial.from_dict(answer)
 
 
-# -------------------------------------------------------------------- in the other process
+# -------------------------------------------------------------------- in the child process
 
 
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
@@ -148,7 +148,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
-    """Say how many rows' best answers are longer than a completion may be; "" for none.   room: in tokens."""
+    """Return text: how many rows' best answers exceed a completion's length; "" if none does.   room: in tokens."""
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
@@ -163,7 +163,7 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
 
 
 def _best_sources(trial: PromptTrial) -> list[str]:
-    """The columns that no other completion of the prompt beats, and that are worth more than nothing."""
+    """Return the columns with the prompt's highest reward, if it is above 0 and above the empty text's."""
     known = {scored.source: scored.reward for scored in trial.scored if scored.reward is not None}
     best = max(known.values(), default=0.0)
     columns = [name for name, reward in known.items() if name not in ("empty", "given") and reward == best]
@@ -179,20 +179,20 @@ def _tokenizer_of(config: InnerConfig) -> Any:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """The tokenizer that the run will have.  A model on the Hub: its small files, from the cache or fetched."""
+    """Load the run's tokenizer. For a model on the Hub, it reads or downloads only small files."""
     from transformers import AutoTokenizer
 
     path = Path(name)
     where = (str(path.parent), {"gguf_file": path.name}) if is_gguf_file(name) else (name, {})
     try:
         return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
-    except Exception as error:  # OSError, ValueError; a mirror of the Hub that answers oddly gives others
+    except Exception as error:  # OSError, ValueError; others from faulty mirrors of the Hub
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
 
 
 def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Mapping[str, Any] | None = None) -> int:
-    """Tokens of a prompt as the model reads it; messages go through the chat template, with its switches."""
+    """Count a prompt's tokens as the model reads it: messages go through the chat template, with `options`."""
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InnerError(
             "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
@@ -223,7 +223,7 @@ def main(asked: Mapping[str, Any]) -> None:
         )
     except InnerError as error:
         found = {"refused": str(error)}
-    except Exception as error:  # no code of the user's raises it: a reward's errors are InnerErrors
+    except Exception as error:  # not the user's code: a reward's errors are InnerErrors
         found = {"refused": f"the trial ended with {type(error).__name__}: {error}"}
     Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
 

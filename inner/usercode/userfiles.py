@@ -1,9 +1,9 @@
-"""The user's own code: "reward.py:score" -> a function.
+"""Load the user's code: "reward.py:score" -> a function.
 
-    rewards.function = "reward.py:score"       what the user wrote; the name after the last ":" is what we look up
-    files["reward"] = Path("/…/reward.py")    the local copy, wherever it came from
+    rewards.function = "reward.py:score"       as the user wrote it; the name of the function follows the last ":"
+    files["reward"] = Path("/…/reward.py")    the local copy
 
-Everything that is wrong with a user's file is an InnerError that shows the user's own line.
+Every fault in a user's file becomes an InnerError that shows the line in that file.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from inner.usercode.reward_form import call_fault
 
 
 def load_object(kind: str, spelling: str, files: Files) -> Any:
-    """The function or class that "file.py:name" names."""
+    """Return the function or class that "file.py:name" names."""
     module = load_module(kind, spelling, files)
     name = spelling.rpartition(":")[2]
     if not hasattr(module, name):
@@ -44,7 +44,7 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
 
 
 def check_syntax(kind: str, spelling: str, files: Files) -> None:
-    """Raise InnerError for a file that Python cannot compile.  Nothing of it is run."""
+    """Raise InnerError for a file that Python cannot compile. It runs none of the code."""
     if not spelling.rpartition(":")[0]:
         raise InnerError(
             f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
@@ -69,7 +69,7 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
         )
     path = local_file(kind, spelling, files)
     digits = sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
-    name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # several rewards of one file share one module
+    name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # rewards in one file share one module
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -78,7 +78,7 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     if (beside := str(files.get(MODULES, ""))) and beside not in sys.path:
         sys.path.insert(0, beside)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    sys.modules[name] = module  # before it runs, because dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -90,7 +90,7 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
 
 
 def user_lines(error: BaseException, path: Path) -> str:
-    """The error, with the last line of the user's file that was running, as Python would show it."""
+    """Return the error with the last line of the user's file that was running, as Python shows it."""
     what = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
     where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
@@ -100,7 +100,7 @@ def user_lines(error: BaseException, path: Path) -> str:
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
-    """The user's reward, guarded: what it returns is checked at every call."""
+    """Load the user's reward, wrapped so that each call checks what it returns."""
     function = load_object(kind, spelling, files)
     path = local_file(kind, spelling, files)
     return guard_reward(function, spelling, path)
@@ -121,12 +121,12 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
         return checked_rewards(values, len(completions), spelling)
 
-    reward.__name__ = getattr(function, "__name__", "reward")  # TRL's metrics carry this name
+    reward.__name__ = getattr(function, "__name__", "reward")  # TRL names the metrics by it
     return reward
 
 
 def _form_advice(error: Exception, completions: list[Any]) -> str:
-    """A reward written for chats that is asked about texts, or the other way round, is told so."""
+    """Return advice if a reward expects messages but gets texts, or expects texts but gets messages; else ""."""
     what, texts = str(error), bool(completions) and isinstance(completions[0], str)
     if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
         return (
@@ -142,14 +142,14 @@ def _form_advice(error: Exception, completions: list[Any]) -> str:
 
 
 def _column_advice(error: Exception, columns: Mapping[str, Any]) -> str:
-    """A column that was looked up under a name which the prompts do not have."""
+    """Return advice if the error looked up a column that the prompts do not have; else ""."""
     asked = error.args[0] if isinstance(error, KeyError) and error.args else None
     near = get_close_matches(asked, columns, n=1) if isinstance(asked, str) and asked not in columns else []
     return f"\n  the prompts have no column {asked!r}; did you mean {near[0]!r}?" if near else ""
 
 
 def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:
-    """One finite number (or None: "cannot say") per completion."""
+    """Return one finite number (or None: "cannot say") per completion.   Raises InnerError for other values."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):

@@ -1,1 +1,1 @@
-"""Small worlds to learn in, built in code: no downloads."""
+"""Small tasks, built in code. They need no downloads."""

@@ -1,7 +1,7 @@
-"""The body of the built-in models: a Llama of about 0.1 M parameters, the same bits for the same seed.
+"""The architecture of the built-in models: a Llama of about 0.1 M parameters. One seed always gives the same bits.
 
-Llama and not Qwen2: AutoTokenizer throws away the tokenizer of a folder whose config says "qwen2" and puts Qwen2's own
-in its place, silently (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+It is not a Qwen2: if a folder's config says "qwen2", AutoTokenizer ignores the folder's tokenizer and silently uses
+Qwen2's (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def tiny_llama(tokenizer: Any, positions: int, seed: int) -> LlamaForCausalLM:
-    """Random weights. The caller's random state is left as it was."""
+    """Return the model with random weights. The caller's random state does not change."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -7,7 +7,7 @@
     python -m inner.worlds.gsm8k --to prompts.jsonl                       the Hub's openai/gsm8k
     python -m inner.worlds.gsm8k --to prompts.jsonl --source train.jsonl  a local file
 
-Not promised: that a right number was reached by right steps.
+Not promised: that the steps to a right number are right.
 """
 
 import argparse
@@ -28,14 +28,14 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
 
 def gsm8k_rows(source: str | Path = HUB_ID, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:
-    """Prompts and answers from a Hub id, or from a local .jsonl. A bad line is named in a TraceWarning and left out."""
+    """Load prompts and answers from the Hub or a local .jsonl. A TraceWarning names each bad line; it is left out."""
     local = str(source).endswith(".jsonl")
     rows = read_lines(source, lambda row, number: [prompt_row(row)]) if local else _from_hub(str(source), split)
     return rows[:limit]
 
 
 def prompt_row(row: Any) -> dict[str, Any]:
-    """One problem as a row of a prompts file; ValueError says what it lacks."""
+    """Return one problem as a row of a prompts file; ValueError: its answer has no final number."""
     question = row["question"]
     answer = row["answer"]
     final = final_number(answer, marked=True)
@@ -45,14 +45,14 @@ def prompt_row(row: Any) -> dict[str, Any]:
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return 1.0 where the final number is the answer: the one after the last `####`, else the last in the text."""
+    """Return 1.0 if the final number (after the last `####`, else the last in the text) is the answer, else 0.0."""
     return [
         float(final_number(completion_text(c)) == final_number(a)) for c, a in zip(completions, answer, strict=True)
     ]
 
 
 def final_number(text: str, marked: bool = False) -> Decimal | None:
-    """Return a text's final number. 1,000 is 1000 is 1000.0 is $1,000.   marked: only a number behind `####` counts."""
+    """Return a text's final number; 1,000 = 1000.0 = $1,000.   marked: only a number after `####` counts."""
     _, mark, behind = text.rpartition("####")
     if mark:
         found = _NUMBER.match(behind.strip().removeprefix("<").lstrip("`* "))
@@ -62,7 +62,7 @@ def final_number(text: str, marked: bool = False) -> Decimal | None:
 
 
 def completion_text(completion: Any) -> str:
-    """A completion is a string, or the messages of a conversation whose last turn counts."""
+    """Return a completion's text: the string itself, or the last message's content."""
     return (
         completion if isinstance(completion, str) else plain_text(completion[-1].get("content") if completion else "")
     )

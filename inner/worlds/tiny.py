@@ -1,4 +1,4 @@
-"""The smallest language model that learns text: bytes in, bytes out, built in code.
+"""The smallest language model that learns text. Its tokens are bytes, and it is built in code.
 
     tokenizer   257 tokens: id = byte, and <end> = 256
     model       2 layers of width 64, about 0.1 M parameters
@@ -34,12 +34,12 @@ def tiny_model(context_length: int, seed: int = 0) -> LlamaForCausalLM:
 
 
 def start_model(config: "InnerConfig") -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Make a run's first model and its tokenizer."""
+    """Make a run's start model and its tokenizer."""
     return tiny_model(config.data.context_length), tiny_tokenizer()
 
 
 def _byte_symbols() -> list[str]:
-    """GPT-2's printable stand-in for each byte: itself where it prints, else the next free character from 256 on."""
+    """Return GPT-2's symbol for each byte: itself if it is printable, else the next free character from 256 on."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     free = iter(range(256, 512))
     return [chr(byte) if byte in prints else chr(next(free)) for byte in range(256)]

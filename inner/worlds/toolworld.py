@@ -2,17 +2,17 @@
 
     <user> op3 4 5 <end>
     <assistant> <call> t3_9 a 4 b 5 </call> <end>       one of `names` names per kind, all equally likely at the start
-    <tool> {'error': 'Tool t3_9 not found.'} <end>      TRL's own error turn: only one name per kind exists
+    <tool> {'error': 'Tool t3_9 not found.'} <end>      TRL's own error: only one name per kind exists
     <assistant> giveup <end>                            reward 0
 
     <assistant> <call> t3_6 a 4 b 5 </call> <end>       the right name
     <tool> 1 <end>                                      (3 + 1) · 4 + 5 mod 20
     <assistant> 1 <end>                                 reward 1: the final answer is right
 
-The warm start teaches the format, copying the tool's result, and following "hint use t3_6"; it never learns which name
-is right. So plain RL has to find 1 name in `names` per kind, and a hint after the error says which.
+The warm start teaches three things: the format, to copy the tool's result, and to follow "hint use t3_6". It does not
+teach which name is right. So plain RL has to find 1 of `names` names per kind, but a hint after the error gives it.
 
-Not promised: any claim about language models. It shows that the wiring carries signal, in seconds on a CPU.
+Not promised: any claim about language models. ToolWorld shows in seconds on a CPU that the training signals work.
 """
 
 import random
@@ -53,7 +53,7 @@ TEMPLATE = (
     "{{ m.content }} <end>{% endgeneration %} "
     "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<assistant> {%- endif -%}"
 )
-# How transformers' response parser reads "<call> t3_6 a 4 b 5 </call>" and a plain answer back from generated text.
+# How transformers' response parser reads "<call> t3_6 a 4 b 5 </call>", or a plain answer, from generated text.
 CALL_FIELD = {
     "open_pattern": r"\s*<call>\s*(?P<name>\S+)",
     "close_pattern": r"</call>\s*",
@@ -79,7 +79,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolWorld:
-    """`kinds` operations with `names` possible tool names each. Chance of a right first call: 1 / names."""
+    """`kinds` operations with `names` possible tool names each. A first call is right with probability 1 / names."""
 
     kinds: int = 6
     names: int = 32
@@ -88,16 +88,16 @@ class ToolWorld:
         return f"t{kind}_{synonym}"
 
     def right_name(self, kind: int) -> str:
-        """The one name per kind that exists. The same in every process; no prompt and no warm start reveals it."""
+        """Return the one name of this kind that exists: the same in every process, in no prompt and no warm start."""
         return self.name(kind, random.Random(1234 + kind).randrange(self.names))
 
     def result(self, kind: int, a: int, b: int) -> int:
         return ((kind + 1) * a + b) % NUMBERS
 
-    # the student
+    # the start model
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per word; chat template and response template included."""
+        """Return a tokenizer with one token per word, a chat template and a response template."""
         words = SPECIAL + [str(i) for i in range(NUMBERS)] + ["a", "b", "hint", "use", "error", "giveup"]
         words += [f"op{k}" for k in range(self.kinds)]
         words += [self.name(k, s) for k in range(self.kinds) for s in range(self.names)]
@@ -119,27 +119,27 @@ class ToolWorld:
         return tokenizer
 
     def model(self, seed: int = 0) -> LlamaForCausalLM:
-        """About 0.1 M parameters, random."""
+        """Return a model of about 0.1 M parameters, with random weights."""
         return tiny_llama(self.tokenizer(), positions=128, seed=seed)
 
     # the warm start
 
     def dialogue(self, rng: random.Random) -> list[Message]:
-        """Names uniform over the synonyms; a hint, when there is one, is followed; the tool's result is copied."""
+        """Draw a dialogue: any synonym with equal probability; it follows a hint and copies the tool's result."""
         kind = rng.randrange(self.kinds)
         a = rng.randrange(NUMBERS)
         b = rng.randrange(NUMBERS)
         fails = rng.random() < 0.35
         name = self.name(kind, rng.randrange(self.names))
         messages: list[Message] = [{"role": "user", "content": f"op{kind} {a} {b}"}]
-        if rng.random() < 0.85:  # following a hint is the slow part to learn; the rest keeps the names equally likely
+        if rng.random() < 0.85:  # following a hint is slow to learn; dialogues without one keep names equally likely
             messages.append({"role": "system", "content": f"hint use {name}"})
         call = {"type": "function", "function": {"name": name, "arguments": {"a": a, "b": b}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         if fails:
             tool = f"{{'error': 'Tool {name} not found.'}}"
             answer = "giveup"
-        else:  # any number: what is to be learned is to copy it
+        else:  # any number, because the model should learn to copy it
             tool = answer = str(rng.randrange(NUMBERS))
         return [
             *messages,
@@ -154,7 +154,7 @@ class ToolWorld:
         steps: int = 450,
         seed: int = 0,
     ) -> float:
-        """Supervised steps on assistant tokens, in place. Returns the last loss."""
+        """Take supervised steps on the assistant's tokens, in place. Return the last loss."""
         rng = random.Random(seed)
         ids, labels, mask = _supervised_rows(tokenizer, [self.dialogue(rng) for _ in range(4000)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -181,7 +181,7 @@ class ToolWorld:
     # the task
 
     def rows(self, n: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
-        """`n` prompts: prompt (messages), kind, a, b, answer."""
+        """Return `n` rows: prompt (messages), kind, a, b, answer."""
         rng = random.Random(seed)
         drawn = [(rng.randrange(self.kinds), rng.randrange(NUMBERS), rng.randrange(NUMBERS)) for _ in range(n)]
         return [
@@ -196,13 +196,13 @@ class ToolWorld:
         ]
 
     def dataset(self, n: int = 2000, seed: int = 0) -> Any:
-        """The rows as a `datasets.Dataset`."""
+        """Return the rows as a `datasets.Dataset`."""
         from datasets import Dataset
 
         return Dataset.from_list(self.rows(n, seed))
 
     def environment(self) -> type:
-        """TRL's environment class: one method per kind, named by the name that exists."""
+        """Return TRL's environment class, with one method per kind: the tool name that exists."""
         tools = {self.right_name(kind): self._make_tool(kind) for kind in range(self.kinds)}
 
         def reset(self: Any, **row: Any) -> None:
@@ -213,7 +213,7 @@ class ToolWorld:
     def _make_tool(self, kind: int) -> Callable[..., int]:
         world = self
 
-        def tool(self, a: int, b: int) -> int:  # no type on self: the JSON schema would want to describe it
+        def tool(self, a: int, b: int) -> int:  # a typed self would appear in the JSON schema
             """Compute.
 
             Args:
@@ -231,7 +231,7 @@ class ToolWorld:
         return [float(final_answer(turns) == str(want)) for turns, want in zip(completions, answer, strict=True)]
 
     def hint(self, row: Mapping[str, Any], error: str) -> str | None:
-        """Return the hint after an unknown tool's name: the right name."""
+        """Return a hint with the right name after an error "not found", else None."""
         from inner.channels.hints import filter_hint
 
         right = self.right_name(row["kind"])
@@ -239,7 +239,7 @@ class ToolWorld:
 
 
 def start_model(config: "InnerConfig") -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Make a run's first model, warm-started, and its tokenizer."""
+    """Make a run's start model, warm-started, and its tokenizer."""
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
     model = world.model(seed=0)
     world.warm_start(model, world.tokenizer(), config.toolworld.warm_start_steps)
@@ -247,7 +247,7 @@ def start_model(config: "InnerConfig") -> tuple[LlamaForCausalLM, PreTrainedToke
 
 
 def final_answer(turns: list[Message]) -> str | None:
-    """The text of the last turn if the assistant wrote it; None if it is a tool's result."""
+    """Return the last turn's text if the assistant wrote it; None if it is a tool's result."""
     last = turns[-1]
     return (last.get("content") or "").replace("<end>", "").strip() if last["role"] == "assistant" else None
 
@@ -255,7 +255,7 @@ def final_answer(turns: list[Message]) -> str | None:
 def _supervised_rows(
     tokenizer: PreTrainedTokenizerFast, dialogues: list[list[Message]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, labels (-100 outside the assistant's tokens) and attention mask, each (N, T), padded on the right."""
+    """Return ids, labels (-100 except on the assistant's tokens) and attention mask; (N, T), padded on the right."""
     rows: Any = tokenizer.apply_chat_template(
         dialogues,
         tokenize=True,

@@ -1,1 +1,1 @@
-"""Objects that torchft takes for a Manager: through the bucket, with `make_diloco` or bare, or through a lighthouse."""
+"""Managers for torchft: over a bucket (with `make_diloco`, or bare), or over a lighthouse."""

@@ -1,13 +1,13 @@
-"""A StoreManager without `make_diloco`: what a plain torchft class needs from a Manager.
+"""A StoreManager without `make_diloco`, for a plain torchft class.
 
     allreduce × n ─▶ one blob ─▶ offer ─▶ (first wait) settle, mean ─▶ the n tensors
-    should_commit  ─▶ if no allreduce came: an empty offer, so that the round is decided like any other
-    report_error   ─▶ should_commit says False, and the next round reads the same step's mean again
-    first hook after a commit ─▶ the registered states, complete now, become snapshot t
+    should_commit  ─▶ if allreduce was not called: an empty offer, so that the round is decided like any other
+    report_error   ─▶ should_commit returns False, and the next round reads the same step's mean again
+    first hook after a commit ─▶ the registered states are complete, and become snapshot t
     first hook of a session ─▶ heal: load the newest published state
 
-The rendezvous cannot step θ here (it is inside torchft and the user's optimizer), so a session that heals from an older
-state catches up by living those rounds again: each ends with the mean that was committed for it.
+The rendezvous cannot step θ here (θ is inside torchft and your optimizer). So a session that heals from an older
+state repeats the rounds since then. Each of them ends with the mean that was committed for it.
 
 Not promised: a check that replicas started from equal θ (there is no flat θ to digest).
 """
@@ -27,14 +27,14 @@ from rendezvous.records.records import Commit
 from rendezvous.records.state import UNVERIFIED
 from rendezvous.snapshots import record as snapshots
 
-START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
+START_PATIENCE_S = 1.0  # step 0 does not wait for slow loops: each joins later
 RULES = Rules(
     snapshot_every=1 << 40, max_carry=0, weighting="uniform"
-)  # states are published here; which fragment a blob was is unknown
+)  # this class writes the snapshots; it does not know which fragment a blob has
 
 
 class OpaqueState:
-    """The rendezvous' view of a state that it cannot see into."""
+    """A state whose content the rendezvous does not know."""
 
     def size(self, fragment: int) -> int:
         return 0
@@ -50,7 +50,7 @@ class OpaqueState:
 
 
 class BareRounds:
-    """Rounds and healing for a bare manager."""
+    """The rounds and the healing of a bare manager."""
 
     def __init__(self, session: Session, load: Callable[[Any], None] | None, save: Callable[[], Any] | None) -> None:
         self._session = session
@@ -59,9 +59,9 @@ class BareRounds:
         if load is not None and save is not None:
             self._fns["default"] = (load, save)
         self._tensors: list[Tensor] = []
-        self._commit: Commit | None = None  # applied by torchft after should_commit
+        self._commit: Commit | None = None  # torchft applies its mean after should_commit
         self._published = -1
-        self.error: Exception | None = None  # what the caller has reported in this round
+        self.error: Exception | None = None  # reported by the caller in this round
 
     @property
     def step(self) -> int:
@@ -78,13 +78,13 @@ class BareRounds:
     # ---------------------------------------------------------------- rounds
 
     def add_tensor(self, tensor: Tensor) -> Callable[[], None]:
-        """Take a tensor into this round; -> the action of its Work.  After an error nothing more is taken."""
+        """Add a tensor to this round. Return the action of its Work.  After an error, no tensor is added."""
         if self.error is None:
             self._tensors.append(tensor)
         return self.reduce_round
 
     def reduce_round(self) -> None:
-        """Once per round: everything collected so far becomes one blob, and comes back as the mean."""
+        """Send all collected tensors as one blob and write the mean into them, once per round."""
         if self._commit is not None or not self._tensors or self.error is not None:
             return
         flat = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._tensors])
@@ -96,11 +96,11 @@ class BareRounds:
             at += tensor.numel()
 
     def close_round(self) -> bool:
-        """should_commit: True when the step is decided and counted; False after an error.
+        """Answer should_commit: True if the step is committed; False after an error.
 
-        After an error the step stays open here, also where the others decide it.  The next round finds this replica's
-        offer (if it was durable before the error) and the commit, and ends with the mean that all other replicas have
-        applied: it is read again, from the bucket.  That round's own work is given up for it.
+        After an error the step stays open here, even if the other replicas commit it.  The next round reads this
+        replica's offer (if it was durable before the error) and the commit. It ends with the mean that all other
+        replicas applied, read from the bucket.  The next round's own work is lost.
         """
         self.join()
         if self.error is not None:
@@ -122,14 +122,14 @@ class BareRounds:
         self._session.rv.offer(delta, 1)
         self._commit = self._session.rv.settle()
         if all(o.size != delta.nbytes for o in self._commit.offers):
-            return delta  # ours was late and the others' round was empty: nothing to average
+            return delta  # our offer was late and the other offers were empty: nothing to average
         self._session.rv.mean(self._commit, delta)
         return delta
 
     # ---------------------------------------------------------------- healing
 
     def join(self) -> None:
-        """Load the newest published state, or publish ours as the first; once."""
+        """Load the newest published state, or publish ours as the first one. Later calls do nothing."""
         if self._joined:
             return
         self._joined = True
@@ -150,7 +150,7 @@ class BareRounds:
         self._published = self._session.rv.members.status.step = t
 
     def publish_states(self) -> None:
-        """Write the registered states as snapshot `step`, unless that snapshot stands already."""
+        """Write the registered states as snapshot `step`, unless it exists."""
         if self._published >= self._session.rv.step or not self._fns:
             return
         self._published = self._session.rv.step

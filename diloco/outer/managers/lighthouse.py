@@ -2,19 +2,19 @@
 
     OuterLoop             LighthouseManager and LighthouseRounds         torchft.Manager
     join()          ──▶   newest snapshot in the bucket, if any
-    start_quorum()  ──▶   who takes part; heal θ and momentum     ──▶    lighthouse, a peer's HTTP server
+    start_quorum()  ──▶   the participants; heal θ and momentum   ──▶    lighthouse, a peer's HTTP server
     allreduce(Δ)    ──▶   w·Δ and w; w = h/H, or 1 for uniform    ──▶    Gloo
     Work.wait()     ──▶   Σ wΔ / Σ w
-    should_commit() ──▶   no: the model keeps its inner steps; the sync is tried again after the next one
-    finish_round()  ──▶   log, beat, a snapshot now and then
+    should_commit() ──▶   if False: the model keeps its inner steps; the next inner step repeats the sync
+    finish_round()  ──▶   log, heartbeat, and a snapshot if one is due
 
-A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
-Start the Lighthouse with a join time-out longer than an outer step: a replica that misses a quorum is healed in the
-next.
-With a `session` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
+A replica that was healed in the quorum has weight 0 in that step, because its inner steps began at another θ.
+Start the Lighthouse with a join time-out longer than an outer step, because a replica that misses a quorum heals only
+in the next one.
+With a `session` in a bucket, the run keeps run.json, model, logs and snapshots there, but no commits.
 
-Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
-last sync are lost); a digest check of θ between replicas; a norm gate; leaving while it waits for a quorum.
+Not promised: that late work counts; that a leaving replica's work counts (it leaves at once, and its inner steps
+since the last sync are lost); a digest check of θ between replicas; a norm gate; leaving during a wait for a quorum.
 """
 
 import socket
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
     from diloco.outer.loop import OuterLoop
 
-TIMEOUT_S = 30.0  # a collective may stand still for so long; then the round is tried again with the remaining replicas
+TIMEOUT_S = 30.0  # limit for a stalled collective; then the remaining replicas repeat the round
 CONNECT_S = 15.0
-TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's clients raise
+TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # the errors of torchft's clients
 
 
 class LighthouseManager:
-    """torchft's eight names, over a synchronous torchft.Manager, and the rounds that go with them.
+    """torchft's eight names over a synchronous torchft.Manager, and its OuterRounds.
 
-    session: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
+    session: writes logs and snapshots to a bucket; None: no bucket, and the caller owns `manager`.
     """
 
     def __init__(self, manager: "Manager", session: Session | None = None) -> None:
@@ -62,13 +62,13 @@ class LighthouseManager:
         return self._manager._use_async_quorum
 
     def start_quorum(self) -> None:
-        """Meet the other replicas at this step, for at most torchft's quorum time-out; heal if we are behind."""
+        """Join the quorum of this step, within torchft's quorum time-out. Heal if this replica is behind."""
         self.rounds.begin_wait()
         self._ask_torchft(self._manager.start_quorum)
         self.rounds.end_wait()
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
-        """Send w·Δ and w; the Work makes `tensor` the weighted mean."""
+        """Send w·Δ and w. The returned Work writes the weighted mean into `tensor`."""
         began = self.rounds.clock.now()
         weight = torch.tensor([self.rounds.weigh_round()])
         if float(weight) != 1.0:
@@ -93,7 +93,7 @@ class LighthouseManager:
         return self._manager.current_step()
 
     def num_participants(self) -> int:
-        """Replicas in torchft's newest quorum; 0 before the first."""
+        """Return the number of replicas in torchft's newest quorum; 0 before the first one."""
         return self._manager.num_participants()
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
@@ -119,20 +119,20 @@ class LighthouseManager:
         except TROUBLE as error:
             raise GaveUp(
                 f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
-                "and do min_replicas replicas live? Run the same command again to go on"
+                "and do min_replicas replicas run? Run the same command again to go on"
             ) from error
 
 
 class LighthouseRounds:
-    """The OuterRounds (diloco/outer/loop.py) beside a torchft.Manager."""
+    """The OuterRounds (diloco/outer/loop.py) of a torchft.Manager."""
 
-    done_with_delta = False  # an aborted collective may still be at it
+    done_with_delta = False  # an aborted collective may still write to Δ
 
     def __init__(self, manager: "Manager", session: Session | None) -> None:
         self._manager = manager
         self.session = session
-        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
-        self.left = self.behind = False  # behind: the last sync failed, the next one is due
+        self.stats: Callable[[], dict[str, float]] = dict  # the inner loop's numbers of a round
+        self.left = self.behind = False  # behind: the last sync failed, so the next one is due
         self.clock: Clock = session.clock if session else SystemClock()
         self.watchdog = session.watchdog if session else Watchdog(self.clock)
         self.spent: dict[str, float] = {}
@@ -141,12 +141,12 @@ class LighthouseRounds:
         self.round_began = self.clock.now()
 
     def join(self, loop: "OuterLoop") -> None:
-        """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
+        """Begin at the bucket's newest snapshot. If a peer is at a later step, the first quorum heals this replica."""
         check_lighthouse(loop.outer)
         self._loop = loop
         self._manager.register_state_dict_fn(
             "healed", self._after_heal, self._unsent_arrays
-        )  # torchft has loaded θ before it
+        )  # torchft loads θ before it calls this
         if self.session is not None:
             self._resume_from_snapshot(self.session, loop)
         self._digests = Digests(loop.state, loop.rules.fragments)
@@ -164,12 +164,12 @@ class LighthouseRounds:
         session.flush()
 
     def _unsent_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the outer state that torchft does not send by itself."""
+        """Return the outer state's arrays that torchft does not send."""
         arrays = self._joined_loop.state.all_arrays()
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
     def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
-        """Write model ← θ after torchft has replaced θ and momentum by a peer's; no inner step of ours counts."""
+        """Write model ← θ after torchft replaced θ and momentum by a peer's. Our inner steps are discarded."""
         arrays = self._joined_loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
@@ -181,7 +181,7 @@ class LighthouseRounds:
     # ---------------------------------------------------------------- what torchft does in a round
 
     def begin_wait(self) -> None:
-        """The inner steps of this round are over; torchft looks for the others."""
+        """Note that this round's inner steps are done and torchft waits for the other replicas."""
         self._set_phase("wait")
         self._wait_began = self.clock.now()
         self.spent = {"inner_s": self._wait_began - self.round_began}
@@ -190,13 +190,13 @@ class LighthouseRounds:
         self.spent["wait_s"] = self.clock.now() - self._wait_began
 
     def weigh_round(self) -> float:
-        """The weight of this replica's Δ: h/H, or 1 for uniform; 0 if it was healed in this round."""
+        """Return the weight of this replica's Δ: h/H, or 1 for uniform; 0 if it healed in this round."""
         loop = self._joined_loop
         self.spent["h"] = h = loop.h[self._manager.current_step() % loop.rules.fragments]
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
     def note_vote(self, committed: bool) -> None:
-        """Note whether the outer step is taken.  If not, the sync is tried again after the next inner step."""
+        """Note whether the outer step is taken.  If not, the replica repeats the sync after the next inner step."""
         self._committed = committed
         self.behind = not committed
         if self.behind:
@@ -209,7 +209,7 @@ class LighthouseRounds:
         raise AssertionError("no replica is late here: one that missed the quorum is healed in the next")
 
     def finish_round(self) -> int | None:
-        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""
         if not self._committed:
             return None
         self._committed = False
@@ -223,12 +223,12 @@ class LighthouseRounds:
         return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """Do nothing: no step is taken without us and then replayed; the quorum heals."""
+        """Do nothing: a replica that missed steps heals in the quorum and replays none of them."""
 
     def progress(self, inner: int, rate: float) -> None:
-        """Put the progress into the next beat; raise Fenced or Leaving where this replica has to go.
+        """Put the progress into the next heartbeat; raise Fenced or Leaving if this replica must leave.
 
-        It leaves in the middle of a round: unfinished work cannot be handed on."""
+        It leaves in the middle of a round, because no other replica can use its unfinished work."""
         if self.session is None:
             return
         status = self.session.rv.members.status
@@ -243,7 +243,7 @@ class LighthouseRounds:
             raise Leaving(f"{self.session.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
 
     def close(self, reason: str) -> None:
-        """Say goodbye.  A manager that was handed in stays its owner's."""
+        """Leave the run.  Shut the manager down only if this session made it."""
         self.left = reason != "done"
         if self.session is not None:
             if self.done:
@@ -255,7 +255,7 @@ class LighthouseRounds:
 
     @property
     def done(self) -> bool:
-        """Whether all wanted outer steps are taken.  Without a session no number of steps is wanted."""
+        """Whether all wanted outer steps are taken; always False without a session."""
         return self.session is not None and self._manager.current_step() >= self.session.rv.wanted.steps > 0
 
     @property
@@ -325,7 +325,7 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
 
     class Transport(HTTPTransport[Any]):
         def metadata(self) -> str:
-            return self.address().replace(socket.gethostname(), host)  # a container's name means nothing outside
+            return self.address().replace(socket.gethostname(), host)  # a container's name is unknown outside
 
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     try:
@@ -340,12 +340,12 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
         raise GaveUp(
             f"no lighthouse answers at {url}: {error}. Start one: torchft_lighthouse --min_replicas 1"
         ) from error
-    manager._own_store = store  # type: ignore[attr-defined]  # lives as long as its manager
+    manager._own_store = store  # type: ignore[attr-defined]  # keep it alive as long as the manager
     return LighthouseManager(manager, session)
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this machine's address on the way to `host`.  Nothing is sent.   Raises GaveUp if there is no way."""
+    """Return the address from which this machine reaches `host`.  Sends nothing.   Raises GaveUp without a route."""
     try:
         with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -355,5 +355,5 @@ def own_address(host: str, port: int) -> str:
 
 
 def latest_step(session: Session) -> int:
-    """The outer step that a new session begins at, as far as the bucket knows."""
+    """Return the outer step at which a new session begins: that of the bucket's newest snapshot, or 0."""
     return next((s.t for s in snapshots.newest_first(session.rv.store)), 0)

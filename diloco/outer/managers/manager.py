@@ -1,20 +1,22 @@
-"""The eight names that torchft's DiLoCo asks of a Manager, answered from a bucket.
+"""A Manager over a bucket: the eight methods that torchft's DiLoCo calls.
 
     torchft                        StoreManager                      rendezvous
-    start_quorum()            ──▶  (nothing: no server to ask)
+    start_quorum()            ──▶  (nothing: there is no server)
     allreduce(Δ)              ──▶  offer ─────────────────────────▶  blob, offer.json
     Work.wait()               ──▶  settle, mean ──────────────────▶  commit.json, blobs
     should_commit()           ──▶  True (bare, after a reported error: False)
     next hook                 ──▶  advance ───────────────────────▶  snapshot, next step
 
-Two ways to use it.  Under `make_diloco` its rounds are those of diloco/outer/rounds.py: the fragments are flat, the
-rendezvous holds θ itself, and torchft's DiLoCo has five methods replaced where α = 0 (outer/in_place.py).  Bare, as a
-drop-in for `torchft.Manager` under any torchft class, which then runs as it is, its rounds are those of
-diloco/outer/managers/bare.py: one blob for all allreduces of a round, and healing through the registered functions.
+You can use it in two ways:
 
-Under `make_diloco`, `should_commit` is never False: a durable step is never failed.  A bare manager says False to a
-caller that has reported an error, and gives it the same step's mean again in the next round.  Only Fenced, Leaving,
-Diverged and GaveUp come out of here; all are terminal.  Not promised: several ranks per replica.
+    under `make_diloco`   rounds of diloco/outer/rounds.py: flat fragments, and the rendezvous holds θ itself. With
+                          α = 0, five methods of torchft's DiLoCo are replaced (outer/in_place.py)
+    bare                  in place of a `torchft.Manager` under any unmodified torchft class. Rounds of bare.py: one
+                          blob for all allreduces of a round, and healing through the registered functions
+
+Under `make_diloco`, `should_commit` is never False, because a durable step cannot fail.  A bare manager returns False
+after a reported error, and returns the same step's mean again in the next round.  It raises only Fenced, Leaving,
+Diverged and GaveUp; each of them ends the replica.  Not promised: several ranks per replica.
 """
 
 import logging
@@ -41,14 +43,14 @@ logger = logging.getLogger(__name__)
 
 
 class StoreManager:
-    """One replica's Manager.  Claims its slot and beats from construction on.
+    """One replica's Manager.  Its constructor claims the slot and starts the heartbeats.
 
-    run: its URL, an open Store, or a Session that has claimed the slot already.   slot: r00, r01, ….
-    rounds: what `make_diloco` joins; until it has, this manager is bare.
-    replicas, min_replicas, steps: the desired fleet of a run that has none yet (min_replicas: min(2, replicas)).
-    keep, broadcast_weights: as [fleet] of a run.toml (diloco/run/config.py).
+    run: its URL, an open Store, or a Session that has claimed the slot.   slot: r00, r01, ….
+    rounds: the object that `make_diloco` joins; before that, this manager is bare.
+    replicas, min_replicas, steps: the desired fleet of a new run (min_replicas: min(2, replicas)).
+    keep, broadcast_weights: as in [fleet] of a run.toml (diloco/run/config.py).
     load_state_dict, state_dict: only for a bare manager.
-    theta_0: the outer state's arrays as the run began, where every replica has them from elsewhere
+    theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket
     (diloco/model/start_model.py).
     """
 
@@ -86,7 +88,7 @@ class StoreManager:
 
     @cached_property
     def _bare(self) -> "BareRounds":
-        """The rounds of a bare manager; `make_diloco` does not use them."""
+        """The rounds of a bare manager, which `make_diloco` does not use."""
         from diloco.outer.managers.bare import BareRounds
 
         rounds = BareRounds(self.session, *self._states)
@@ -101,34 +103,34 @@ class StoreManager:
     # ---------------------------------------------------------------- torchft's eight names
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
-        """Ask nothing: the commit decides which replicas take part.  A bare manager heals here at the latest."""
+        """Send no request: the commit decides which replicas take part.  A bare manager heals here at the latest."""
         if self._is_bare:
             self._bare.join()
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
-        """Offer; the Work waits for the decision and writes the mean over `tensor`."""
+        """Offer `tensor`. The returned Work waits for the commit and writes the mean into `tensor`."""
         return Work(self._bare.add_tensor(tensor) if self._is_bare else self.rounds.average(tensor.detach().numpy()))
 
     def should_commit(self, *_: Any, **__: Any) -> bool:
-        """Always True under `make_diloco`; False for a bare manager's round in which an error was reported."""
+        """Return True; False only for a bare manager's round with a reported error."""
         return self._bare.close_round() if self._is_bare else True
 
     def current_step(self) -> int:
-        """Outer steps taken; already one more when should_commit returns."""
+        """Return the outer steps taken, including the one that should_commit has just confirmed."""
         return self.rounds.current_step()
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """Note the state of a bare manager; torchft registers one under `make_diloco`, too."""
+        """Register a state of a bare manager. Under `make_diloco`, torchft registers one too; it has no effect."""
         if "_bare" in vars(self) or any(key == known for known, _, _ in self._registered):
             self._bare.register_state(key, load, save)
         else:
             self._registered.append((key, load, save))
 
     def allow_state_dict_read(self) -> None:
-        """Do nothing: torchft's lock is around a state server, which a bucket does not need."""
+        """Do nothing: torchft locks a state server, which a bucket does not need."""
 
     def disallow_state_dict_read(self) -> None:
-        """The first hook after a commit: a bare manager's state is complete, so publish it (or heal, at first)."""
+        """Publish a bare manager's state, which is complete at this first hook after a commit. The first call heals."""
         if self._is_bare:
             self._bare.join()
             self._bare.publish_states()
@@ -145,10 +147,10 @@ class StoreManager:
         return {"step": self.current_step(), "batches_committed": self.batches_committed()}
 
     def wait_quorum(self) -> None:
-        """Wait for nothing: the bucket is always there."""
+        """Return at once: a bucket needs no quorum."""
 
     def num_participants(self) -> int:
-        """Fresh offers in the last commit that this replica knows."""
+        """Return the number of fresh offers in the last commit that this replica knows."""
         last = self.session.rv.chain.known_commit(self.current_step() - 1)
         return len(last.fresh_offers) if last else 0
 
@@ -159,15 +161,15 @@ class StoreManager:
         return True
 
     def errored(self) -> Exception | None:
-        """The error that was reported in this round of a bare manager."""
+        """Return the error that the caller of a bare manager reported in this round."""
         return self._bare.error
 
     def report_error(self, error: Exception) -> None:
         """Note an error outside of the rendezvous, before or after a tensor was averaged.
 
-        A bare manager's next `should_commit` is False: the caller's tensors cannot be trusted, and the same step's
-        mean is read again in the next round.  Under `make_diloco` the mean goes from the bucket straight into θ, past
-        the caller, so the round goes on.
+        A bare manager's next `should_commit` returns False, because the caller's tensors may be wrong. The next round
+        reads the same step's mean again.  Under `make_diloco` the mean goes from the bucket straight into θ, not
+        through the caller's tensors, so the round goes on.
         """
         self.session.emit("warning", text=f"reported error: {error}")
         if self._is_bare:
@@ -176,7 +178,7 @@ class StoreManager:
             logger.warning("reported error (the round goes on): %s", error)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop beating.  The slot stays claimed; a successor takes the next generation."""
+        """Stop the heartbeats.  The slot stays claimed; a successor takes the next generation."""
         self.session.end()
         self.session.rv.members.say_goodbye()
 
@@ -201,5 +203,5 @@ class StoreManager:
 
 
 def MockManager(name: str = "mock", slot: str = "r00", **settings: Any) -> StoreManager:
-    """The notes' name for a Manager without servers: a StoreManager on memory://name."""
+    """Make a Manager without servers: a StoreManager on memory://name."""
     return StoreManager(f"memory://{name}", slot, **settings)

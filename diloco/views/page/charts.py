@@ -1,10 +1,10 @@
-"""A report as one picture, report.png: for a README or a slide.  The page for people is diloco/views/page/.
+"""Draw a report as one picture, report.png, for a README or a slide.  For reading, use the page (data.py, freeze.py).
 
-    reward (or loss, where there is none) by outer step, per replica and mean, with every kill and return
+    reward (or loss, if there is no reward) by outer step, per replica and mean, with every kill and return
     one lane per session: starting, training, its counted steps, its end
-    where an outer step's time goes · bytes per sync
+    the parts of an outer step's time · bytes per sync
 
-matplotlib is imported when something is drawn.  Not promised: a picture of a run without any outer step.
+matplotlib is imported at the first drawing.  Not promised: a picture of a run without any outer step.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ReportError(RuntimeError):
-    """The report cannot be drawn."""
+    """The error for a report that cannot be drawn."""
 
 
 INK, FAINT = "#1f2329", "#c9d1d8"
@@ -35,7 +35,7 @@ BOOT = "#9aa4ae"
 
 
 def write_picture(report: Report, folder: Path) -> Path:
-    """Draw report.png into `folder`; -> its path."""
+    """Draw report.png into `folder` and return its path."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -52,7 +52,7 @@ def write_picture(report: Report, folder: Path) -> Path:
 
 
 def draw_figure(report: Report) -> "Figure":
-    """Reward, the sessions of the replicas, seconds and bytes: one figure."""
+    """Draw reward, sessions, seconds and bytes in one figure."""
     from matplotlib.figure import Figure
 
     lanes = max(3, len(report.sessions))
@@ -89,7 +89,7 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
             textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
         )  # fmt: skip
     _style_axes(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean of its samples")
-    if any(text for _, text, _ in marks):  # the words stand between the curve and its title
+    if any(text for _, text, _ in marks):  # the texts are between the curve and its title
         ax.set_title(ax.get_title(loc="left"), loc="left", fontsize=10, color=INK, pad=18)
     steps = max(report.wanted.steps, report.head, 1)
     ax.set_xlim(-0.5, steps + 0.3 if report.evaluations else steps - 0.5)
@@ -99,7 +99,7 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
 
 
 def _draw_evaluations(ax: "Axes", report: Report) -> None:
-    """Rewards on held-out prompts, with two standard errors to each side."""
+    """Draw rewards on held-out prompts, with two standard errors to each side."""
     for kind, face in (("greedy", INK), ("sampled", "white")):
         found = [(e.step, score) for e in report.evaluations if (score := dict(e.rewards).get(kind))]
         if found:
@@ -112,19 +112,19 @@ def _draw_evaluations(ax: "Axes", report: Report) -> None:
 
 
 def _with_gaps(values: Sequence[float | None]) -> list[float]:
-    """Replace None with nan, a gap in the curve where no value was measured."""
+    """Replace None with nan, which makes a gap in the curve."""
     return [nan if value is None else value for value in values]
 
 
 def _unit_scale(ax: "Axes", line: Curve) -> None:
-    """Rewards that lie in [0, 1] are shown on all of it, so that two runs can be compared by eye."""
+    """Show rewards in [0, 1] on the whole range, so that you can compare two runs by eye."""
     every = [value for values in line.by_slot.values() for value in values if value is not None]
     if line.name == "reward" and all(0 <= value <= 1 for value in every):
         ax.set_ylim(-0.03, 1.05)
 
 
 def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
-    """Return (place on the axis of outer steps, words, side) of losses and returns; words while there is room."""
+    """Return (place on the axis of outer steps, text, side) of losses and returns; without texts if there are many."""
     found: list[tuple[float, str, str]] = []
     ends = [step.at for step in report.steps]
     for session in report.sessions:
@@ -155,7 +155,7 @@ def _draw_sessions(ax: "Axes", report: Report) -> None:
 
 
 def _draw_session(ax: "Axes", lane: int, session: SessionSummary, report: Report) -> None:
-    began = report.began  # looks at every event of the run
+    began = report.began  # read once: it visits every event of the run
     start = session.claimed - began
     end = (session.ended or report.ended) - began
     joined = end if session.joined is None else session.joined - began
@@ -210,7 +210,7 @@ def _draw_bars(
     ax: "Axes", at: Sequence[float], heights: Sequence[float], bottom: Sequence[float], *,
     colour: str, label: str, width: float,
 ) -> None:  # fmt: skip
-    """ax.bar with all bars as one artist: 6,000 artists take ten seconds to draw."""
+    """Draw like ax.bar, but all bars as one artist, because 6,000 artists take ten seconds to draw."""
     from matplotlib.collections import PolyCollection
 
     corners = [
@@ -222,7 +222,7 @@ def _draw_bars(
 
 
 def _room_above(ax: "Axes", highest: float) -> None:
-    """A legend in one row above the bars."""
+    """Make room for a legend in one row above the bars."""
     ax.set_ylim(0, max(highest, 1e-3) * 1.28)
     ax.locator_params(axis="x", integer=True)
     ax.legend(loc="upper center", ncols=4, frameon=False, labelcolor=INK, fontsize=8, handlelength=1.2)

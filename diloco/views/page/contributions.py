@@ -1,14 +1,14 @@
-"""The contributors to each outer step, a letter per slot.  Pure.
+"""The contributors to each outer step, one letter per slot.  Pure functions.
 
     step      0 1 2 3 4
     r00       f f f f f      f  fresh: listed by this step's own commit      g  the same, its weight lowered by the gate
     r01       f f l . f      l  late: of this step, listed by a later commit
-    r02       f f x x f      x  lost: a session trained here and nothing of it counts      w  it may yet be listed
-                             .  no session trained there
+    r02       f f x x f      x  lost: a session trained here, but its work does not count     w  may still be listed
+                             .  no session trained here
 
-A session trained in a step if it was there for more than half of the step's time, or was cut off in it.
+A session trained in a step if it ran for more than half of the step's time, or was cut off in it.
 
-Not promised: that x is lost work to the second; times of different machines are compared.
+Not promised: that x is exact, because times of different machines are compared.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ NAMES = {FRESH: "fresh", GATED: "gated", LATE: "late", LOST: "lost"}
 
 
 def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
-    """One text per outer step that was read, a letter per slot."""
+    """Return one text per outer step that was read, with one letter per slot."""
     column = {slot: i for i, slot in enumerate(slots)}
     rows = [[ABSENT] * len(slots) for _ in report.steps]
     times = [report.began, *(step.at for step in report.steps)]
@@ -44,13 +44,13 @@ def _write(rows: list[list[str]], column: Mapping[str, int], i: int, slot: str, 
 
 
 def _first_that_waits(report: Report) -> int:
-    """Work for a step that no commit lists may be listed `max_carry` meetings of its fragment later."""
+    """Return the first step whose unlisted work may still be listed, up to `max_carry` syncs of its fragment later."""
     carry, fragments = report.setting("outer", "max_carry", 2), report.setting("outer", "fragments", 1)
     return report.head if report.done else report.head - carry * fragments
 
 
 def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
-    """times: of the run's beginning, and of each commit."""
+    """Return the steps in which a session trained.   times: of the run's beginning, and of each commit."""
     joined = session.joined if session.joined is not None else next((at for _, at in session.commits), None)
     if joined is None:
         return []
@@ -68,7 +68,7 @@ def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
 
 
 def tally(blocks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, dict[str, int]]:
-    """Count: blocks of (slots, rows) -> slot -> how often each of NAMES."""
+    """Count the letters in blocks of (slots, rows). Return slot -> name in NAMES -> count."""
     found = dict[str, dict[str, int]]()
     for slots, rows in blocks:
         for i, slot in enumerate(slots):

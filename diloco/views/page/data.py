@@ -1,14 +1,14 @@
-"""The data of a run's page, out of a report: a small head that changes, and chunks of outer steps.  Pure.
+"""Make the data of a run's page from a report: a small head that changes, and chunks of outer steps.  Pure functions.
 
     report ──▶ head      name, state, sessions, evaluations, events, costs, rollouts, config          rewritten
            └─▶ chunk n   outer steps CHUNK·n … CHUNK·(n+1) − 1, by column: times, metrics, bytes      mostly final
 
-    head["chunks"][n] is the version of chunk n: a page asks for a chunk again only where it changed, the newest first.
+    head["chunks"][n] is the version of chunk n. A page requests a chunk again only if it changed, the newest first.
 
-A number is rounded to five digits; one that is not finite is null.  Texts are as replicas wrote them, without control
-characters: a page must show them as text (assets/, freeze.py).
+A number is rounded to five digits; a number that is not finite is null.  Texts are as replicas wrote them, without
+control characters; a page must show them as text (assets/, freeze.py).
 
-Not promised: every event, every word of a rollout: NEWEST_EVENTS, LONGEST.
+Not promised: every event and all of a rollout (NEWEST_EVENTS, LONGEST).
 """
 
 import hashlib
@@ -29,19 +29,19 @@ from diloco.views.overview import Overview, SessionRow, overview, step_values
 from diloco.views.page.contributions import contribution_rows, tally
 
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
-CHUNK = 100  # outer steps
+CHUNK = 100  # outer steps in a chunk
 NEWEST_EVENTS = 300
-LONGEST = 2000  # characters of one text of the config, or of an event
+LONGEST = 2000  # most characters of one text of the config, or of an event
 MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """All that a page shows beside its report.   costs: as `diloco costs --json`.   early, late: rollouts.
+    """Data that a page shows beside its report.   costs: as in `diloco costs --json`.   early, late: rollouts.
 
-    troubles: found in the report, worst first.   read_at: slot -> when its beat was read.   partial: more is to come.
-    poll_s: seconds until a page asks again, 0: never.
+    troubles: found in the report, worst first.   read_at: slot -> time of its heartbeat's read.   partial: not all
+    was read yet.   poll_s: seconds until a page requests again, 0: never.
     """
 
     costs: Mapping[str, Any] | None = None
@@ -54,14 +54,14 @@ class Beside:
 
 
 def page_data(report: Report, now: float, beside: Beside | None = None) -> dict[str, Any]:
-    """{"head": …, "chunks": […]}.   now: Unix time."""
+    """Return {"head": …, "chunks": […]}.   now: Unix time."""
     chunks = chunks_of(report)
     return {"head": head_of(report, now, beside or Beside(), encode_chunks(chunks)), "chunks": chunks}
 
 
 def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks") -> dict[str, Any]:
     seen = overview(report, now, read_at=beside.read_at)
-    began = report.began  # looks at every event
+    began = report.began  # visits every event
     return {
         "format": FORMAT,
         "made": now,
@@ -113,9 +113,9 @@ def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
 
 
 def _result(report: Report) -> dict[str, Any] | None:
-    """The result of the run: held out where it was evaluated twice, else the curve of its replicas.
+    """Return the run's result: held out if there are two evaluations, else the replicas' curve.
 
-    error: the standard error of the last value, None where it is not known."""
+    error: the standard error of the last value, None if unknown."""
     held = [one.headline[1] for one in report.evaluations]
     if len(held) > 1:
         first, last = brief(held[0].mean), brief(held[-1].mean)
@@ -127,7 +127,7 @@ def _result(report: Report) -> dict[str, Any] | None:
 
 
 def _about(report: Report) -> str:
-    """The model, what it reads and how it is trained, in one line."""
+    """Describe the model, its data and its training in one line."""
     at = lambda *path: _setting_at(report.config, "inner", *path)  # noqa: E731
     data = at("data", "prompts") or at("data", "task") or at("data", "text") or ""
     found = [
@@ -141,7 +141,7 @@ def _about(report: Report) -> str:
 
 
 def _setting_at(config: Mapping[str, Any], *path: str) -> Any:
-    """A setting of a config that another release may have written; None where there is none."""
+    """Return a setting of a config by any release; None if it is missing."""
     found: Any = config
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -195,7 +195,7 @@ def _live_numbers(row: SessionRow) -> dict[str, Any]:
 
 
 def _marks(report: Report, began: float) -> list[dict[str, Any]]:
-    """The ends and returns that curves are marked with, by time."""
+    """Return the losses and returns that are marked on the curves, by time."""
     found = list[tuple[float, str, str]]()
     for session in report.sessions:
         if session.how in BAD_ENDS and session.ended is not None:
@@ -211,7 +211,7 @@ def _marks(report: Report, began: float) -> list[dict[str, Any]]:
 
 
 def step_at(ends: Sequence[float], at: float) -> float:
-    """Place of a time on the axis of outer steps: step t's point is drawn at t, when it was committed."""
+    """Return a time's place on the axis of outer steps. The time of commit t is at t."""
     t = sum(end <= at for end in ends)
     if t == 0 or t == len(ends):
         return t - 0.5
@@ -219,7 +219,7 @@ def step_at(ends: Sequence[float], at: float) -> float:
 
 
 def _events(report: Report, began: float) -> list[dict[str, Any]]:
-    """The newest, the newest first."""
+    """Return the newest events, the newest first."""
     known = [e for e in report.events if e["event"] in ON_PAGE][-NEWEST_EVENTS:]
     return [
         {
@@ -235,7 +235,7 @@ def _events(report: Report, began: float) -> list[dict[str, Any]]:
 
 
 def _shortened(value: Any) -> Any:
-    """Return the same value as plain data whose texts are printable and not endless."""
+    """Return the value as plain data with printable, shortened texts."""
     if isinstance(value, str):
         text = shown(value)
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
@@ -253,7 +253,7 @@ def _shortened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """bodies: by the chunk's number.   versions: of every number, None where a chunk has not been read.
+    """Chunks as bytes.   bodies: by the chunk's number.   versions: of every number, None for an unread chunk.
 
     counted: slot -> how often its work was fresh, gated, late, lost."""
 
@@ -269,7 +269,7 @@ def encode_chunks(chunks: Sequence[Mapping[str, Any]]) -> EncodedChunks:
 
 
 def chunks_of(report: Report) -> list[dict[str, Any]]:
-    """Return the chunks of the steps that were read; a first glance has the newest alone."""
+    """Return the chunks of the steps that were read; a glance has only the newest steps."""
     slots = report.slots
     who = contribution_rows(report, slots)
     began = report.began
@@ -279,7 +279,7 @@ def chunks_of(report: Report) -> list[dict[str, Any]]:
 
 
 def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
-    """Columns of equal length.   who: a letter per slot (contributions.py).   by_slot: the reward of each replica."""
+    """Make columns of equal length.   who: a letter per slot (contributions.py).   by_slot: each replica's reward."""
     metrics = [step_values(step) | over_replicas(step, ("grad_norm",)) for step in steps]
     by_slot = {slot: [brief(_headline_of(step, slot)) for step in steps] for slot in slots}
     return {
@@ -305,7 +305,7 @@ def _headline_of(step: Step, slot: str) -> float | None:
 
 
 def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    """One list per name that any row has a value of."""
+    """Return one list per name that has a value in any row."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if brief(value) is not None)
     return {name: [brief(row.get(name)) for row in rows] for name in names}
 
@@ -323,7 +323,7 @@ def brief(value: float | None) -> float | None:
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
-    """Plain ASCII; nothing in it ends a <script> or begins a comment, wherever it is put."""
+    """Encode as ASCII JSON without <, > and &, so that it cannot end a <script> or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -331,5 +331,5 @@ def json_bytes(data: Mapping[str, Any]) -> bytes:
 
 
 def version_of(body: bytes) -> str:
-    """Other bytes have another version."""
+    """Return the version of these bytes; other bytes have another version."""
     return hashlib.sha256(body).hexdigest()[:12]

@@ -1,11 +1,11 @@
-"""The page as one file: the frozen report with its data, or the page that fetches them from beside itself.
+"""Make the page as one file: the frozen report with its data, or the live page, which fetches its data.
 
     assets/page.html   {styles} {scripts} {data}           page.css · vendor/uPlot · words, source, curves, …, page
       └─▶ frozen    data inlined; opens from disk; makes no request
-      └─▶ live      asks for data/head.json, data/{n}.json: of a server (cli/web/server.py) or a bucket (publish.py)
+      └─▶ live      fetches data/head.json, data/{n}.json: of a server (cli/web/server.py) or a bucket (publish.py)
 
-A content security policy names the digests of the very scripts and styles that are in it: nothing else runs, also from
-a rollout's text.  Data stand in a <script type="application/json">, in which json_bytes leaves no "<".
+A content security policy names the digests of the page's own scripts and styles. So no other script runs, for example
+from a rollout's text.  Data are in a <script type="application/json">, in which json_bytes leaves no "<".
 
 Not promised: a page for browsers before 2022.
 """
@@ -27,11 +27,11 @@ SCRIPTS = (
     "vendor/uPlot.iife.min.js", "words.js", "source.js", "steps.js", "curves.js", "lanes.js", "tables.js", "page.js",
 )  # fmt: skip
 FILE = "report.html"
-_BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # of uPlot: its licence stands in the page in full
+_BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # of uPlot; the page has its whole licence
 
 
 def write_frozen(data: Mapping[str, Any], folder: Path) -> Path:
-    """folder/report.html; -> its path."""
+    """Write folder/report.html and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     path.write_bytes(frozen_page(data))
@@ -39,17 +39,17 @@ def write_frozen(data: Mapping[str, Any], folder: Path) -> Path:
 
 
 def frozen_page(data: Mapping[str, Any]) -> bytes:
-    """data: of page_data, with all chunks."""
+    """Return the frozen page.   data: of page_data, with all chunks."""
     return _page(str(data["head"]["name"]), json_bytes(data), connect="'none'")
 
 
 def live_page(name: str) -> bytes:
-    """The page that fetches its data.   name: of the run, for the title."""
+    """Return the page that fetches its data.   name: of the run, for the title."""
     return _page(name, b"", connect="'self'")
 
 
 def content_policy(connect: str = "'self'") -> str:
-    """Return the policy: only the page's own scripts and styles run, and only its own data are asked for."""
+    """Return the policy: only the page's own scripts and styles run, and only its own data are fetched."""
     scripts = " ".join(_digest_of(asset_text(name)) for name in SCRIPTS)
     styles = " ".join(_digest_of(asset_text(name)) for name in STYLES)
     return (
@@ -72,7 +72,7 @@ def _page(name: str, data: bytes, connect: str) -> bytes:
 
 @cache
 def asset_text(name: str) -> str:
-    """A file that is shipped with the package, as it stands in the page."""
+    """Return the text of an asset of this package, as it is in the page."""
     text = files("diloco.views.page").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
     return _BANNER.sub("", text) if name.startswith("vendor/") else text
 

@@ -1,13 +1,13 @@
-"""A run's page put beside the run, so that a reader of the bucket sees the run in a browser, with no server.
+"""Publish a run's page in its bucket, so that a reader of the bucket sees the run in a browser, without a server.
 
-    page/index.html          the live page; asks for the files beside it
-    page/data/{n}.json       chunks of outer steps, again where one has changed
-    page/data/head.json      last: it names no chunk that is not there
+    page/index.html          the live page; fetches the files below
+    page/data/{n}.json       chunks of outer steps, written again if they changed
+    page/data/head.json      written last, so that all chunks that it names are there
 
-The only writer in diloco/runlog, and of these keys alone.  They are a view: `put` writes over them, no replica and no
-command reads them, and with them only a picture is lost (decision 048).
+This is the only writer in diloco/views, and it writes only these keys.  They are a view: `put` overwrites them, no
+replica and no command reads them, and their loss does no harm to the run (decision 048).
 
-Not promised: that it is true.  Any writer to the bucket can write another page; a seal does not cover it.
+Not promised: that the page is true.  Any writer to the bucket can write another page; a seal does not cover it.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ HEAD = "head.json"
 
 
 class Publisher:
-    """Writes what has changed since it last wrote."""
+    """A writer of the files that changed since its last write."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class Publisher:
         return f"{self._store.url.partition('?')[0].rstrip('/')}/{layout.PAGE_INDEX}"
 
     def publish(self, files: Mapping[str, bytes]) -> int:
-        """files: as a page asks for them, head.json among them.   -> how many objects were written."""
+        """Write changed files. Return how many.   files: name -> body, with head.json."""
         chunks = {layout.page_data_key(name): body for name, body in files.items() if name != HEAD}
         wanted = {layout.PAGE_INDEX: self._index, **chunks, layout.page_data_key(HEAD): files[HEAD]}
         news = {key: body for key, body in wanted.items() if self._written.get(key) != version_of(body)}

@@ -1,14 +1,14 @@
-"""A few rollouts of a run's beginning and of its newest outer steps, with their rewards and hints.
+"""Read a few rollouts of a run's first and of its newest outer steps, with their rewards and hints.
 
-    log/{slot}-{generation}/{n}.rollouts.jsonl       n counts up without gaps, so no LIST is needed
+    log/{slot}-{generation}/{n}.rollouts.jsonl       n has no gaps, so no LIST is needed
       n = 0 of the first sessions ──▶ early           the newest n of the newest sessions, found by probing ──▶ late
 
     {"step": 40, "slot": "r01", "reward": 1.0, "turns": [{"role": "user", "text": "…"}, …]}
 
-A hint stands before the turn that failed, as the self-teacher reads it.  A run does not write its hints down; this is
-the one that the templates (inner/channels/hints.py) make of the error.
+A hint is before the turn that failed, where the self-teacher reads it.  A run does not store its hints. So this file
+makes the hint from the error by the templates (inner/channels/hints.py).
 
-Not promised: the hint of a run that has a hint function of its own, or a model that writes them.
+Not promised: the hints of a run with its own hint function, or with a model that writes them.
 """
 
 import json
@@ -26,14 +26,14 @@ from rendezvous import layout
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-SESSIONS = 2  # that rollouts are taken from, at each end
-MOST = 3  # rollouts of one of them
-LONGEST = 6000  # characters of one turn
-REACH = 6  # of the galloping at the first look; afterwards only the next number is asked for
+SESSIONS = 2  # whose rollouts are read, among the first and among the newest
+MOST = 3  # rollouts of one session
+LONGEST = 6000  # most characters of one turn
+REACH = 6  # of the galloping at the first look; later only the next number is requested
 
 
 class RolloutEnds:
-    """early, late: as they were last read.   Reads again only what may have changed."""
+    """The first and the newest rollouts.   early, late: as last read.   `read` reads only what may have changed."""
 
     def __init__(self, store: Readable) -> None:
         self._store = store
@@ -70,13 +70,13 @@ class RolloutEnds:
 
 
 def _newest_sessions(report: Report) -> list[SessionSummary]:
-    """The sessions whose work was counted last."""
+    """Return the sessions whose work was counted last."""
     counted = [session for session in report.sessions if session.commits]
     return sorted(counted, key=lambda s: (-s.commits[-1][0], s.slot))[:SESSIONS]
 
 
 def read_rollouts(body: bytes, slot: str) -> list[dict[str, Any]]:
-    """The rollouts of one object; other lines are passed over."""
+    """Return the rollouts of one object; skip other lines."""
     head, *lines = body.decode(errors="replace").splitlines() or [""]
     try:
         step, tools = rollout_head(head)
@@ -102,7 +102,7 @@ def _sample(line: str, step: int, slot: str, tools: Mapping[str, Any]) -> dict[s
 
 
 def _hints(rollout: dict[str, Any], tools: Mapping[str, Any]) -> dict[int, str]:
-    """Index of a turn that failed -> the hint for it."""
+    """Return index of a failed turn -> its hint."""
     found = dict[int, str]()
     for state in rollout_states(cast("SampledRollout", rollout), "", tools):
         error = state.get("error")

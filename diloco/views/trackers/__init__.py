@@ -1,1 +1,1 @@
-"""The trackers that a run's curves are written to.   tracker.py: a tracker.   make.py: which ones there are."""
+"""Write a run's curves to trackers.   tracker.py: a tracker.   make.py: the list of them."""

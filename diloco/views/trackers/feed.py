@@ -1,11 +1,11 @@
-"""A run's curves, written to its trackers as they come: the loop around runlog/curves.py.
+"""Write a run's new curve rows to its trackers: the loop around views/curves.py.
 
-    bucket ──Reader──▶ report ──▶ which rows are complete? ──▶ for each tracker: row after row, from where it stands
-                                                                 └─ it fails: closed, and opened again after a pause
+    bucket ──Reader──▶ report ──▶ which rows are complete? ──▶ for each tracker: the rows after its newest one
+                                                                 └─ on an error: closed, opened again after a pause
 
-Reads the bucket and never writes to it.  A tracker that fails keeps no other from its rows.
+It reads the bucket and never writes to it.  If one tracker fails, the others still get their rows.
 
-Not promised: that a writer on another machine is refused; the lock is this machine's.
+Not promised: that a writer on another machine is refused, as the lock is only for this machine.
 """
 
 import fcntl
@@ -21,12 +21,12 @@ from diloco.views.trackers.tracker import CurveTracker, TrackedRun, TrackerBusy,
 from rendezvous.clock import Clock
 from rendezvous.stores.cache import cache_root
 
-RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
+RETRY_S, RETRY_MOST_S = 15.0, 900.0  # first and longest pause after a tracker failed
 
 
 @dataclass
 class TrackerState:
-    """One tracker and where it stands.   next_row: None while it is not open.   written: rows, by this process."""
+    """One tracker and its state.   next_row: None while it is closed.   written: number of rows by this process."""
 
     tracker: CurveTracker
     next_row: int | None = None
@@ -38,7 +38,7 @@ class TrackerState:
 
 @dataclass
 class Feed:
-    """reader, samples: of the run.   say: tells a person."""
+    """The loop's state.   reader, samples: of the run.   say: prints a message for the user."""
 
     run: TrackedRun
     reader: Reader
@@ -47,19 +47,19 @@ class Feed:
     clock: Clock
     say: Callable[[str], None]
     states: list[TrackerState] = field(init=False)
-    waiting: int = 0  # committed rows whose logs have not all come yet
+    waiting: int = 0  # number of committed rows with missing logs
     _over: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.states = [TrackerState(tracker) for tracker in self.trackers]
 
     def open_all(self) -> None:
-        """Open all trackers.   Raises TrackerError for the first that a person must mend, before a row is written."""
+        """Open all trackers.   Raises the first TrackerError, which the user must fix, before a row is written."""
         for state in self.states:
             self._open(state, patient=False)
 
     def look(self) -> Report:
-        """One look at the run; every complete row goes to each tracker that has not got it."""
+        """Look at the run once. Write every complete row to each tracker that lacks it."""
         report = self.reader.refresh()
         logged = read_logged_steps(report.events)
         for state in self.states:
@@ -94,7 +94,7 @@ class Feed:
     def _write(self, state: TrackerState, point: CurvePoint) -> bool:
         try:
             state.tracker.write(point, self.samples.samples_of(point.step))
-        except Exception as error:  # a tracker is other people's code, and their network
+        except Exception as error:  # any error of a tracker's library or of its server
             self._fail(state, error)
             return False
         state.written += 1
@@ -127,7 +127,7 @@ class Feed:
 
 
 def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
-    """Locks, one per tracker, which end with this process.  TrackerBusy if another process of this machine writes."""
+    """Take one lock per tracker until this process ends.   Raises TrackerBusy if another process here has one."""
     folder = cache_root().parent / "trackers"
     folder.mkdir(parents=True, exist_ok=True)
     held = list[IO[str]]()

@@ -1,10 +1,10 @@
-"""Check for a tracker's login before anything is written, without importing a tracker or asking a server.
+"""Check for a tracker's login before any write, without importing the tracker or asking its server.
 
     wandb         WANDB_API_KEY · WANDB_IDENTITY_TOKEN_FILE · a line in ~/.netrc · api_key in wandb's settings
-    trackio       only for a Space: HF_TOKEN, or `hf auth login`; for a server of one's own: a write token
+    trackio       for a Space: HF_TOKEN, or `hf auth login`; for your own server: a write token
     tensorboard   none
 
-Not promised: that a key is still good; the server says that when the tracker is opened.
+Not promised: that a key is still valid; the server checks that when the tracker is opened.
 """
 
 import configparser
@@ -17,7 +17,7 @@ OFFLINE = ("offline", "disabled", "dryrun")
 
 
 def missing_login(name: str, environ: Mapping[str, str]) -> str:
-    """Return the sentence for a user without a login there; "" if there is one, or none is needed."""
+    """Return the message for a user without a login; "" if there is one, or none is needed."""
     if name == "wandb":
         return _missing_wandb(environ)
     return _missing_trackio(environ) if name == "trackio" else ""
@@ -38,7 +38,7 @@ def _missing_wandb(environ: Mapping[str, str]) -> str:
 
 
 def _wandb_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Read wandb's settings: the user's, and over them those of this folder (`wandb offline` writes there)."""
+    """Read wandb's settings: the user's, overridden by those of this folder (`wandb offline` writes there)."""
     home = Path(environ.get("HOME") or Path.home())
     parser = configparser.ConfigParser(interpolation=None)
     places = [

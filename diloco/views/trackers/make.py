@@ -1,8 +1,8 @@
-"""A tracker by its name, and whether it can be used on this machine.
+"""Make a tracker by its name, and check that this machine can use it.
 
-    check_tracker   its package and its login, before anything is opened       make_tracker   imports it
+    check_tracker   its package and its login, before it is opened       make_tracker   imports it
 
-Not promised: that a server answers.
+Not promised: that its server answers.
 """
 
 import os
@@ -16,7 +16,7 @@ from diloco.views.trackers.tracker import CurveTracker, TrackerError
 
 
 def make_tracker(name: str, folder: Path) -> CurveTracker:
-    """folder: for TensorBoard's event files."""
+    """Make a tracker.   folder: for TensorBoard's event files."""
     if name == "wandb":
         from diloco.views.trackers.on_wandb import WandbTracker
 
@@ -33,7 +33,7 @@ def make_tracker(name: str, folder: Path) -> CurveTracker:
 
 
 def check_tracker(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """TrackerError if its package or its login is missing on this machine.  Nothing is imported, nothing is asked."""
+    """Raise TrackerError if its package or its login is missing on this machine.  Imports nothing, sends nothing."""
     if name not in TRACKERS:
         raise TrackerError(f"there is no tracker {name!r}. Use one of: {', '.join(TRACKERS)}")
     if find_spec(name) is None:

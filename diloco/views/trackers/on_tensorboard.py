@@ -1,14 +1,13 @@
-"""TensorBoard: event files in {folder}/{run}-{nonce}/, read back before anything is written.
+"""The TensorBoard tracker: event files in {folder}/{run}-{nonce}/, which are read before the first write.
 
-    open   all event files of the folder ──▶ the newest step among them
-    write  into a file of its own: one row = one Event = one record with a checksum; a torn one ends its file, unread
+    open   all event files of the folder ──▶ the newest step in them
+    write  into a new file: one row = one Event = one record with a checksum; readers stop at an incomplete record
 
     tensorboard --logdir {folder}
 
-A folder that several machines share (NFS) is continued from any of them, by one writer at a time.
+Several machines may continue a shared folder (NFS), but only one writer at a time.
 
-Not promised: a row that was torn by a full disk in the middle of a file that is then written on: a writer that fails
-begins a new file.
+Not promised: a row that a full disk cut off. A writer that fails begins a new file.
 """
 
 import json
@@ -35,7 +34,7 @@ class TensorBoardTracker:
         self._root = folder
         self._folder = folder
         self._writer: EventFileWriter | None = None
-        self._config = ""  # until the first row is written
+        self._config = ""  # "" after the first row is written
 
     def open(self, run: TrackedRun) -> int:
         self._folder = self._root / run.label
@@ -70,7 +69,7 @@ class TensorBoardTracker:
             self._writer = None
 
     def _begin(self) -> "EventFileWriter":
-        """Open this writer's own event file; a writer without rows makes none."""
+        """Open this writer's own event file, with its first row."""
         from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
             EventFileWriter,
         )
@@ -80,7 +79,7 @@ class TensorBoardTracker:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the newest step of a folder's event files; −1 if there is none.  A torn record ends its file."""
+    """Return the newest step of a folder's event files; −1 if there is none.  An incomplete record ends a file."""
     from tensorboard.backend.event_processing.event_file_loader import (  # pyright: ignore[reportMissingImports]
         EventFileLoader,
     )

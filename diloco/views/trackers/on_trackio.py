@@ -1,17 +1,17 @@
-"""trackio: a SQLite database on this machine, a server of one's own, or a Space (trackio's own settings say which).
+"""The trackio tracker: a SQLite database on this machine, your own server, or a Space, by trackio's settings.
 
     TRACKIO_SPACE_ID | TRACKIO_SERVER_URL ──▶ over HTTP        neither ──▶ TRACKIO_DIR, ~/.cache/huggingface/trackio
 
-    open   the newest step of the run whose id is the nonce, by the database or by the server
-    write  one row with log_id = {nonce}-{step}: the database has each log_id once and ignores another row with it
+    open   the newest step of the run whose id is the nonce, from the database or the server
+    write  one row with log_id = {nonce}-{step}: the database stores each log_id only once
 
-So a row is there once even if its answer was lost, or two machines write at the same time.  `trackio.log` gives each
-call a new log_id and keeps failed rows for later, so that the written rows are unknown; hence this file calls the
-functions below it, as they are in the version that the extra names.
+So each row is there once, even if its answer was lost, or if two machines write at the same time.  `trackio.log` gives
+each call a new log_id and keeps failed rows for later, so the written rows would be unknown. Therefore this file calls
+trackio's internal functions, as they are in the version that our extra requires.
 
     trackio show --project {project}
 
-Not promised: the time of a commit for rows on a server, which stamps them when they come.
+Not promised: commit times on a server, which uses the time when a row arrives.
 """
 
 import json
@@ -30,7 +30,7 @@ class TrackioTracker:
 
     def __init__(self) -> None:
         self._run = TrackedRun("", "")
-        self._client: Any = None  # of a server; None: the database of this machine
+        self._client: Any = None  # of a server; None: this machine's database
         self._newest = -1
 
     def open(self, run: TrackedRun) -> int:
@@ -83,7 +83,7 @@ class TrackioTracker:
 
 
 def _connect(run: TrackedRun) -> Any:
-    """The client of the Space or server that trackio's settings name; None: this machine."""
+    """Return the client of the Space or server in trackio's settings; None for this machine."""
     from trackio import utils  # pyright: ignore[reportMissingImports]
     from trackio.remote_client import RemoteClient  # pyright: ignore[reportMissingImports]
     from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
@@ -97,7 +97,7 @@ def _connect(run: TrackedRun) -> Any:
         import trackio  # pyright: ignore[reportMissingImports]
 
         made = trackio.init(project=run.project, name=run.name, resume="allow", auto_log_gpu=False, auto_log_cpu=False)
-        made.finish()  # it has made the Space, if there was none
+        made.finish()  # init has created the Space if there was none
         return RemoteClient(space, hf_token=_hf_token())
     if server is not None:
         url, token = utils.parse_trackio_server_url(server)

@@ -1,17 +1,17 @@
-"""Weights & Biases: one run whose id is derived from the nonce, resumed wherever its writer is started again.
+"""The Weights & Biases tracker: one run with an id from the nonce; a restarted writer resumes it on any machine.
 
-    open   online:   wandb.init(id, resume="allow"); the server says the next step, which is its newest row + 1
-           offline:  wandb has nothing to ask, so the .wandb files of this id in its folder are read back
+    open   online:   wandb.init(id, resume="allow"); the server returns the next step, which is its newest row + 1
+           offline:  there is no server, so the .wandb files of this id in wandb's folder are read
     write  one row = one history record with _step = the outer step, and its time
 
-    WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_MODE as always.   `wandb sync` takes the files of one run in order.
+    WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_MODE as always.   `wandb sync` sends the files of one run in order.
 
-A killed writer loses the rows that its helper process had not sent or written by then; the next writer writes them
-again, since the server does not have them.
+A killed writer loses the rows that its helper process had not sent or written. The next writer writes them again,
+because the server does not have them.
 
-Not promised: offline, one curve in two folders: each has all of it, so sync one of the two.  Online, that a helper
-process which outlives a killed writer has nothing left to send when the next one asks; wandb numbers the rows that it
-is sent, and both send the same row under the same number.
+Not promised: offline, one curve over two folders; each folder has the whole curve, so sync only one of them.  Online,
+that a killed writer's helper process has sent all rows before the next writer opens the run; both may send the same
+row, with the same number.
 """
 
 import struct
@@ -25,9 +25,9 @@ from diloco.views.samples import COLUMNS, Sample
 from diloco.views.trackers.logins import OFFLINE
 from diloco.views.trackers.tracker import TrackedRun, TrackerError
 
-BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log; checksum, length, part of a record
-FILE_HEAD = 7  # ":W&B", a magic number, a version
-WHOLE, FIRST, LAST = 1, 2, 4  # a record, its first part, its last part
+BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # a .wandb file is a LevelDB log: checksum, length, part of a record
+FILE_HEAD = 7  # bytes: ":W&B", a magic number, a version
+WHOLE, FIRST, LAST = 1, 2, 4  # a whole record, its first part, its last part
 
 
 class WandbTracker:
@@ -60,7 +60,7 @@ class WandbTracker:
             self._run = None
 
     def _begin(self) -> Any:
-        """wandb's run; offline it is begun with the first row, since each beginning leaves a folder."""
+        """Return wandb's run. Offline it begins with the first row, because each begin makes a folder."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         if self._run is not None:
@@ -70,23 +70,23 @@ class WandbTracker:
         try:
             self._run = wandb.init(**about, id=run_id(self._about), resume="allow", settings=settings)
         except wandb.errors.AuthenticationError as error:
-            raise TrackerError(f"wandb does not let us in: {error}. Run `wandb login`") from None
+            raise TrackerError(f"wandb refused the login: {error}. Run `wandb login`") from None
         return self._run
 
 
 def run_id(run: TrackedRun) -> str:
-    """Return the run's id in wandb: the same for every reader of the run, and another for a run founded anew."""
+    """Return the run's id in wandb: the same for every reader of the run; different for a new run under its URL."""
     return f"diloco-{run.nonce}"[:64]
 
 
 def newest_step_of(folder: Path, wandb_id: str) -> int:
-    """The newest row of a run in wandb's folder of offline runs; −1 for none."""
+    """Return the newest row of a run in wandb's folder of offline runs; −1 if there is none."""
     files = sorted(folder.glob(f"*run-*-{wandb_id}/run-{wandb_id}.wandb"))
     return max((step for path in files for step in history_steps(path)), default=-1)
 
 
 def history_steps(path: Path) -> Iterator[int]:
-    """The step of each row in a .wandb file."""
+    """Yield the step of each row in a .wandb file."""
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
     for body in read_records(path.read_bytes()):
@@ -98,7 +98,7 @@ def history_steps(path: Path) -> Iterator[int]:
 
 
 def read_records(raw: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file, up to one that was torn."""
+    """Yield the records of a .wandb file up to the first incomplete one."""
     at = FILE_HEAD
     body = b""
     while at + HEAD.size <= len(raw):

@@ -1,17 +1,16 @@
-"""The trackers that a run's curves are written to: Weights & Biases, trackio, TensorBoard.
+"""The interface of trackers of a run's curves: Weights & Biases, trackio, TensorBoard.
 
-    open(run) ──▶ the newest row that it has, by its own account ──▶ write(point, samples), row after row ──▶ close()
+    open(run) ──▶ the newest row that the tracker has ──▶ write(point, samples), row after row ──▶ close()
 
-A tracker is asked what it has, and nothing of that is kept anywhere else: so a writer may be killed between any two
-rows, and the next one goes on where the tracker stands.  Numbers and samples of a row go in one write, which is there
-whole or not at all.
+Only the tracker knows which rows it has. So a writer may be killed between any two rows, and the next writer continues
+after the tracker's newest row.  Numbers and samples of a row are one write, which is complete or absent.
 
-    wandb         the run's id is derived from its nonce; the server says the step after its newest; offline: the files
-    trackio       each row has an id (nonce, step) that its database takes once, here or on a server
-    tensorboard   event files of the folder are read back; a row is one record
+    wandb         the run's id is derived from its nonce; the server returns the next step; offline: the files
+    trackio       each row has an id (nonce, step) that the database stores once, here or on a server
+    tensorboard   the folder's event files are read; a row is one record
 
-Not promised: that two writers at the same time, on two machines, leave each row once in wandb and TensorBoard.  On one
-machine the second is refused (runlog/feed.py).
+Not promised: each row only once in wandb and TensorBoard, if two machines write at the same time.  On one machine, the
+second writer is refused (feed.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +24,16 @@ from diloco.views.samples import Sample
 
 
 class TrackerError(ConfigError):
-    """A tracker cannot be written to as things stand: a package, a login or a folder is missing."""
+    """The error for a tracker that cannot be used: a package, a login or a folder is missing."""
 
 
 class TrackerBusy(TrackerError):
-    """The tracker is taken: another process of this machine writes to it; the same command may work later."""
+    """The error for a tracker to which another process of this machine writes; the same command may work later."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it.   nonce: of run.json, the same wherever the run is read from."""
+    """A run for a tracker.   nonce: of run.json, the same on every machine."""
 
     name: str
     nonce: str
@@ -43,7 +42,7 @@ class TrackedRun:
 
     @property
     def label(self) -> str:
-        """A name for a folder, which no other run has."""
+        """A folder name that no other run has."""
         plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.name).strip(".") or "run"
         return f"{plain}-{self.nonce[:8]}"
 
@@ -52,13 +51,13 @@ class CurveTracker(Protocol):
     name: str
 
     def open(self, run: TrackedRun) -> int:
-        """Begin, or go on; -> the newest row that it has, −1 for none.  Raises TrackerError for a fault to mend."""
+        """Open the run. Return its newest row, or −1.   Raises TrackerError for a fault that the user must fix."""
         ...
 
     def write(self, point: CurvePoint, samples: Sequence[Sample]) -> None:
-        """Write one row, with its table.  Rows come in order, each later than the newest that it has."""
+        """Write one row with its table.  Rows come in order, each after the tracker's newest row."""
         ...
 
     def close(self) -> None:
-        """Hand over all written rows."""
+        """Finish the writes of all rows."""
         ...

@@ -1,1 +1,1 @@
-"""Verbs that change what a running fleet should be: its size."""
+"""Verbs that change the desired size of a running fleet."""

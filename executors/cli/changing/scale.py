@@ -1,9 +1,9 @@
-"""Change a run that goes on: how many replicas, and which of them may go.
+"""Changes a running fleet: the number of replicas, and slots to drain.
 
-    scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains those beyond
+    scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains replicas beyond five
     drain RUN r02   control: drain r02        it finishes its round, offers it and leaves
 
-Not promised: that anything happens at once; the supervisor reads the control records every few moments.
+Not promised: an effect at once; the supervisor reads the control records every few seconds.
 """
 
 import shlex
@@ -24,7 +24,7 @@ from rendezvous.store import Store
 
 
 def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Quote | None:
-    """The price of the replicas beyond the present ones; None if none are added."""
+    """Return the price of additional replicas; None if none are added."""
     wanted = read_control(run.store)
     if is_finished(run.store, wanted):
         return None
@@ -34,7 +34,7 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Q
 
 
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str]:
-    """Keep another number of replicas; -> lines for the person."""
+    """Set another number of replicas; return lines for the user."""
     before = read_control(run.store)
     if over := finished_words(run.store, run.url):
         return [over]
@@ -44,7 +44,7 @@ def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str
 
 
 def drain(run: Run, clock: Clock, slot: str) -> list[str]:
-    """Let one slot finish its round and leave; -> lines for the person."""
+    """Let one slot finish its round and leave; return lines for the user."""
     before = read_control(run.store)
     check_slot(before, slot)
     if over := finished_words(run.store, run.url):
@@ -75,10 +75,10 @@ def _check_quorum(replicas: int, quorum: int) -> None:
 
 
 def after_stop_words(store: Store, *, found: bool) -> str:
-    """The last line of `diloco stop`, once no replica runs any more.   found: whether one ever ran."""
+    """Return the last line of `diloco stop` after all replicas have ended.   found: whether a replica ever ran."""
     if not found:
         return "no replica ever ran here"
-    with suppress(RendezvousError):  # control records that are damaged; a run can be stopped all the same
+    with suppress(RendezvousError):  # a run with damaged control records can be stopped, too
         if is_finished(store, read_control(store)):
             return "no replica runs any more, and all outer steps are committed"
     return "no replica runs any more; `diloco resume` goes on"

@@ -1,8 +1,8 @@
-"""The verbs that change a run that goes on: more or fewer replicas, one of them may go, all of them must.
+"""The verbs that change a running fleet: more or fewer replicas, drain one, stop all.
 
-    scale drain ─▶ control records; a supervisor hears of them        stop ─▶ the platforms, asked until all have ended
+    scale drain ─▶ control records, which a supervisor reads        stop ─▶ the platforms, until all replicas have ended
 
-Not promised: that anything but `stop` happens at once.
+Not promised: an effect at once, except of `stop`.
 """
 
 import sys
@@ -20,7 +20,7 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from diloco.run.record import Run
 
-SWEPT_S = 120.0  # for a platform to say that cancelled processes have ended
+SWEPT_S = 120.0  # time for a platform to report that cancelled processes have ended
 
 
 def add_verbs(verbs: Any) -> None:

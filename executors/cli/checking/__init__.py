@@ -1,1 +1,1 @@
-"""Verbs that check before a run: settings, accounts, buckets; and a new project to begin with."""
+"""Verbs before a run: check settings, accounts and buckets, and make a new project."""

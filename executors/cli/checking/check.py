@@ -1,6 +1,6 @@
-"""`diloco check CONFIG`: the reward on the first prompts, before anything is rented; inner/usercode/trial.py asks it.
+"""`diloco check CONFIG`: shows the rewards of the first prompts, before a launch (inner/usercode/trial.py).
 
-Not promised: that the reward is right.  It says what the reward answers; whether that is meant, the reader knows.
+Not promised: that the reward is right; only you know whether its numbers are as intended.
 """
 
 from inner.usercode.trial import PromptTrial, Trial
@@ -9,7 +9,7 @@ WIDTH = 72
 
 
 def check_lines(trial: Trial, reward: str) -> list[str]:
-    """The text that `diloco check` prints.   reward: its name in the config."""
+    """Return the lines that `diloco check` prints.   reward: its name in the config."""
     shortest, longest = trial.tokens
     how = "through the model's chat template" if trial.template else "as plain text"
     lines = [f"{trial.prompts} prompts of {shortest} to {longest} tokens, {how}"]
@@ -34,7 +34,7 @@ def _warnings(trial: Trial, reward: str) -> list[str]:
         return [f"warning: {trial.cut}"]
     values = set(trial.rewards)
     if values == {None}:
-        return [f"warning: {reward} could say of no completion what it is worth; a run with it learns nothing"]
+        return [f"warning: {reward} returned no number for any completion; a run with it learns nothing"]
     if len(values) == 1:
         return [
             f"warning: every completion got {next(iter(values)):g}, and a group of equal rewards teaches nothing. "

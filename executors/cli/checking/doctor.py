@@ -1,10 +1,10 @@
-"""`diloco doctor URL`: whether this store can carry a run, and the time and the price of one sync of this model.
+"""`diloco doctor URL`: whether this store can carry a run, and the time and price of one sync of this model.
 
     URL ──▶ rendezvous.engine.probe ──▶ table, yes or no
-    run.toml ──▶ parameters of its model, codec, replicas ──▶ what a sync moves, takes and costs
-                                                         └──▶ what codec = "auto" would choose, and why
+    run.toml ──▶ parameters of its model, codec, replicas ──▶ bytes, time and price of a sync
+                                                         └──▶ the choice of codec = "auto", and its reason
 
-Not promised: the price of a store that is not S3 or R2; that a sync takes what was measured on a quiet minute.
+Not promised: prices except of S3 and R2; that a sync under load is as fast as the measurement.
 """
 
 import os
@@ -21,11 +21,11 @@ from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 
 REPLICAS = 4
-BLOB = 32 << 20  # bytes that are timed, at most: a small model needs less
+BLOB = 32 << 20  # largest number of bytes that is timed
 
 
 def doctor(url: str, parameters: int | None, config: str | None, replicas: int | None) -> tuple[str, bool]:
-    """Return (the table, whether the store can carry a run).  Raises the store's error if it refuses everything."""
+    """Return (the table, whether the store can carry a run).  Raise the store's error if it refuses everything."""
     settings = load_config(config) if config else None
     codec = "fp32"
     compute_s = 0.0
@@ -50,7 +50,7 @@ def doctor(url: str, parameters: int | None, config: str | None, replicas: int |
 
 @contextmanager
 def _left_as_it_was(store: Store) -> Iterator[None]:
-    """Remove the empty folders that the probe has made in a folder."""
+    """Remove the empty folders that the probe makes if the store is a folder."""
     if not isinstance(store, FileStore):
         yield
         return

@@ -1,15 +1,15 @@
-"""`diloco init FOLDER`: a project that runs as it stands, and is meant to be written over.
+"""`diloco init FOLDER`: makes a project that runs without changes, as a start for your own.
 
-    FOLDER/run.toml           every line explained       rewards.py          what an answer is worth
+    FOLDER/run.toml           every line explained       rewards.py          the value of an answer
            prompts.jsonl      training                   test_rewards.py     python test_rewards.py
            held_out.jsonl     [eval]; never trained on
 
     --task sums      additions that a small instruct model half knows
-    --task yours     eight questions and a reward that looks for the answer: write over them
+    --task yours     eight questions and a reward that looks for the answer: replace them by yours
 
-It goes into a folder of its own; nothing that stands is written over.
+The folder must be new; no existing file is overwritten.
 
-Not promised: that the model learns the task; `[eval]` says whether it does.
+Not promised: that the model learns the task; `[eval]` shows whether it does.
 """
 
 import json
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class StarterTask:
-    """rows: (question, answer), training first and `held_out` of them last.   length: tokens of an answer, at most."""
+    """A task.   rows: (question, answer), the last `held_out` not for training.   length: most tokens of an answer."""
 
     rows: list[tuple[str, str]]
     held_out: int
@@ -118,7 +118,7 @@ class StarterTask:
 
 
 def init(folder: Path, *, model: str, task: str) -> list[str]:
-    """Write the project; -> the names of its files.   Raises UsageError where one of them stands already."""
+    """Write the project; return the names of its files.   Raise UsageError if one of them exists already."""
     if model in ("toolworld", "tiny"):
         raise UsageError(f"{model} is built in and has a task of its own. `diloco demo` runs toolworld; name a model")
     if Path(model).exists():  # relative to the folder of the command; paths in run.toml start at its own folder
@@ -139,7 +139,7 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
 
 
 def project_files(name: str, model: str, task: StarterTask) -> dict[str, str]:
-    """Name -> text of every file."""
+    """Return the text of every file, by name."""
     split = len(task.rows) - task.held_out
     return {
         "run.toml": RUN.format(name=json.dumps(name)[1:-1], model=json.dumps(model)[1:-1], length=task.length),

@@ -1,11 +1,11 @@
-"""`diloco setup modal` and `diloco setup hf`: from an account to the command that starts a run.
+"""`diloco setup modal` and `diloco setup hf`: check an account, and print the command that starts a run.
 
     login ──▶ store ──▶ secret, or keys ──▶ the command to type
-      └─ each: "ok", or made here if that can be done and you say yes, or the one thing to do, and then setup again
+      └─ each: "ok"; or made here, if that is possible and you agree; or an advice, after which you run setup again
 
-Steps come in order, and the first that is not ok ends it: the later ones need it.
+The first step that is not ok ends the setup, because the later steps need it.
 
-Not promised: that an account may rent GPUs (a plan, credits); only a launch tells.  Nothing is launched here.
+Not promised: that an account may rent GPUs (a plan, credits), which only a launch shows.  Setup launches nothing.
 """
 
 import shlex
@@ -21,20 +21,20 @@ from rendezvous.engine.probe import probe_store
 from rendezvous.errors import RendezvousError
 from rendezvous.stores.open import open_store
 
-SMALL = 1 << 20  # bytes of the blob that the look at the store writes
-CREDENTIALS = {  # what a replica needs to reach a store: names of variables, all of a line or none
+SMALL = 1 << 20  # bytes of the blob that the check of the store writes
+CREDENTIALS = {  # variables that a replica needs to reach a store, by its scheme
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
     "hf": ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
 }
-ALSO = ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN", "HF_S3_ENDPOINT")  # sent along where they are set
+ALSO = ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN", "HF_S3_ENDPOINT")  # added to a secret if they are set
 KEYS_PAGE = "https://huggingface.co/settings/tokens: your token's menu, Generate S3 credentials; then export both"
 
 
 @dataclass(frozen=True)
 class SetupStep:
-    """One thing that a run needs.   todo: what a person does about it; "" if it is there."""
+    """One requirement of a run.   todo: the user's next action; "" if the requirement is met."""
 
     name: str
     seen: str
@@ -45,11 +45,11 @@ class SetupStep:
         return f"  {self.name:<8} {'ok   ' if not self.todo else 'NO   '} {self.seen}"
 
 
-Ask = Callable[[str], bool]  # may this be made?
+Ask = Callable[[str], bool]  # asks the user whether to make something
 
 
 def setup(place: str, url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
-    """The steps, one by one; ends after the first that has something to do."""
+    """Yield the steps, up to the first that has a todo."""
     steps = _modal_steps(url, secret, clock, ask, environ) if place == "modal" else _hf_steps(url, clock, ask, environ)
     for step in steps:
         yield step
@@ -58,7 +58,7 @@ def setup(place: str, url: str, secret: str, clock: Clock, ask: Ask, environ: Ma
 
 
 def next_command(place: str, url: str, secret: str) -> str:
-    """The command to type next.  The run is small: a model of 0.1 M parameters, 12 outer steps."""
+    """Return the command to type next.  Its run is small: a model of 0.1 M parameters, 12 outer steps."""
     if place == "modal":
         secrets = "" if url.startswith("modal://") else f" --secret {secret}"
         return (
@@ -90,7 +90,7 @@ def _modal_login() -> None:
 
 
 def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> None:
-    """Check that the secret is there, or make it of this shell's variables."""
+    """Check that the secret exists, or make it from this shell's variables."""
     try:
         modal_sdk.check_secret(name, url)
         return
@@ -120,7 +120,7 @@ def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> I
 
 
 def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
-    """Check that the bucket is there, or make it, private."""
+    """Check that the bucket exists, or make a private one."""
     try:
         hub.patient("look at the bucket", lambda: hub.api.bucket_info(bucket))
     except ExecutorError:
@@ -130,7 +130,7 @@ def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
 
 
 def default_url(place: str, clock: Clock) -> str:
-    """The URL of a first run without --run."""
+    """Return the URL of a first run without --run."""
     return "modal://diloco/first" if place == "modal" else f"hf://buckets/{Hub('', clock).namespace}/diloco/first"
 
 
@@ -138,7 +138,7 @@ def default_url(place: str, clock: Clock) -> str:
 
 
 def _store_step(url: str, clock: Clock) -> SetupStep:
-    """Check whether the store can carry a run, seen from here."""
+    """Check from this machine whether the store can carry a run."""
     try:
         reason = probe_store(open_store(url), clock, SMALL).why_unfit()
     except (RendezvousError, ValueError, ImportError) as error:
@@ -157,7 +157,7 @@ def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:
 
 
 def _store_values(url: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The store's credentials and address in this shell's variables; {} unless all that it needs are set."""
+    """Return the store's credentials and address from this shell's variables; {} unless all credentials are set."""
     needed = [name for name in CREDENTIALS.get(_scheme_of(url), ()) if name != "HF_TOKEN"]
     if not all(environ.get(name) for name in needed):
         return {}

@@ -1,10 +1,10 @@
-"""The verbs beside a run: a new project, a look at what a run would need, and help for the shell.
+"""The verbs before a run: a new project, checks of a run's requirements, and help for the shell.
 
-    init ─▶ check ─▶ (plan, train)        the way of a new project
+    init ─▶ check ─▶ (plan, train)        the steps of a new project
     setup doctor                          an account and a store
     objectives completion                 the menu of losses, tab completion
 
-Not promised: that a run which would be possible learns anything.
+Not promised: that a run which passes the checks learns anything.
 """
 
 import os

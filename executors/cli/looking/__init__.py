@@ -1,1 +1,1 @@
-"""Verbs that look at a run and change nothing: status, report, logs, and back along its steps."""
+"""Verbs that show a run and change nothing: status, watch, logs, costs, report, diff."""

@@ -1,8 +1,8 @@
-"""The picture of a running run in lines: one key=value line per committed step and per event.
+"""A running run as lines: one key=value line per committed step and per event.
 
-    view_for(out)    a terminal ──▶ Screen, a table that is drawn over itself (status.py)       else ──▶ Lines
+    view_for(out)    a terminal ──▶ Screen, a table that is redrawn in place (status.py)       else ──▶ Lines
 
-Not promised: that a line is the newest truth; the bucket is, and it is read a few times per second.
+Not promised: that a line is up to date; the bucket is read a few times per second.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from executors.supervision.notices.event_words import event_fields, key_values
 
 class StatusView(Protocol):
     def show(self, report: Report) -> None:
-        """Show the run as it is now."""
+        """Show the present state of the run."""
         ...
 
     def say(self, text: str) -> None:
-        """Show a message with the next picture.  Safe in a signal handler."""
+        """Show a message at the next `show`.  Safe in a signal handler."""
         ...
 
 
 def view_for(out: TextIO) -> StatusView:
-    """The view for this output."""
+    """Return the view for this output."""
     if not out.isatty():
         return Lines(out, from_now=True)
     from executors.cli.looking.status import Screen
@@ -34,9 +34,9 @@ def view_for(out: TextIO) -> StatusView:
 
 
 class Lines:
-    """One line per committed step and per event, each once.   form: makes the text of a line of its fields.
+    """Prints one line per committed step and event, each once.   form: makes a line's text from its fields.
 
-    from_now: outer steps before the first picture are one line; not all of their numbers were read.
+    from_now: one line for all outer steps before the first `show`, because not all their numbers were read.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Print the output of a replica, wherever it runs.
+"""Prints the output of a replica on any platform.
 
     run, r01 ────find──▶ handle ──▶ lines · follow        the newest launch of a slot
-    run, r01-1 ──log───▶ handle ──▶ lines · follow        one session, dead or alive, by the launch that it came from
-                 └─ no handle, or its platform keeps no log: what the bucket has of it (its events, its last lines)
-    run, supervisor                                       the detached one's own log
+    run, r01-1 ──log───▶ handle ──▶ lines · follow        one session, dead or alive, by its launch
+                 └─ no handle, or its platform keeps no log: the session's data in the bucket (events, last lines)
+    run, supervisor                                       the log of a detached supervisor
 
-Not promised: where one launch had two sessions (its platform started it again), the lines of one of them alone.
+Not promised: separate lines for two sessions of one launch (after a restart by its platform).
 """
 
 import json
@@ -43,7 +43,7 @@ SESSION = re.compile(r"(r\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class OpenLog:
-    """lines, follow: of the last so many lines, None for all.   handle: of the launch that it is of, if of one."""
+    """A log.   lines, follow: called with a number of last lines, or None for all.   handle: of its launch, or None."""
 
     lines: Callable[[int | None], list[str]]
     follow: Callable[[int | None], Iterator[str]]
@@ -55,20 +55,20 @@ def _replica_log(executor: FleetExecutor, found: Handle) -> OpenLog:
 
 
 def _supervisor_log(url: str, file: LogFile) -> OpenLog:
-    """The log of a supervisor that is a process of this machine."""
+    """Return the log of a supervisor that is a process of this machine."""
     is_over = lambda: supervisor_of(open_store(url)) is None  # noqa: E731
     return OpenLog(file.lines, lambda tail: file.follow(tail, is_over, SystemClock(), PAUSE_S))
 
 
 def bucket_log(words: Sequence[str]) -> OpenLog:
-    """The events that a replica wrote into the bucket, and the last log lines that its supervisor kept."""
+    """Return a log from the bucket: a replica's events, and the last log lines that its supervisor stored."""
     lines = lambda tail: list(words if tail is None else words[-tail:] if tail > 0 else ())  # noqa: E731
     return OpenLog(lines, lambda tail: iter(lines(tail)))
 
 
 @contextmanager
 def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
-    """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "" and for an unknown name."""
+    """Open a log.   slot: r01, r01-2 or supervisor.   Raise UsageError for "" and for an unknown name."""
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
@@ -108,7 +108,7 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> OpenLog:
 
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
-    """The launch of the session, as the log tells it; None where no launch is known."""
+    """Return the launch of the session from the log; None if it is unknown."""
     launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
@@ -116,7 +116,7 @@ def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
 def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
     try:
         return bool(executor.logs(handle, 1))
-    except ExecutorError:  # its platform does not keep it, or cannot be asked
+    except ExecutorError:  # its platform has no log any more, or cannot be asked
         return False
 
 

@@ -1,9 +1,9 @@
-"""`diloco report`: a run's page in one file that opens from disk, and a picture of it where one is asked for.
+"""`diloco report`: writes a run's page as one file that opens from disk, and optionally a picture.
 
     report, store ─▶ costs (executors) ┐
                    ─▶ rollouts         ┴─▶ page_data ─▶ report.html        --png: report.png, by matplotlib
 
-Not promised: that a page of a run that goes on is newer than the moment it was made; `diloco watch RUN --web` is.
+Not promised: an up-to-date page of a running run; `diloco watch RUN --web` has one.
 """
 
 from dataclasses import asdict
@@ -24,21 +24,21 @@ from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, folder: Path, now: float) -> Path:
-    """Write folder/report.html; -> its path.   now: Unix time."""
+    """Write folder/report.html; return its path.   now: Unix time."""
     return write_frozen(whole_page(report, store, now), folder)
 
 
 def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
-    """Everything that a page shows, read once."""
+    """Return all data of a page, read once."""
     ends = RolloutEnds(store)
     ends.read(report)
     return page_data(report, now, page_beside(report, ends, now))
 
 
 def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
-    """Costs, troubles and rollouts.   A run that is over is looked at as of its last sign."""
+    """Return costs, troubles and rollouts.   The troubles of an ended run are those at its last sign of life."""
     spent = costs(report, now)
-    found = {**spent.to_dict(), **cost_status(spent, report.wanted)}  # as `diloco costs --json`, its bills counted
+    found = {**spent.to_dict(), **cost_status(spent, report.wanted)}  # as in `diloco costs --json`
     at = report.last_sign if report.done or report.stopped else now
     troubles = find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))
     return Beside(
@@ -50,7 +50,7 @@ def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
 
 
 def publish_page(report: Report, store: Store, now: float) -> str:
-    """Write the page into the run's bucket; -> its URL.   Raises UsageError where the bucket may only be read."""
+    """Write the page into the run's bucket; return its URL.   Raise UsageError if the bucket is read-only."""
     data = whole_page(report, store, now)
     chunks = {f"{n}.json": body for n, body in encode_chunks(data["chunks"]).bodies.items()}
     publisher = Publisher(store, report.name)
@@ -64,7 +64,7 @@ def publish_page(report: Report, store: Store, now: float) -> str:
 
 
 def publish_refused(error: Exception) -> str:
-    """The message about a bucket that may only be read."""
+    """Return the message about a read-only bucket."""
     return (
         f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
         "What needs no writing still works: diloco watch RUN --web, diloco report RUN"

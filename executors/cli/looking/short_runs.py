@@ -1,9 +1,9 @@
-"""Runs in the short form of `launch_replicas`, as the commands show them: they have no records, so the platform tells.
+"""Commands for runs in the short form of `launch_replicas`, which have no records: the data come from the platform.
 
     diloco status|costs|stop  modal://sweep-3 · hf-jobs://… · slurm://… · sky://… · local://… · a folder with processes
           └─ find ─▶ poll ─▶ a line for each process: state, hours, dollars      stop: cancel ─▶ poll until all ended
 
-Not promised: dollars of a process whose platform tells neither price nor times, and processes that another account
+Not promised: dollars of a process if its platform reports no price or no times; processes that another account
 started (another namespace, another login).
 """
 
@@ -24,30 +24,30 @@ from rendezvous.clock import Clock
 from rendezvous.stores.open import open_store
 
 VERBS = ("status", "costs", "stop")
-GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # of `stop`: for leaving; for being seen to have left; between two looks
+GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # of `stop`: to leave; to be reported as ended; between two polls
 
 
 def platform_of(url: str) -> str:
-    """The platform of a run in the short form; "" for any other run."""
+    """Return the platform of a run in the short form; "" for any other run."""
     scheme, found, _ = url.partition("://")
     if not found or scheme == "file":
         folder = Path(url.removeprefix("file://"))
         return "local" if not (folder / layout.RUN).exists() and any(folder.glob("processes/*.json")) else ""
     if scheme == "modal" and open_store(run_url.checked_url(url), make=False).get(layout.RUN) is not None:
-        return ""  # a run whose store lies inside Modal
+        return ""  # an ordinary run whose store is inside Modal
     return scheme if scheme in EXECUTORS else ""
 
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A run that the platform alone knows."""
+    """A run that only its platform knows."""
 
     url: str
     executor: FleetExecutor
     clock: Clock
 
     def look(self) -> list[Status]:
-        """The statuses of all its processes.   Raises UsageError where the platform knows none."""
+        """Return the statuses of all its processes.   Raise UsageError if the platform knows none."""
         if handles := self.executor.find(self.url):
             return self.executor.poll(handles)
         raise run_url.UsageError(
@@ -56,24 +56,24 @@ class ShortRun:
         )
 
     def stop(self, grace_s: float | None) -> list[Status]:
-        """Ask all to leave, and wait until the platform says that they have ended."""
+        """Ask all processes to leave, and wait until the platform reports their ends."""
         handles = [s.handle for s in self.look()]
         self.executor.cancel(handles, GRACE_S if grace_s is None else grace_s)
         return wait_for_all(lambda: self.executor.poll(handles), self.clock, END_S + (grace_s or 0.0), PAUSE_S)
 
     def hours(self, status: Status) -> float | None:
-        """Hours of the process so far; None where its beginning or its end is not known."""
+        """Return the hours of the process so far; None if its beginning or its end is unknown."""
         began = status.began_at or status.handle.launched_at
         ended = status.ended_at if status.state.ended else self.clock.wall()
         return max(0.0, ended - began) / 3600 if began and ended else None
 
     def usd(self, status: Status) -> float | None:
-        """Dollars of the process so far; None where its price or its hours are not known."""
+        """Return the dollars of the process so far; None if its price or its hours are unknown."""
         price, hours = status.handle.usd_per_hour, self.hours(status)
         return 0.0 if price == 0 else None if price is None or hours is None else price * hours
 
     def lines(self, statuses: Sequence[Status]) -> list[str]:
-        """A head, and a line for each process."""
+        """Return a head line, and a line for each process."""
         known = [usd for s in statuses if (usd := self.usd(s)) is not None]
         unknown = f", and {len(statuses) - len(known)} of unknown cost" if len(known) < len(statuses) else ""
         live = sum(not s.state.ended for s in statuses)
@@ -90,7 +90,7 @@ class ShortRun:
 
 
 def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purge: bool = False) -> Answer:
-    """Answer one of VERBS; any other has records to read.   Raises UsageError."""
+    """Answer one of VERBS.   Raise UsageError for other verbs, which need records."""
     if verb not in VERBS:
         raise run_url.UsageError(
             f"{run.url} was started by launch_replicas, which keeps no records: {', '.join(VERBS)} know it; its "
@@ -106,6 +106,6 @@ def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purg
 
 
 def short_run(url: str, clock: Clock) -> ShortRun | None:
-    """The run, if it is one in the short form; else None."""
+    """Return the run if it is in the short form; else None."""
     name = platform_of(url)
     return ShortRun(url, make_executor(Place(name)), clock) if name else None

@@ -1,7 +1,7 @@
-"""The picture of a running run, drawn from the bucket alone.
+"""The state of a run, drawn from its bucket.
 
     a terminal        a small table, redrawn in place
-    not a terminal    one key=value line per committed step and per event; one for all steps before it began
+    not a terminal    one key=value line per committed step and per event; one line for all earlier steps
 
     demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
       slot   phase  step  inner  reward  counted   beat
@@ -10,7 +10,7 @@
       r01-2  heal      5                       0   0.1 s
     ! r02 has offers of ['r02'], needs min_replicas=2
 
-Not promised: that a line is the newest truth; the bucket is, and it is read a few times per second.
+Not promised: that a line is up to date; the bucket is read a few times per second.
 """
 
 import shutil
@@ -38,7 +38,7 @@ INDENT = " " * 12
 
 
 class Screen:
-    """A table that is drawn over itself."""
+    """A table that is redrawn in place."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -62,7 +62,7 @@ class Screen:
 
 
 def status_table(report: Report, now: float | None = None, width: int = 80) -> list[str]:
-    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's).   width: in columns."""
+    """Return the whole table, for people.   now: Unix time (default: of the newest heartbeat).   width: in columns."""
     now = now or max((b.at for b in report.beats.values()), default=report.ended)
     curve = curve_of(report)
     lines = [_title_line(curve, report, now, width), f"  slot      phase   step  inner {curve.name:>7s}  counted  beat"]
@@ -86,7 +86,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
 
 
 def _device_lines(report: Report) -> list[str]:
-    """A line with each device and the slots that train on it; none where all of them are on CPUs."""
+    """Return a line with each device and the slots that train on it; [] if all train on CPUs."""
     live = [x for x in report.sessions if x.how == "running" and x.device]
     names = sorted({x.device for x in live})
     if not names or names == ["cpu"]:
@@ -96,13 +96,13 @@ def _device_lines(report: Report) -> list[str]:
 
 
 def _reason_lines(words: str, width: int) -> list[str]:
-    """The reason, below the session that ended; one line, whose end may be cut off."""
+    """Return the reason as a line below the session that ended, cut to the width; [] without a reason."""
     room = max(40, width - 1) - len(INDENT)
     return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
 
 
 def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Per slot, the newest launch that ended before it could claim the slot."""
+    """Return per slot the newest launch that ended before it could claim the slot."""
     newest = {x.slot: x.claimed for x in report.sessions}
     return never_began(report.events, {(x.slot, x.host) for x in report.sessions}, newest)
 
@@ -116,7 +116,7 @@ def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> 
 
 
 def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
-    """The first line; its curve takes the room that the words leave."""
+    """Return the first line; its curve fills the rest of the width."""
     curve = ""
     head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
     time = f"  {duration(_elapsed_seconds(report, now))}"
@@ -128,7 +128,7 @@ def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
 
 
 def _elapsed_seconds(report: Report, now: float) -> float:
-    """Seconds on the run's clock, which stands once no replica runs any more."""
+    """Return the seconds of the run so far; they do not grow after its last replica has ended."""
     if report.done:
         return report.seconds
     beating = any(is_listening(b, report, now) for b in report.beats.values())
@@ -148,7 +148,7 @@ def _row_line(row: SessionRow, curve: Curve, began: float) -> str:
 
 
 def status_dict(report: Report, now: float) -> dict[str, Any]:
-    """The answer of `diloco status --json`."""
+    """Return the answer of `diloco status --json`."""
     ends = first_and_last(report)
     return {
         "name": report.name,
@@ -193,19 +193,19 @@ def cost_line(spent: Costs, wanted: Wanted) -> str:
 
 
 def cost_limits(wanted: Wanted) -> str:
-    """ "$50.00 and 12 h", "" for no limit."""
+    """Return the limits as "$50.00 and 12 h"; "" for no limit."""
     limits = [f"{dollars(wanted.max_usd)}"] if wanted.max_usd else []
     return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
 
 
 def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
-    """The costs and their limits, for `--json`."""
+    """Return the costs and their limits, for `--json`."""
     numbers = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
     return {**numbers, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
 
 
 def cost_table(spent: Costs, report: Report) -> list[str]:
-    """`diloco costs`: one line per slot and place."""
+    """Return the table of `diloco costs`: one line per slot and place."""
     rows = []
     for slot, executor in sorted({(b.slot, b.executor) for b in spent.bills}):
         bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]

@@ -1,9 +1,9 @@
-"""The verbs that look at a run: they only read its bucket (but for a page that is to be published there).
+"""The verbs that show a run: they only read its bucket (except to publish a page there).
 
-    status costs report diff   short, and nothing is written before all was read: asked again while the bucket is busy
-    watch logs                 as it goes on
+    status costs report diff   short; they write nothing before all is read, so they are repeated if the bucket is busy
+    watch logs                 follow a run
 
-Not promised: a picture that is newer than its bucket.
+Not promised: data that are newer than the bucket's.
 """
 
 import json

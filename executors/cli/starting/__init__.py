@@ -1,1 +1,1 @@
-"""Verbs that start a run or go on with one: here, detached, as a demo."""
+"""Verbs that start or resume a run: here, detached, or as a demo."""

@@ -1,13 +1,13 @@
-"""`diloco train CONFIG --run RUN --again`: found a run anew, with the mended file, if nothing was trained in it.
+"""`diloco train CONFIG --run RUN --again`: found a run again, with the corrected file, if nothing was trained in it.
 
-    the same config stands there ─▶ nothing to do
+    it has the same config       ─▶ nothing to do
     a supervisor holds the run   ─▶ refused: `diloco stop RUN` first
     stop_run, with its proof     ─▶ refused if a process may still run
     Superseded as commit 0       ─▶ refused if a step was committed in the meantime; else the run of RUN/again counts
 
-Two people who do this at once supersede one run, and found one: run.json in RUN/again is written once.
+If two users do this at once, they supersede one run and found one: run.json in RUN/again is written once.
 
-Not promised: that what the first founding cost is in the costs or the budget of the second.
+Not promised: that costs and budget of the second run include the costs of the first.
 """
 
 import shlex
@@ -29,9 +29,9 @@ from rendezvous.stores.signed import open_signed
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
-    """Return the URL at which to found the run.   url: as `current_url` gives it.
+    """Return the URL at which to found the run.   url: from `current_url`.
 
-    Raises UsageError; by then at most the records of `stop_run` were written."""
+    Raise UsageError if that is refused; by then at most `stop_run` has written records."""
     store = open_signed(url)
     if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
         return url
@@ -50,9 +50,7 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
     put_once(store, clock, layout.commit_key(0), Superseded(new_nonce(), clock.wall()).encode())
     if not is_superseded(store):
         raise UsageError(_trained_in_words(url, differs))
-    say(
-        f"{url} had trained nothing ({'; '.join(differs)}); the run goes by the same name, and lies in {url_below(url)}"
-    )
+    say(f"{url} had trained nothing ({'; '.join(differs)}); the run keeps its name, and is now in {url_below(url)}")
     return url_below(url)
 
 

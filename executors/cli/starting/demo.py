@@ -1,4 +1,4 @@
-"""`diloco demo`: the main job on one machine, with a kill -9 in the middle.
+"""`diloco demo`: a whole run on one machine, with a kill -9 in the middle.
 
     3 replicas ── outer step 4, half-way ── SIGKILL r01 ── replaced ── 12 of 12 outer steps ── report
 
@@ -37,7 +37,7 @@ GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.
 
 
 def demo(folder: Path | None) -> int:
-    """Run the demo (or the rest of it), report, say what to do next; -> the exit code."""
+    """Run the demo (or the rest of it), report, print the next commands; return the exit code."""
     run = _open_demo_run(folder)
     path = Path(run.url.removeprefix("file://"))
     say(f"{'resuming' if run.resumed else 'starting'} the demo in {shown_path(path)}")
@@ -56,7 +56,7 @@ def demo(folder: Path | None) -> int:
 
 
 def _open_demo_run(folder: Path | None) -> Run:
-    """The folder that was asked for; else the first of runs/demo, runs/demo-2, … that is new or unfinished."""
+    """Open the run in `folder`, or in the first of runs/demo, runs/demo-2, … that is new or unfinished."""
     if folder is not None:
         return _open_in(folder)
     number = 1
@@ -72,7 +72,7 @@ def _open_demo_run(folder: Path | None) -> Run:
 
 
 def _open_in(folder: Path) -> Run:
-    """Open a run in the folder.  Its config goes there too, so that it can be read, changed and run."""
+    """Open a run in the folder, and write its config there, so that you can read, change and run it."""
     folder.mkdir(parents=True, exist_ok=True)
     text = files("diloco").joinpath("demo.toml").read_text(encoding="utf-8")
     (folder / "demo.toml").write_text(text, encoding="utf-8")
@@ -80,7 +80,7 @@ def _open_in(folder: Path) -> Run:
 
 
 def kill_one(supervisor: Supervisor, report: Report) -> None:
-    """Send SIGKILL to VICTIM, once in a run, in the middle of an outer step."""
+    """Send SIGKILL to VICTIM, once per run, in the middle of an outer step."""
     handle = supervisor.handle(VICTIM)
     beat = report.beats.get(VICTIM)
     if handle is None or beat is None or beat.pid != handle.pid or report.of_kind("killed"):
@@ -91,13 +91,13 @@ def kill_one(supervisor: Supervisor, report: Report) -> None:
 
 
 def is_kill_due(beat: Beat, report: Report) -> bool:
-    """Whether the beat is in outer step FROM_STEP or later, and not past its middle.  (It is a moment old by now.)"""
+    """Whether the heartbeat is in outer step FROM_STEP or later, and not past its middle (it is a moment old)."""
     half = max(1, inner_steps_per_round(report) // 2)
     return beat.phase == "train" and beat.step >= FROM_STEP and 0 < beat.inner <= half
 
 
 def extra_checks(report: Report) -> list[Check]:
-    """The checks of the demo beyond those that every run promises."""
+    """Return the demo's own checks, in addition to those of every run."""
     killed = [x for x in report.sessions if x.how == "killed"]
     ends = first_and_last(report)
     reward = "no rewards were told" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"
@@ -124,7 +124,7 @@ def _killed_words(killed: list[SessionSummary], report: Report) -> str:
 
 def next_commands(path: Path) -> str:
     run = shlex.quote(shown_path(path))
-    beside = shlex.quote(f"{shown_path(path)}-model")  # in the run's folder lies its start model
+    beside = shlex.quote(f"{shown_path(path)}-model")  # not in the run's folder, which has its start model
     diloco = command_name()
     rows = [
         (f"open {run}/report.html", "the curves, the kill, every commit"),
@@ -136,13 +136,13 @@ def next_commands(path: Path) -> str:
 
 
 def command_name() -> str:
-    """The name of this command, as typed from here: `diloco` if the shell finds it, else its path."""
+    """Return the name of this command: `diloco` if the shell finds it, else its path."""
     own = Path(sys.argv[0])
     return "diloco" if own.name != "diloco" or shutil.which("diloco") == str(own) else shown_path(own.absolute())
 
 
 def shown_path(path: Path) -> str:
-    """The path as a person would type it from here."""
+    """Return the path as you would type it from the working directory."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,13 +1,13 @@
-"""A supervisor that outlives this process, and the proof that it works before the terminal is left.
+"""Starts a supervisor that outlives this process, and waits until it works before the command returns.
 
     all replicas on one platform that can   its own small CPU function or job      (supervision/hosted.py)
-    else                                    a process of this machine, in a session of its own
+    else                                    a process of this machine, in its own session
 
-    lives already? ──yes──▶ nothing is started            by a beat that moves, or a process of this machine
+    is one alive? ──yes──▶ nothing is started             its heartbeat changes, or its process runs on this machine
          └─no─▶ detach ─▶ wait ─┬─▶ its first look at the run is over: it supervises
-                                └─▶ it ended: its last words and its exit code, also in the run's log
+                                └─▶ it ended: its last lines and exit code, also in the run's log
 
-Not promised: that a detached process survives this machine's sleep; replicas elsewhere go on, and the run resumes.
+Not promised: that a detached process works while this machine sleeps; replicas elsewhere continue meanwhile.
 """
 
 import os
@@ -38,8 +38,8 @@ from rendezvous.errors import Fenced
 from rendezvous.store import Store
 
 TAIL = 12
-LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two words about the wait
-SILENT_MOST_S = 600.0  # a call that "runs" and says nothing for so long is ended, and another one follows
+LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
+SILENT_MOST_S = 600.0  # a call found running that is silent for so long is cancelled, and a new one is started
 NOT_HEARD = (
     "it runs, but has not been heard for {:.0f} s; `diloco status {}` shows whether it comes, `diloco logs {} "
     "supervisor` what it says"
@@ -48,9 +48,9 @@ NOT_HEARD = (
 
 @dataclass(frozen=True)
 class Detached:
-    """A supervisor in a place of its own.   where: in words.   native: its id on a platform, "" for a local process.
+    """A detached supervisor.   where: in words.   native: its id on a platform, "" for a local process.
 
-    found: it was there before.   ended: how it ended, None while it runs.   cancel: ends it.
+    found: it ran before this command.   ended(): its outcome, None while it runs.   cancel(): ends it.
     """
 
     where: str
@@ -64,7 +64,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class Handover:
-    """text: the supervisor that works now, or why none does.   code: for the shell.   started: None if one lived."""
+    """The result.   text: the working supervisor, or why there is none.   code: exit code.   started: None if found."""
 
     text: str
     code: int
@@ -72,17 +72,17 @@ class Handover:
 
 
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
-    """Start a supervisor unless one lives; return when it supervises, or has ended."""
+    """Start a supervisor unless one is alive; return when it supervises, or has ended."""
     before = lease.latest_beat(run.store)
     if (other := lease.living_supervisor(run.store, clock)) is not None:
         return Handover(
-            f"process {other.pid} on {host_words(other.host)} supervises this run already; it has heard your wishes", 0
+            f"process {other.pid} on {host_words(other.host)} supervises this run already; it follows your changes", 0
         )
     executor = build_executor(read_control(run.store).places)
     try:
         started = detach(run, executor)
         outcome = _wait_until_watching(run, clock, started, before, say)
-        if outcome is not None and started.found:  # the supervisor that the platform still had is over by now
+        if outcome is not None and started.found:  # the earlier supervisor on the platform has ended: start a new one
             started = detach(run, executor)
             outcome = _wait_until_watching(run, clock, started, before, say)
     finally:
@@ -96,7 +96,7 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
 
 
 def detach(run: Run, executor: FleetExecutor) -> Detached:
-    """Start a supervisor that outlives this process and its terminal; or take the one that its platform still has."""
+    """Start a supervisor that outlives this process and its terminal, or return the one that runs on the platform."""
     if not executor.hosts_supervisor:
         return _start_process(run)
     there = {h.native for h in executor.find(run.url) if h.slot == SUPERVISOR}
@@ -125,7 +125,7 @@ def _start_process(run: Run) -> Detached:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
         )
 
-    child.returncode = 0  # it may go on without us: no warning about that
+    child.returncode = 0  # it may outlive us; Popen must not warn about that
 
     def ended() -> Outcome | None:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -139,11 +139,11 @@ def _start_process(run: Run) -> Detached:
 
 
 def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
-    """The outcome of a platform's supervisor, with its last words from its log; None while it may still run."""
+    """Return the outcome of a platform's supervisor, with its last log lines; None while it may still run."""
     status = executor.poll([handle])[0]
     if status.stale or not status.state.ended:
         return None
-    with suppress(Exception):  # the log is a help; how it ended is known without
+    with suppress(Exception):  # the log is optional: the end is known without it
         tail = [line for line in executor.logs(handle, TAIL) if line.strip()]
         if status.reason not in "\n".join(tail):
             tail.append(status.reason)
@@ -158,7 +158,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: lease.LatestBeat, say: Callable[[str], None]
 ) -> Outcome | None:
-    """Wait; return None once it supervises, else its outcome."""
+    """Wait for the supervisor; return None once it supervises, else its outcome."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if lease.has_looked_since(run.store, before):
@@ -176,8 +176,8 @@ def _wait_until_watching(
 
 
 def write_end(store: Store, clock: Clock, outcome: Outcome) -> None:
-    """Write the last words of a supervisor that could not write them itself, for `diloco status`."""
-    with suppress(Supervised, Fenced):  # another one has come meanwhile
+    """Log the end of a supervisor that could not log it itself, for `diloco status`."""
+    with suppress(Supervised, Fenced):  # another supervisor has started meanwhile
         mine = Lease.take(store, clock)
         journal = Journal(store, clock, SUPERVISOR, mine.generation)
         journal.emit("stopped", code=outcome.code, text=outcome.text)

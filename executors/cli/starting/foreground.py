@@ -1,9 +1,9 @@
 """`diloco train` in a terminal: this process supervises (with --detach another one does, detached.py).
 
-    Ctrl-C asks the replicas to leave, a second one kills them
-    another process supervises already: look on
+    Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
+    another process supervises already: only show the run
 
-Not promised: that a viewer hears of a supervisor's death at once; its beat stands still, and `show` says so.
+Not promised: that a viewer sees a supervisor's death at once; its heartbeat stops changing, and `show` says so.
 """
 
 import os
@@ -37,12 +37,10 @@ def do_nothing(supervisor: Supervisor, report: Report) -> None:
 
 
 def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
-    """Supervise the run to its end in this process.  If another process supervises it, look on."""
+    """Supervise the run to its end in this process.  If another process supervises it, only show it."""
     view = view or view_for(sys.stdout)
     wanted = read_control(run.store)
-    executor = build_executor(
-        wanted.places, wanted.former
-    )  # replicas at former places of the run are looked after, too
+    executor = build_executor(wanted.places, wanted.former)  # replicas at former places of the run are supervised, too
     try:
         supervisor = Supervisor(
             run,
@@ -79,7 +77,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
 
 @contextmanager
 def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
-    """Handle Ctrl-C (SIGTERM, SIGHUP of a closed terminal): the first asks, the second kills, the third ends us."""
+    """Handle Ctrl-C, SIGTERM, SIGHUP: the first asks replicas to leave, the second kills them, the third ends us."""
     asked = 0
 
     def asked_again(*_: object) -> None:

@@ -1,9 +1,9 @@
-"""The verbs that start a run, or only say what starting would do.
+"""The verbs that start a run, or only describe a start.
 
-    typed ──_request──▶ StartRequest ─▶ pre-flight ─▶ the quote, agreed? ─▶ founded, or wishes written ─▶ supervised
+    typed ──_request──▶ StartRequest ─▶ pre-flight ─▶ the quote, agreed? ─▶ found, or change the run ─▶ supervise
                                               plan ends here ┘                   foreground, or --detach: elsewhere
 
-Not promised: that a platform has a machine free; the price is the platform's own list.
+Not promised: that a platform has a free machine, or its present price.
 """
 
 import shlex
@@ -88,7 +88,7 @@ def _add_wishes(parser: ArgumentParser) -> None:
 
 
 def request_of(args: Namespace, url: str) -> "StartRequest":
-    """Return the typed options as a request.   url: of the run, where it is now.   Raises UsageError."""
+    """Return the typed options as a request.   url: the run's present URL.   Raises UsageError."""
     from executors.platforms.places import Place
     from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
 
@@ -198,7 +198,7 @@ def _resume(args: Namespace) -> Answer:
     refuse_lost(run.store, wanted)
     if over := finished_words(run.store, asked.url, asked.fleet.steps):
         say(over)
-        return _supervise(run, asked, wanted)  # ends that no supervisor saw are still written down
+        return _supervise(run, asked, wanted)  # to log ends that no supervisor has seen
     offer = quote.quote_start(asked, run.config, wanted.replicas)
     if not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
@@ -236,7 +236,7 @@ def _plan(args: Namespace) -> Answer:
 
 
 def _checked(asked: "StartRequest", config: "RunConfig", wanted: "Wanted") -> "Checked":
-    """Check config, places and options before anything is created.  Raises UsageError."""
+    """Check config, places and options before a run is created.  Raises UsageError."""
     from executors.preflight import quote
     from executors.preflight.checks import Checked, preflight
 
@@ -256,7 +256,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         say(f"warning: {text}")
     if asked.detach:
         return _supervise_detached(run, asked)
-    survive_lost_output()  # the fleet does not end because `| head` does, or a log's disk is full
+    survive_lost_output()  # the fleet must not end because `| head` does, or because a log's disk is full
     outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
     words = [] if asked.as_json else [outcome.text]
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):

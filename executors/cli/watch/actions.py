@@ -1,14 +1,14 @@
-"""The keys of `diloco watch` that read more, or write: through the very code of `diloco logs`, `scale` and `drain`.
+"""The keys of `diloco watch` that read more, or write, with the code of `diloco logs`, `scale` and `drain`.
 
     l   log_text        ─▶ lines of the session's log, dead or alive
-    o   rollouts_text   ─▶ its newest rollouts, with their rewards; the first ones last
+    o   rollouts_text   ─▶ its newest rollouts, with their rewards, and then its first
     e   events_text     ─▶ troubles and events in full
-    d   drain           ask ─▶ control: drain         ┐  read-only credentials: nothing is written, and it says so
+    d   drain           ask ─▶ control: drain         ┐  read-only credentials: a message, and nothing is written
     s   ScaleAction     number ─▶ price ─▶ ask ─▶ control: replicas  ┘
 
-Each request runs in a thread; the picture goes on.
+Each request runs in a thread; the screen is updated meanwhile.
 
-Not promised: an effect at once; the supervisor reads the control records every few moments.
+Not promised: an effect at once; the supervisor reads the control records every few seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ ROLLOUTS = 32
 
 
 def log_text(run: Run, wanted: Wanted, session: str) -> TextSource:
-    """session: r01-2, or r01 where no replica has claimed the slot yet."""
+    """Return a session's log.   session: r01-2, or r01 for a slot without a claim."""
 
     def read() -> list[str]:
         with logs.log_of(run.url, wanted, session) as log:
@@ -45,7 +45,7 @@ def log_text(run: Run, wanted: Wanted, session: str) -> TextSource:
 
 
 def rollouts_text(run: Run, session: str, flagged: range) -> TextSource:
-    """flagged: outer steps whose completions are worth a look, since the reward may be hacked there."""
+    """Return a session's rollouts.   flagged: outer steps at which the reward may be hacked."""
     slot, _, generation = session.partition("-")
     none = f"{session} has written no rollouts (fleet.log_rollouts says how many it writes per outer step)"
 
@@ -64,13 +64,13 @@ def rollout_words(sample: Sample, flagged: range) -> str:
 
 
 def events_text(lines: Sequence[str]) -> TextSource:
-    """lines: troubles, remarks and events of a picture, in full."""
+    """Return these lines (troubles, warnings, events) as a text."""
     text = "\n".join(lines) or "nothing has happened yet"
     return TextSource("troubles and events, the newest first", lambda: [text])
 
 
 def drain(app: "WatchApp", slot: str) -> None:
-    """Let one slot finish its round and leave, if the person agrees."""
+    """Let one slot finish its round and leave, if the user agrees."""
     looks = app.looks
 
     def answered(agreed: bool | None) -> None:
@@ -82,7 +82,7 @@ def drain(app: "WatchApp", slot: str) -> None:
 
 
 class ScaleAction:
-    """Keep another number of replicas."""
+    """The dialog that sets another number of replicas."""
 
     def __init__(self, app: "WatchApp", replicas: int) -> None:
         self.app = app

@@ -1,14 +1,14 @@
-"""The terminal of `diloco watch`, on textual: one screen, a thread that reads, and the keys.
+"""The terminal app of `diloco watch`, built with textual: one screen, a thread that reads, and the keys.
 
-    ┌ header: step, ETA, pace, money, snapshot, who supervises, how fresh ┐      thread:  next_picture ─▶ show
+    ┌ header: step, ETA, pace, money, snapshot, supervisor, age of data   ┐      thread:  next_picture ─▶ show
     │ one row per session                                      ↑↓ chooses │                    └ wait pause_s, or `r`
     │ curves                        the chosen one, drawn larger        m │      keys:    never wait for the bucket:
     │ what it waits for, troubles, the newest events with advice          │               each opens a window that
     └ l log · o rollout · e events · m metric · a all · d drain · s · q   ┘               fills when the answer comes
 
-A look that fails leaves the picture as it is, with "stale" in the header; after a failure the pauses grow.
+After a failed read the picture stays, with "stale" in the header, and the pauses between reads grow.
 
-Not promised: colours; every state stands there as a word, too.
+Not promised: colours; every state is also shown as a word.
 """
 
 import os
@@ -35,7 +35,7 @@ from executors.cli.watch.looks import Picture, RunLooks, error_words
 from executors.cli.watch.windows import PlainApp, TextWindow
 
 SMALLEST = (40, 10)  # columns and lines
-CURVES_FROM = 20  # lines of a terminal that has room for curves
+CURVES_FROM = 20  # lines of a terminal from which curves are shown
 TALL_FROM = 36
 STYLES = {
     "train": "#5fd75f", "wait": "#d7af5f", "silent": "bold #ff5f5f", "heal": "#5fd7d7", "starting": "#5fd7d7",
@@ -81,7 +81,7 @@ class WatchApp(PlainApp):
     ]
 
     def __init__(self, looks: RunLooks, *, reads: bool = True) -> None:
-        """reads: start the thread that reads (a test shows pictures itself)."""
+        """Make the app.   reads: start the thread that reads (a test calls `show` itself)."""
         super().__init__()
         self.looks = looks
         self.picture: Picture | None = None
@@ -130,23 +130,23 @@ class WatchApp(PlainApp):
     # ------------------------------------------------------------------ reading
 
     def _read_on(self) -> None:
-        """Read pictures, in a thread of its own, which ends with the process."""
+        """Read pictures, in a thread that ends with the process."""
         while not self._ended.is_set():
             try:
                 picture, trouble = self.looks.next_picture(), ""
-            except Exception as error:  # the picture stays, and says since when it is stale
+            except Exception as error:  # the picture stays, and the header says since when it is stale
                 if os.environ.get("DILOCO_DEBUG"):
                     raise
                 picture, trouble = None, error_words(error)
             if self._ended.is_set():
                 return
-            with suppress(RuntimeError):  # it has ended meanwhile
+            with suppress(RuntimeError):  # the app has ended meanwhile
                 self.call_from_thread(self.show, picture, trouble)
             self._wake.wait(self.looks.pause_s)
             self._wake.clear()
 
     def show(self, picture: Picture | None, trouble: str = "") -> None:
-        """Show a picture.   picture: None for the present one."""
+        """Show a picture.   picture: None to keep the present one."""
         self.picture = picture or self.picture
         self.trouble = trouble
         self.draw()
@@ -161,13 +161,13 @@ class WatchApp(PlainApp):
                 return
             try:
                 draw(picture)
-            except Exception as error:  # the other panes are drawn all the same
+            except Exception as error:  # the other panes are still drawn
                 if os.environ.get("DILOCO_DEBUG"):
                     raise
                 self._static(pane).update(f"! this pane cannot be drawn: {error_words(error)}")
 
     def draw_ages(self) -> None:
-        """Redraw the ages, which grow by themselves."""
+        """Redraw the ages, which grow between two reads."""
         width = self.screen_stack[0].size.width
         if self.picture is None:
             text = f"! {self.trouble}; asking again" if self.trouble else "reading …"
@@ -218,7 +218,7 @@ class WatchApp(PlainApp):
         room = max(20, metrics.size.width)
         lines = [words.metric_line(curve, room, chosen=i == chosen) for i, curve in enumerate(curves)]
         metrics.update("\n".join(lines))
-        height = max(3, chart.size.height - 1)  # a line of air above the events
+        height = max(3, chart.size.height - 1)  # leave an empty line above the events
         chart.update("\n".join(words.chart_lines(curves[chosen], max(20, chart.size.width), height)))
 
     def _draw_events(self, picture: Picture) -> None:
@@ -233,7 +233,7 @@ class WatchApp(PlainApp):
         events.update(Text("\n").join(lines) if lines else "nothing has happened yet")
 
     def _static(self, name: str) -> Static:
-        """A part of the picture, also while a window is open above it."""
+        """Return a part of the main screen, also while a window is open above it."""
         return self.screen_stack[0].query_one(name, Static)
 
     @property
@@ -301,18 +301,18 @@ def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
 
 
 def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> None:
-    """Let a signal end the picture as `q` does, so that the terminal is as it was."""
+    """Let signals end the app as `q` does, so that the terminal is restored."""
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             signal.signal(number, lambda *_: threading.Thread(target=leave, daemon=True).start())
 
 
 def run_app(looks: RunLooks) -> int:
-    """Show the screen until the person leaves; -> exit code."""
-    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would believe them for ever
+    """Show the screen until the user quits; return the exit code."""
+    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would never follow a resize
         os.environ.pop(name, None)
     code = WatchApp(looks).run() or 0
-    if threading.active_count() > 1:  # a request without an answer would hold the process for a minute
+    if threading.active_count() > 1:  # a request without an answer would delay the exit for a minute
         sys.stdout.flush()
         os._exit(code)
     return code

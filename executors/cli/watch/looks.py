@@ -1,12 +1,12 @@
-"""The looks of `diloco watch` at a run, one after the other, each of which gives a Picture.
+"""The reads of a run for `diloco watch`, one after the other; each returns a Picture.
 
     bucket ──LiveReader──▶ report ──▶ Picture ──▶ a terminal: executors/cli/watch/app.py
-       └─ an error: the next look goes on, after 5, 10, 20 … 60 s
+       └─ an error: the next look is after 5, 10, 20 … 60 s
 
-A Picture is whole and never changes, so that the thread that reads and the one that draws share nothing else.
-Reads the run only; killing and starting it again changes nothing there.
+A Picture is complete and immutable, and is all that the reading and the drawing thread share.
+The command only reads the run, so it may be killed and started again.
 
-Not promised: a picture that is newer than its bucket; what is stale says since when.
+Not promised: a picture that is newer than its bucket; stale data are marked with their age.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ from rendezvous.errors import RendezvousError
 
 @dataclass(frozen=True)
 class Picture:
-    """Everything that is shown.   at: when it was read, Unix time.   partial: the curves are still to come.
+    """Everything that is shown.   at: Unix time of the read.   partial: the curves are not read yet.
 
-    supervision: the run's supervisor, in words.   remarks: its waits, and warnings.   events: the newest first.
+    supervision: a text on the run's supervisor.   remarks: waits and warnings.   events: the newest first.
     """
 
     at: float
@@ -48,7 +48,7 @@ class Picture:
 
 
 class RunLooks:
-    """The looks at one run, one after the other."""
+    """The reads of one run, one after the other."""
 
     def __init__(self, view: View, clock: Clock) -> None:
         self.run = view.run
@@ -62,11 +62,11 @@ class RunLooks:
         return self._live.pause_s
 
     def begin(self) -> None:
-        """Begin the first look, beside the import of the code that will draw it."""
+        """Begin the first look in a thread, during the import of the code that draws it."""
         self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.next_look)
 
     def next_picture(self) -> Picture | None:
-        """Look once; None where nothing new was asked for.   Raises the store's errors; the next call goes on."""
+        """Look once; return None if nothing new was read.   Raises the store's errors; the next call continues."""
         begun = self._begun
         self._begun = None
         report = self._live.next_look() if begun is None else begun.result()
@@ -96,13 +96,13 @@ class RunLooks:
 
 
 def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float) -> Report:
-    """The report with each beat as old as it was when it was read: a beat not read since does not count as silent."""
+    """Return the report with each heartbeat's age at its read, so that one not read again does not count as silent."""
     beats = {slot: replace(beat, at=beat.at + now - read_at.get(slot, now)) for slot, beat in report.beats.items()}
     return replace(report, beats=beats)
 
 
 def error_words(error: BaseException) -> str:
-    """A line for people; an unexpected error says its kind."""
+    """Return a line for the user; for an unexpected error with its type."""
     expected = isinstance(error, RendezvousError | OSError)
     words = " ".join(str(error).split())
     return words if expected and words else f"{type(error).__name__}: {words}"

@@ -1,12 +1,12 @@
-"""`diloco watch`: a run as it goes on.
+"""`diloco watch`: shows a run while it runs.
 
     a terminal            executors/cli/watch/app.py: header, sessions, curves, events, keys
     not a terminal        one line per outer step and event; --json: the same as JSON
     textual is missing    a line that says how to install it
 
-Reads the run only; killing and starting it again changes nothing there.
+The command only reads the run, so it may be killed and started again.
 
-Not promised: a picture that is newer than its bucket; what is stale says since when.
+Not promised: a picture that is newer than its bucket; stale data are marked with their age.
 """
 
 import json
@@ -27,9 +27,9 @@ from rendezvous.errors import RendezvousError
 
 
 def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO) -> int:
-    """Show the run as it goes on; -> exit code.
+    """Show the run while it runs; return the exit code.
 
-    Raises ConfigError where there is no run, or where the package for the terminal is missing.
+    Raise ConfigError if there is no run, or if the package for the terminal is missing.
     """
     is_terminal = out.isatty() and sys.stdin.isatty() and not as_json and os.environ.get("TERM") != "dumb"
     if is_terminal:

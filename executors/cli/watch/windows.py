@@ -1,12 +1,12 @@
-"""The windows above the picture of `diloco watch`, a text that comes and a question; and an app that draws plain text.
+"""The windows of `diloco watch`: a text, a question, a number; and an app that draws only printable text.
 
-    TextWindow(source)     title, "reading …" ─▶ the text, or why there is none        n p: the next, the one before
-    AskWindow(question)    y / n                                                       escape: no
-    NumberWindow           a number of replicas                                        escape: none
-    PlainApp               lines of segments ──Printable──▶ the terminal           textual itself drops no escape
+    TextWindow(source)     title, "reading …" ─▶ the text, or the error            n p: newer page, older page
+    AskWindow(question)    y / n                                                   escape: no
+    NumberWindow           a number of replicas                                    escape: None
+    PlainApp               lines of segments ──Printable──▶ the terminal           textual itself keeps escape codes
 
-Not promised: a text that grows; `diloco logs -f` follows.  Nor a stand-in where Printable takes a character out:
-textual has measured the line by then.
+Not promised: a text that grows (`diloco logs -f` follows a log), or a visible mark for a character that Printable
+removes, because textual has already measured the line.
 """
 
 import threading
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Printable(LineFilter):
-    """The filter of a line that is drawn.  A character without width, as textual measures, has none here."""
+    """A filter that makes drawn lines printable.  It removes unprintable characters that textual gives no width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(self._plain(text), style, control) for text, style, control in segments]
@@ -46,14 +46,14 @@ PRINTABLE = Printable()
 
 
 class PlainApp(App[int]):
-    """An app whose lines go through one more filter."""
+    """An app with PRINTABLE as an additional line filter."""
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), PRINTABLE]
 
 
 class TextSource(NamedTuple):
-    """A text somewhere else.   read: its pages, the newest first; it may take its time, and may raise."""
+    """A text that must be read.   read(): its pages, the newest first; it may be slow, and may raise."""
 
     title: str
     read: Callable[[], Sequence[str]]
@@ -62,7 +62,7 @@ class TextSource(NamedTuple):
 def in_thread(
     app: App[Any], work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
 ) -> None:
-    """Do the work beside the keys, in a thread that ends with the process; `done` or `failed` hears of it."""
+    """Do the work in a thread that ends with the process; then call `done` or `failed` in the app's thread."""
 
     def run() -> None:
         try:
@@ -81,7 +81,7 @@ def _tell(app: App[Any], call: Callable[[], object]) -> None:
 
 
 class TextWindow(ModalScreen[None]):
-    """Pages of a text, each to be scrolled."""
+    """A window with pages of a text, which scroll."""
 
     CSS = """
     TextWindow { align: center middle; }
@@ -97,7 +97,7 @@ class TextWindow(ModalScreen[None]):
     ]
 
     def __init__(self, source: TextSource, *, from_end: bool = False) -> None:
-        """from_end: the last lines are shown first."""
+        """Make the window.   from_end: show the last lines first."""
         super().__init__()
         self.source = source
         self.from_end = from_end
@@ -140,7 +140,7 @@ class TextWindow(ModalScreen[None]):
 
 
 class AskWindow(ModalScreen[bool]):
-    """A question with yes or no."""
+    """A window with a yes/no question."""
 
     CSS = """
     AskWindow { align: center middle; }
@@ -161,7 +161,7 @@ class AskWindow(ModalScreen[bool]):
 
 
 class NumberWindow(ModalScreen[int | None]):
-    """A whole number, 1 or more."""
+    """A window that asks for a whole number, 1 or more."""
 
     CSS = """
     NumberWindow { align: center middle; }

@@ -1,4 +1,4 @@
-"""The words of `diloco watch`, cut to the terminal's width.  Pure: no terminal, no bucket.
+"""The texts of `diloco watch`, cut to the terminal's width.  Pure functions: no terminal, no bucket.
 
     Overview, Costs ──▶ header_lines   mine · outer step 40 of 500 · 43 s per step · ETA 5 h 30 min
                     ──▶ row_line       r01-2   modal   H100  train   3/6   4.4/s    2 s  after lost: preempted by Modal
@@ -7,9 +7,9 @@
     troubles        ──▶ trouble_lines  ! no outer step for 6 min … · the next thing to do
     events          ──▶ event_lines    12:03:11 r01-1 lost: preempted by Modal · its supervisor starts it again
 
-A cell that does not fit ends with "…".  Nothing is said by colour alone.
+A cell that does not fit ends with "…".  No information is in colours only.
 
-Not promised: a word of advice for every event; what an event says itself is not said again.
+Not promised: advice for every event; advice does not repeat the event's own text.
 """
 
 import time
@@ -29,7 +29,7 @@ from executors.platforms.machine.full_disk import found_room
 from executors.supervision.costs import Costs
 from rendezvous.agreement.membership import Wanted
 
-UNREAD_S = 10.0  # a beat that was read longer ago is marked
+UNREAD_S = 10.0  # a heartbeat that was read longer ago is marked with "~"
 MOST_EVENTS = 400
 TOGETHER_S = 30.0  # the same event of several replicas is one line
 LABEL = 9  # columns of a metric's name
@@ -40,7 +40,7 @@ WIDE_FROM = 120  # columns of a terminal
 
 
 def cut(text: str, width: int) -> str:
-    """The text, cut to at most `width` characters."""
+    """Return the text, cut to at most `width` characters."""
     return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
@@ -48,7 +48,7 @@ def cut(text: str, width: int) -> str:
 
 
 def header_lines(seen: Overview, spent: Costs, wanted: Wanted, width: int) -> list[str]:
-    """Two lines; parts that find no room go, the last ones first."""
+    """Return two lines; parts that do not fit are left out, from the end."""
     of = f" of {seen.steps}" if seen.steps else ""
     pace = [] if seen.step_s is None else [f"{duration(seen.step_s)} per step"]
     first = [f"outer step {seen.step}{of}", *_state_parts(seen), *pace]
@@ -93,13 +93,13 @@ def _joined(parts: Sequence[str], width: int) -> str:
 
 
 def phases_words(seen: Overview) -> str:
-    """ "60 train, 3 wait, 1 silent": the newest sessions that live, by phase."""
+    """Return the number of live newest sessions by phase: "60 train, 3 wait, 1 silent"."""
     phases = Counter(row.phase for row in seen.rows if row.is_live and row.is_newest)
     return ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
 
 
 def freshness_line(read_s: float, trouble: str, width: int) -> str:
-    """read_s: since the newest look that ended well.   trouble: why the last one did not, "" if it did."""
+    """Return the data's age as a line.   read_s: since the last good look.   trouble: the last look's error, or ""."""
     if trouble:
         return cut(f"! stale: nothing new for {duration(read_s)}; {trouble}", width)
     return f"read {duration(read_s)} ago"
@@ -123,19 +123,19 @@ CELLS: Sequence[tuple[str, int, int, Callable[[SessionRow], str]]] = (
 
 
 def head_line(width: int) -> str:
-    """The names of the cells."""
+    """Return the names of the cells."""
     titles = "".join(_cell(title, size) for (title, *_), size in zip(CELLS, _sizes(width), strict=True))
     return cut(f"{titles}  last end", width)
 
 
 def row_line(row: SessionRow, ends: Mapping[str, str], width: int) -> str:
-    """ends: slot -> how its session before the newest ended."""
+    """Return a session's row.   ends: slot -> the end of its session before the newest."""
     cells = "".join(_cell(text(row), size) for (*_, text), size in zip(CELLS, _sizes(width), strict=True))
     return cut(f"{cells}  {_end_cell(row, ends)}", width)
 
 
 def phase_cell(width: int) -> tuple[int, int]:
-    """The first column of a row's phase, and the one after its last."""
+    """Return the first column of a row's phase, and the column after it."""
     *before, phase = _sizes(width)[:4]
     return sum(before), sum(before) + phase
 
@@ -145,13 +145,13 @@ def _sizes(width: int) -> list[int]:
 
 
 def _cell(text: str, size: int) -> str:
-    """size: negative for a number, which stands on the right; 0: not shown here."""
+    """Return the text as a cell.   size: columns; negative: align right, for a number; 0: not shown."""
     text = cut(text, max(0, abs(size) - 1))
     return text.rjust(-size) if size < 0 else text.ljust(size)
 
 
 def _beat_age(row: SessionRow) -> str:
-    """ "2 s"; "~40 s" where it was not looked at since, and may be younger."""
+    """Return the heartbeat's age as "2 s"; "~40 s" if it was not read lately, and may be newer."""
     if row.beat_age_s is None:
         return ""
     age = f"{row.beat_age_s:.0f} s" if row.beat_age_s < 100 else f"{row.beat_age_s / 60:.0f} min"
@@ -166,7 +166,7 @@ def _end_cell(row: SessionRow, ends: Mapping[str, str]) -> str:
 
 
 def last_ends(rows: Iterable[SessionRow], shown: Iterable[SessionRow]) -> dict[str, str]:
-    """Slot -> how its session before the newest ended, with the reason, where that has no row of its own."""
+    """Return slot -> end and reason of its session before the newest, if that session has no row."""
     newest = {row.slot: row for row in rows if not row.is_newest}
     listed = {row.name for row in shown}
     return {slot: _end_words(row) for slot, row in newest.items() if row.name not in listed}
@@ -179,7 +179,7 @@ def _end_words(row: SessionRow) -> str:
 
 
 def short_device(name: str) -> str:
-    """ "NVIDIA H100 80GB HBM3" -> "H100 80GB HBM3" """
+    """Return a device's name without its vendor: "NVIDIA H100 80GB HBM3" -> "H100 80GB HBM3"."""
     return name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("GeForce ")
 
 
@@ -187,7 +187,7 @@ def short_device(name: str) -> str:
 
 
 def metric_line(curve: MetricCurve, width: int, *, chosen: bool) -> str:
-    """ "› reward   0.10 ▁▂▃▅ 0.41": first, curve, newest."""
+    """Return first value, curve and newest value as "› reward   0.10 ▁▂▃▅ 0.41"."""
     mark = "› " if chosen else "  "
     first, last = (number_words(value) for value in (curve.values[0], curve.values[-1]))
     head = f"{mark}{cut(curve.label, LABEL):{LABEL}s} {first:>7s} "
@@ -196,14 +196,14 @@ def metric_line(curve: MetricCurve, width: int, *, chosen: bool) -> str:
 
 
 def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
-    """The curve over outer steps: its highest and lowest value on the left, the first and newest step below."""
+    """Return the curve over outer steps, with its extreme values on the left, and first and newest step below."""
     labels = [number_words(value) for value in (max(curve.values), min(curve.values))]
     margin = max(map(len, labels)) + 1
     room = max(1, width - margin)
     values = stretched(squeezed(curve.values, room), room)
     low, high = min(values), max(values)
     levels = [8 * (height - 1) * (v - low) / (high - low) if high > low else 4 * (height - 1) for v in values]
-    levels = [max(1.0, level) for level in levels]  # the lowest value is a line, too
+    levels = [max(1.0, level) for level in levels]  # so that the lowest value is visible
     rows = ["".join(BLOCKS[int(max(0, min(8, level - 8 * row)))] for level in levels) for row in range(height - 1)]
     left = [labels[0], *[""] * (height - 3), labels[1]] if height > 2 else labels[: height - 1]
     lines = [f"{label:>{margin - 1}s} {row}" for label, row in zip(left, reversed(rows), strict=True)]
@@ -212,7 +212,7 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
 
 
 def stretched(values: Sequence[float], width: int) -> list[float]:
-    """The values, repeated to one per column."""
+    """Return the values, repeated to one per column."""
     return [values[len(values) * i // width] for i in range(width)]
 
 
@@ -224,7 +224,7 @@ def number_words(value: float) -> str:
 
 
 def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
-    """The finding, and the next thing to do: in one line where there is room, else in two."""
+    """Return each finding with the next thing to do, in one line if there is room, else in two."""
     lines = list[str]()
     for found in troubles:
         about = f"{found.slot}: " if found.slot else ""
@@ -235,7 +235,7 @@ def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
 
 
 def event_lines(report: Report) -> list[str]:
-    """The events in words, the newest first."""
+    """Return the events as lines, the newest first."""
     events = [e for e in report.of_kind(*SHOWN) if not found_room(e, report)]
     groups = list[list[Mapping[str, Any]]]()
     for event in reversed(events[-MOST_EVENTS:]):
@@ -247,12 +247,12 @@ def event_lines(report: Report) -> list[str]:
 
 
 def _is_alike(later: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
-    """Whether both say the same of two replicas, one right after the other."""
+    """Whether both events have the same text and are less than TOGETHER_S apart."""
     return later["at"] - event["at"] < TOGETHER_S and _event_words(later) == _event_words(event)
 
 
 def event_line(events: Sequence[Mapping[str, Any]]) -> str:
-    """ "12:03:11 r01-1 lost: exit code 1 · its supervisor starts it again"; for several alike the names of all."""
+    """Return "12:03:11 r01-1 lost: exit code 1 · its supervisor starts it again"; equal events share a line."""
     when = time.strftime("%H:%M:%S", time.localtime(events[0]["at"]))
     names = list(dict.fromkeys(_name_in(e) for e in reversed(events)))
     about = ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]} ({len(names)} of them)"

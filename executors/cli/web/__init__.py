@@ -1,1 +1,1 @@
-"""`diloco watch --web`: the same as a page, served on this machine."""
+"""`diloco watch --web`: a run's page, served on this machine."""

@@ -1,11 +1,11 @@
-"""The looks of `diloco watch RUN --web` at a run, and the files that its page asks for.
+"""The reads of a run for `diloco watch RUN --web`, and the files that its page requests.
 
-    bucket ──LiveReader──▶ report ──page_data──▶ files   head.json, 0.json, 1.json, …      swapped whole, never half new
-       └─ an error: files stay, head.json says since when they are stale; the next look comes after 5, 10, 20 … 60 s
+    bucket ──LiveReader──▶ report ──page_data──▶ files   head.json, 0.json, 1.json, …      all replaced at once
+       └─ an error: files stay, head.json says since when they are stale; the next look is after 5, 10, 20 … 60 s
 
 Only this reader sends requests to the bucket, one per second, for any number of browsers.
 
-Not promised: chunks of earlier steps at every look: they are made anew with a new outer step, or after a while.
+Not promised: new chunks of earlier steps at every look: they are made after a new outer step, or after CHUNKS_S.
 """
 
 import time
@@ -22,13 +22,13 @@ from executors.cli.watch.looks import error_words
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
-ROLLOUTS_S = 300.0  # between two looks at rollouts, each of which is a few requests
-CHUNKS_S = 120.0  # after which chunks are made anew, though there is no new outer step: late logs
-POLL_S = 3.0  # between two questions of a browser
+ROLLOUTS_S = 300.0  # between two reads of rollouts, each of which is a few requests
+CHUNKS_S = 120.0  # chunks are made again after so long without a new outer step, because logs may be late
+POLL_S = 3.0  # between two requests of a browser
 
 
 class PageLooks:
-    """Looks, one after the other.   files: the newest whole picture.   stale: "", or what is wrong and since when."""
+    """The reads, one after the other.   files: the newest complete data.   stale: "", or the error and its time."""
 
     def __init__(self, view: View, clock: Clock, poll_s: float = POLL_S) -> None:
         self.name = str(view.run.record.config.get("name", "run"))
@@ -42,7 +42,7 @@ class PageLooks:
         self._failing_since = 0.0
         self._head: dict[str, Any] = {}
         self._chunks = EncodedChunks()
-        self._chunks_of = -1, float("-inf")  # that many outer steps, made then
+        self._chunks_of = -1, float("-inf")  # number of outer steps in the chunks, and when they were made
         self._rollouts_at = float("-inf")
 
     @property
@@ -55,7 +55,7 @@ class PageLooks:
         return self._live.is_whole
 
     def look(self) -> None:
-        """Look once; an error of the bucket is said on the page and changes nothing else there."""
+        """Look once; an error of the bucket is shown on the page, which is otherwise unchanged."""
         try:
             report = self._live.next_look()
             if report is not None:
@@ -78,7 +78,7 @@ class PageLooks:
         self._put_files()
 
     def _read_rollouts(self, report: Report) -> None:
-        """Read rollouts once everything has been read for the first time, and then every few minutes."""
+        """Read rollouts after everything else has been read once, and then every ROLLOUTS_S."""
         now = self._clock.now()
         if self._live.is_whole and now - self._rollouts_at >= ROLLOUTS_S:
             self._rollouts_at = now
@@ -106,7 +106,7 @@ class PageLooks:
             self._chunks_of = len(report.steps), self._clock.now()
 
     def _put_files(self) -> None:
-        """Swap all at once, so that the thread that serves them never sees half of them."""
+        """Replace all files at once, so that the serving thread never sees a mixture."""
         if self._head:
             head = json_bytes({**self._head, "stale": self.stale})
             self.files = {**{f"{n}.json": body for n, body in self._chunks.bodies.items()}, "head.json": head}

@@ -1,11 +1,11 @@
-"""`diloco watch RUN --web` and `--publish`: the page of a run that goes on, on a port, in the bucket, or both.
+"""`diloco watch RUN --web` and `--publish`: the page of a running run, on a port, in the bucket, or both.
 
     PageLooks.look ─▶ files ─┬─▶ PageServer    --web: until Ctrl-C
                              └─▶ Publisher     --publish: every PUBLISH_S, until the run is over
 
-Only --publish writes, and only below page/.  Where it may not, the command says so and --web goes on.
+Only --publish writes, and only below page/.  If writing is refused, the command says so and --web continues.
 
-Not promised: a page in a bucket that is newer than PUBLISH_S.
+Not promised: a page in a bucket that is less than PUBLISH_S old.
 """
 
 import json
@@ -29,7 +29,7 @@ PUBLISH_S = 30.0  # between two writes
 
 @dataclass(frozen=True)
 class PageRequest:
-    """web: serve the page at bind:port.   port: None for the usual one, or a free one; 0: a free one."""
+    """The options.   web: serve at bind:port.   port: None: the default, else a free one; 0: a free one."""
 
     web: bool = False
     publish: bool = False
@@ -39,7 +39,7 @@ class PageRequest:
 
 
 def watch_page(asked: PageRequest, url: str, clock: Clock) -> int:
-    """Serve the page, publish it, or both; -> exit code.   Raises ConfigError, UsageError before anything is shown."""
+    """Serve the page, publish it, or both; return the exit code.   Raises ConfigError, UsageError before that."""
     if asked.web:
         web.check_web()
     view = ask_again(lambda: open_view(url, COSTS), clock)
@@ -68,7 +68,7 @@ def _serve(asked: PageRequest, looks: PageLooks) -> web.PageServer:
 
 
 def _look_on(looks: PageLooks, clock: Clock, publisher: "PageWriter | None", *, ends: bool) -> None:
-    """Look again and again.   ends: return once the run is over and published, or cannot be published."""
+    """Look repeatedly.   ends: return once the run is over and published, or cannot be published."""
     while True:
         looks.look()
         if publisher is not None:
@@ -79,7 +79,7 @@ def _look_on(looks: PageLooks, clock: Clock, publisher: "PageWriter | None", *, 
 
 
 class PageWriter:
-    """The page in the bucket.   refused: its first write has failed; nothing more is tried."""
+    """Writes the page into the bucket.   refused: the first write has failed, so no other is tried."""
 
     def __init__(self, view: View, clock: Clock, out: TextIO) -> None:
         self._publisher = Publisher(view.run.store, str(view.run.record.config.get("name", "run")))

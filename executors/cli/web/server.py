@@ -2,17 +2,17 @@
 
     GET /                  the page: one file, its scripts and styles in it
     GET /data/head.json    name, sessions, events …        GET /data/{n}.json    outer steps
-        └─ of PageLooks' files: however many browsers ask, the bucket is asked by one reader
+        └─ from PageLooks' files: one reader sends requests to the bucket, for any number of browsers
 
-Only GET is answered, and only where the Host is this machine's, so that no other site's page reads along through a name
-that it points here (DNS rebinding).  The page's address has a token, on loopback as well, where every user of a shared
-machine reaches it; a browser that has shown it once has it in a cookie.  Nothing here writes to the run.
+The server answers only GET, and only if the Host header names this machine, so that the page of another site cannot
+read the run through a name that it points here (DNS rebinding).  The page's address has a token, also on loopback,
+which all users of a shared machine can reach; a cookie stores it in the browser.  The server never writes to the run.
 
-    a connection ──▶ no whole request in HEADERS_S, or no token:  closed
-                 ──▶ more than MOST of them:  the oldest that has not shown the token goes, else the oldest
+    a connection ──▶ no complete request in HEADERS_S, or no token:  closed
+                 ──▶ more than MOST connections:  close the oldest without the token, else the oldest
 
-Not promised: secrecy on a network without TLS: put a tunnel or a proxy in front of it.  A user of this machine who
-opens connections without end can make the page slow, and nothing else.
+Not promised: secrecy on a network without TLS: put a tunnel or a proxy in front of the server.  A user of this machine
+who opens many connections can only make the page slow.
 """
 
 import hmac
@@ -31,7 +31,7 @@ from executors.preflight.run_url import UsageError
 
 PORT = 8642
 MOST = 64  # connections at a time; a browser opens six
-HEADERS_S = 10.0  # for a whole request to arrive
+HEADERS_S = 10.0  # time for a complete request to arrive
 HEADERS = {
     "Content-Security-Policy": f"{content_policy()}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,7 +44,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Door:
-    """The clients that are answered.   hosts: names that a Host header may have."""
+    """The rules by which requests are accepted.   hosts: names that a Host header may have."""
 
     port: int
     token: str
@@ -52,11 +52,11 @@ class Door:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie; a browser sends the cookies of one host to all of its ports."""
+        """The cookie's name, which has the port, because a browser sends cookies to all ports of a host."""
         return f"diloco-{self.port}"
 
     def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:
-        """The status and why; None for a request that is answered."""
+        """Return HTTP status and reason for a refused request; None for an accepted one."""
         if method != "GET":
             return 405, "this page is only read: GET"
         if not self._is_here(host):
@@ -75,7 +75,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is a number: no other site can point one here, as it can a name."""
+    """Whether it is an IP address, which, unlike a name, another site cannot point here."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -96,14 +96,14 @@ def _is_loopback(bind: str) -> bool:
 
 
 def page_address(bind: str, door: Door) -> str:
-    """The whole address, for a browser."""
+    """Return the complete URL, for a browser."""
     name = socket.gethostname() if bind in ("0.0.0.0", "::") else bind
     name = f"[{name}]" if ":" in name else name
     return f"http://{name}:{door.port}/?token={door.token}"
 
 
 def bound_socket(bind: str, port: int | None) -> socket.socket:
-    """A socket that listens there.   port: None: PORT, or a free one where that is taken.   Raises UsageError."""
+    """Return a listening socket.   port: None: PORT, or a free one if PORT is in use.   Raises UsageError."""
     try:
         return _listen(bind, PORT if port is None else port)
     except OSError as error:
@@ -136,7 +136,7 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 @dataclass
 class PageApp:
-    """An ASGI application.   files: the newest ones, by name; empty until the first look is done.   stale: why."""
+    """An ASGI application.   files(): the newest files by name, {} until the first look.   stale(): error, or ""."""
 
     door: Door
     name: str
@@ -186,7 +186,7 @@ class PageApp:
 
 
 def check_web() -> None:
-    """Raise ConfigError where a package is missing."""
+    """Raise ConfigError if a package is missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -198,10 +198,10 @@ def check_web() -> None:
 
 
 def bounded_protocol() -> Any:
-    """Return uvicorn's protocol with bounds (see above).
+    """Return uvicorn's protocol with the limits on connections (see above).
 
-    `cycle` is there once a request has arrived.  A refused request ends its connection, so one with a `cycle` has
-    shown the token."""
+    `cycle` is set once a request has arrived.  A refused request ends its connection, so a connection with a `cycle`
+    has shown the token."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     held = list[Any]()  # the oldest first
@@ -231,7 +231,7 @@ def bounded_protocol() -> Any:
 
 
 class PageServer:
-    """Serves until it is told to stop."""
+    """Serves until `stop`."""
 
     def __init__(self, app: PageApp, listening: socket.socket) -> None:
         import uvicorn
@@ -244,7 +244,7 @@ class PageServer:
         self._socket = listening
 
     def start(self) -> None:
-        """Serve in a thread; signals stay the command's own."""
+        """Serve in a thread, so that the command keeps its signal handlers."""
         run = self._server.run
         self._thread = threading.Thread(target=run, kwargs={"sockets": [self._socket]}, daemon=True, name="page")
         self._thread.start()

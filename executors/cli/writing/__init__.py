@@ -1,1 +1,1 @@
-"""Verbs that write what a run has learned somewhere else: trackers."""
+"""Verbs that write a run's results elsewhere, or check them."""

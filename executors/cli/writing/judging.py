@@ -1,11 +1,11 @@
-"""`diloco bisect RUN -- COMMAND` and `diloco blame RUN`: from what is asked to an answer.
+"""`diloco bisect RUN -- COMMAND` and `diloco blame RUN`: from the request to an answer.
 
-    bisect   which θ are kept ──▶ diloco/audit/bisect.py, with the command as the judge
-    blame    the metric that is asked for ──▶ diloco/audit/blame.py
+    bisect   the θ that are kept ──▶ diloco/audit/bisect.py, with the command as the judge
+    blame    the requested metric ──▶ diloco/audit/blame.py
 
-The command stands behind `--`, which argparse would take for its own: `split_command` takes it off before.
+The command follows `--`; `split_command` removes both before argparse could parse them.
 
-Not promised: anything about the command; it is the user's, and runs with the user's rights.
+Not promised: anything about the command; it is yours, and runs with your rights.
 """
 
 import time
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """The stretch θ_first … θ_last, and the command that judges them.   merge: it gets whole models, not adapters.
+    """The range θ_first … θ_last, and the command that judges it.   merge: the command gets whole models, not adapters.
 
-    by: what is left out, "replica" or "step".   text, prompts: files to judge by, in the place of a command.
+    by: whether to leave out each "replica" or "step".   text, prompts: files to judge by instead of a command.
     """
 
     first: int | None = None
@@ -42,7 +42,7 @@ class JudgeRequest:
 
 
 def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -> Answer:
-    """Find the step at which the command's judgement changes.   Raises UsageError, ConfigError."""
+    """Find the step at which the command's result changes.   Raises UsageError, ConfigError."""
     if not asked.command:
         raise UsageError(
             "`diloco bisect RUN -- COMMAND` needs a command that says by its exit code whether a model is good (0) or "
@@ -59,7 +59,7 @@ def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -
 
 
 def blame_answer(run: "Run", asked: JudgeRequest) -> Answer:
-    """Find whose pseudogradients moved a metric most.   Raises UsageError, ConfigError."""
+    """Find the replica or step whose pseudogradients changed a metric most.   Raises UsageError, ConfigError."""
     from diloco.audit.blame import blame, blame_dict, blame_lines, refuse_unseparated
     from diloco.audit.metrics import CommandNumber, open_metric
     from diloco.model.export import model_record
@@ -96,7 +96,7 @@ def _told(judge: "Judge", say: Callable[[str], None]) -> "Callable[[int], Judgem
 
 
 def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
-    """The steps whose θ can be computed, between two that are named, or of the whole run."""
+    """Return the steps whose θ can be computed, between `first` and `last` (None: the run's ends)."""
     from diloco.model.export import refuse_gone, what_is_kept
 
     head = _head(run)

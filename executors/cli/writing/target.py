@@ -1,9 +1,9 @@
 """The folder that `diloco export` writes a model into: a new one, or one of an earlier export.
 
     DIR/config.json, model.safetensors, …      the model
-        diloco-export.json                     the run and the outer step that it is of; such a folder is written over
+        diloco-export.json                     its run and outer step; a folder with this file may be overwritten
 
-Not promised: that a folder which was exported to and changed by hand keeps the changes.
+Not promised: that manual changes in a folder of an earlier export are kept.
 """
 
 import json
@@ -17,7 +17,7 @@ MARK = "diloco-export.json"
 
 
 def refuse_export(to: Path) -> None:
-    """Raise UsageError where the export would write over files of no earlier export, or into a run."""
+    """Raise UsageError if the export would overwrite files that are not of an export, or write into a run."""
     if to.is_file():
         raise UsageError(f"{to} is a file, and a model is a folder. Name a new one")
     for above in (to, *to.resolve().parents):

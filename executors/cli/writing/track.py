@@ -1,12 +1,12 @@
-"""`diloco track`: a run's curves into wandb, trackio or TensorBoard, from any machine that can read its bucket.
+"""`diloco track`: writes a run's curves to wandb, trackio or TensorBoard, from any machine that can read its bucket.
 
     names ─▶ package and login there? ─▶ lock ─▶ open each ─▶ look, write, look …    --follow: until the run is done
-                 └─ TrackerError, nothing written                └─ SIGTERM, Ctrl-C: what is written is handed over
+                 └─ TrackerError, nothing written                └─ SIGTERM, Ctrl-C: finish the written rows
 
 A supervisor runs the same command as a child (supervision/notices/tracking.py), so a tracker that hangs or crashes
-touches nothing of the run.
+does not affect the run.
 
-Not promised: that --follow ends for a run that was stopped and never goes on; `diloco resume` may come.
+Not promised: that --follow ends for a stopped run, because `diloco resume` may continue it.
 """
 
 import os
@@ -30,15 +30,15 @@ from executors.cli.answers import Answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 
-LOOK_S = 5.0  # between two looks at a run that goes on
-FAR_LOOK_S = 20.0  # the same where every look has a price
+LOOK_S = 5.0  # between two looks at a run on this machine
+FAR_LOOK_S = 20.0  # the same for a bucket, where every look costs money
 
 
 @dataclass(frozen=True)
 class TrackRequest:
-    """to: names of trackers.   samples: completions per outer step.   folder: of TensorBoard's files.
+    """The options.   to: names of trackers.   samples: completions per outer step.   folder: of TensorBoard's files.
 
-    parent: "PID:START" of a process that we do not outlive, or "".
+    parent: "PID:START" of a process with which we end, or "".
     """
 
     to: tuple[str, ...]
@@ -50,7 +50,7 @@ class TrackRequest:
 
 
 def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None]) -> Answer:
-    """Write a run's curves to its trackers.   Raises TrackerError before anything is written."""
+    """Write a run's curves to trackers.   Raises TrackerError before anything is written."""
     names = list(dict.fromkeys(asked.to))
     for name in names:
         check_tracker(name)
@@ -84,9 +84,9 @@ def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None
 
 
 def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, look_s: float) -> Report:
-    """Look twice, or until the run is done: the second look knows which sessions were over at the first.
+    """Look twice, or until the run is done; the second look knows which sessions were over at the first.
 
-    A last look follows a request to end: a supervisor asks when all replicas have left.
+    Look once more after a request to end, because a supervisor sends it after all replicas have left.
     """
     feed.look()
     report = feed.look()
@@ -97,7 +97,7 @@ def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, loo
 
 
 def _ending_signals(parent: str) -> Callable[[float], bool]:
-    """Return a function that waits so many seconds; -> whether we must end."""
+    """Return a function that waits so many seconds, and returns whether we must end."""
     asked = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:

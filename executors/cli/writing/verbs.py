@@ -1,10 +1,10 @@
-"""The verbs that write a run elsewhere, or compute it again from its bucket.
+"""The verbs that write a run's results elsewhere, or compute them again from its bucket.
 
-    export traces track          a model, states to ask teachers about, curves: beside the run
-    verify explain blame bisect  the same numbers again, and what they say       eval: on held-out prompts
-    gc                           the only one that changes the bucket: it deletes
+    export traces track          a model, states to ask teachers about, curves: written elsewhere
+    verify explain blame bisect  compute numbers again, and explain them         eval: on held-out prompts
+    gc                           the only verb that changes the bucket: it deletes objects
 
-Not promised: that θ of every step is there; `verify` says what is kept.
+Not promised: that θ of every step is kept; `verify` says which are.
 """
 
 import sys
@@ -94,9 +94,9 @@ def _export(args: Namespace, run: "Run") -> Answer:
 
 
 def best_step(run: "Run", step: int | None) -> int:
-    """The step whose θ did best on the held-out prompts, of those that are kept.
+    """Return the kept step with the best evaluation on the held-out prompts.
 
-    Raises ConfigError where none was evaluated, or where `step` is given as well."""
+    Raise ConfigError if no kept step was evaluated, or if `step` is given as well."""
     from diloco.model.export import keep_of, what_is_kept
     from diloco.run.config import ConfigError
     from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
@@ -166,7 +166,7 @@ def _gc(args: Namespace, run: "Run") -> Answer:
 
 
 def _is_deletion_agreed(lines: list[str]) -> bool:
-    """Ask on a terminal; raise UsageError elsewhere, where a person has to say --yes."""
+    """Ask the user on a terminal; without one raise UsageError, which names --yes."""
     from executors.preflight import quote
 
     if not sys.stdin.isatty():
@@ -185,7 +185,7 @@ def _eval(args: Namespace, run: "Run") -> Answer:
 
 
 def _held_out_file(spelling: str, config: "RunConfig") -> Path:
-    """The file that is named, or one with the rows of a dataset of the Hub."""
+    """Return the named file, or a file with the rows of a dataset of the Hub."""
     from diloco.run.data_files import gather_rows
     from inner.settings.flat_names import EVAL
     from inner.settings.task import is_one_file

@@ -1,1 +1,1 @@
-"""The rented machine: its GPU, a disk or a memory that is full, the log file of a process."""
+"""The machine of a process: its GPU, a full disk, memory that ran out, the log file."""

@@ -1,11 +1,11 @@
-"""Whether the disk of a run's folder, or of the files of its processes, is full.
+"""Checks whether the disk of a run's folder, or of the files of its processes, is full.
 
-    status ──▶ full_words(run) ──▶ "the run's disk is full …"   no heartbeat can say it: there is no room for one
-    launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would only die; asked again
+    status ──▶ full_words(run) ──▶ "the run's disk is full …"   a heartbeat cannot say it: there is no room for one
+    launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would die; launch it later
            └─▶ launches_wait("…")  ──▶ the same                  for the launch's own files
-    a replica's word that its own disk is full ──▶ found_room    it is not shown any more once the replica has joined
+    a replica's event that its own disk is full ──▶ found_room   the event is hidden once the replica has joined
 
-Not promised: quotas of a user or a bucket.  The replicas that write meet and report them.
+Not promised: quotas of a user or a bucket.  Replicas report them when a write fails.
 """
 
 import os
@@ -20,12 +20,12 @@ from diloco.process.output import FULL
 from diloco.runlog.reader import Report
 from executors.platforms.base import Unavailable
 
-LEAST = 64 << 10  # bytes; fewer, and not even heartbeats and logs are written reliably
+LEAST = 64 << 10  # bytes; with fewer, not even heartbeats and logs can be written reliably
 CARD = b" " * 4096  # a process file and the first lines of its log
 
 
 def full_words(url: str) -> str:
-    """A warning about a full disk under a run that is a folder of this machine; "" if there is room."""
+    """Return a warning if the run is a folder of this machine and its disk is full; else ""."""
     scheme, colon, rest = url.partition("://")
     if colon and scheme != "file":
         return ""
@@ -41,7 +41,7 @@ def full_words(url: str) -> str:
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
-    """Whether this is the word of a replica that waited for room on its own disk, and has joined or ended since."""
+    """Whether the event says that a replica's own disk was full, and that replica has joined or ended since."""
     if event["event"] != "disk_full":
         return False
     return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.sessions)
@@ -59,7 +59,7 @@ def room_for(folder: Path) -> None:
 
 @contextmanager
 def launches_wait(what: str) -> Iterator[None]:
-    """Raise Unavailable where a launch finds no space for `what`: it is asked for again; no replica is at fault."""
+    """Raise Unavailable if a launch finds no space for `what`.  It is launched later, and no replica is blamed."""
     try:
         yield
     except OSError as error:
@@ -69,6 +69,6 @@ def launches_wait(what: str) -> Iterator[None]:
 
 
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
-    """The error that says why nothing is launched now.   folder: the full place, if the error does not name it."""
+    """Return the error that says why nothing is launched now.   folder: the full one, if `error` names no file."""
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
     return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")

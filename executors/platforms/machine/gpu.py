@@ -1,13 +1,13 @@
-"""Whether the GPU that was asked for is there, looked up before the slot is claimed, without importing torch.
+"""Checks, before the slot is claimed and without importing torch, that the GPU that was asked for is there.
 
-    asked: ("H100:2",) ──▶ torch's build      made for the CPU alone        USER_ERROR: every start would end so
+    asked: ("H100:2",) ──▶ torch's build      made for the CPU only         USER_ERROR: every start would end so
                       ──▶ libcuda, cuInit     no driver, no device           CRASHED: another machine may have it
                       ──▶ cuDriverGetVersion  older than torch's CUDA        USER_ERROR
                       ──▶ cuDeviceGetName     "NVIDIA H100 80GB HBM3"        into the journal, by DEVICE_ENV
 
-torch without a usable GPU trains on the CPU and says nothing, at the price of the GPU.
+Without this check torch would train on the CPU without a warning, at the price of the GPU.
 
-Not promised: that the GPU is of the kind that was asked for; platforms give better ones for the same price.
+Not promised: that the GPU is of the kind that was asked for; platforms may give a better one for the same price.
 """
 
 import ctypes
@@ -35,7 +35,10 @@ class Missing:
 
 @dataclass(frozen=True)
 class Driver:
-    """version: of CUDA, as 1000 · major + 10 · minor, 0 without a driver.   devices: their names.   error: in words."""
+    """NVIDIA's driver.
+
+    version: of CUDA, as 1000 · major + 10 · minor, 0 without a driver.   devices: their names.   error: in words.
+    """
 
     version: int = 0
     devices: tuple[str, ...] = ()
@@ -44,7 +47,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """cuda, hip: versions that torch was built for, "" for none.   version: "" if torch is not installed."""
+    """A build of torch.   cuda, hip: versions that it is for, "" for none.   version: "" if it is not installed."""
 
     version: str = ""
     cuda: str = ""
@@ -52,17 +55,17 @@ class TorchBuild:
 
 
 def asked_for(kinds: Sequence[str]) -> int:
-    """The least number of GPUs, for kinds in a platform's words: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
+    """Return the least number of GPUs that these kinds may mean: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
     counts = [int(k.rpartition(":")[2]) if k.rpartition(":")[2].isdecimal() and ":" in k else 1 for k in kinds]
     none = any(kind.lower().startswith(CPU) for kind in kinds)
     return 0 if none or not kinds else min(counts)
 
 
 def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Missing | None:
-    """The reason why the GPU that was asked for cannot be used; None if it can."""
+    """Return the reason why the GPU that was asked for cannot be used; None if it can."""
     count = asked_for(kinds)
     said = " or ".join(kinds)
-    if not count or not build.version or build.hip:  # without torch the import says so; ROCm is not looked at here
+    if not count or not build.version or build.hip:  # a missing torch fails at its import; ROCm is not checked here
         return None
     if not build.cuda:
         return Missing(
@@ -90,12 +93,12 @@ def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Miss
 
 
 def device_name(build: TorchBuild, driver: Driver) -> str:
-    """The name of the device on which a replica will train."""
+    """Return the name of the device on which a replica will train."""
     return driver.devices[0] if build.cuda and driver.devices else CPU
 
 
 def torch_build() -> TorchBuild:
-    """The build of torch, as torch/version.py says; the module is not imported."""
+    """Read the build of torch from the text of torch/version.py, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return TorchBuild()
@@ -109,7 +112,7 @@ def torch_build() -> TorchBuild:
 
 
 def driver_here() -> Driver:
-    """The devices that NVIDIA's driver shows to this process; no context is made, so no memory of the GPU is taken."""
+    """Return the devices that NVIDIA's driver shows to this process, without a context, which would use GPU memory."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,9 +1,9 @@
-"""A log that grows while it is read: whole lines, each once.
+"""A log file that grows while it is read: whole lines, each once.
 
-    LogFile(path).lines(tail=5)            what is there
-    LogFile(path).follow(None, ended, …)   and what comes, until `ended()` says so
+    LogFile(path).lines(tail=5)            the last five lines that are there
+    LogFile(path).follow(None, ended, …)   also new lines, until `ended()`
 
-Not promised: anything if the file is cut short while it is read.
+Not promised: correct lines if the file is truncated while it is read.
 """
 
 import errno
@@ -22,7 +22,7 @@ def keep_all(line: str) -> bool:
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log file.   keep(line): whether a line counts."""
+    """A log file.   keep(line): whether to return a line."""
 
     path: Path
     keep: Callable[[str], bool] = keep_all
@@ -32,14 +32,14 @@ class LogFile:
         return found if tail is None else found[-tail:] if tail > 0 else []
 
     def lines_from(self, at: int) -> list[str]:
-        """The lines after the first `at` bytes."""
+        """Return the lines after the first `at` bytes."""
         return [line for raw in self._read_from(at).splitlines() if self.keep(line := _decode_line(raw))]
 
     def follow(self, tail: int | None, ended: Callable[[], bool], clock: Clock, pause_s: float) -> Iterator[str]:
         at = self._start_of(tail)
         part = b""
         while True:
-            over = ended()  # before the look, so that nothing is missed
+            over = ended()  # before the file is read, so that no line is missed
             news = self._read_from(at)
             at += len(news)
             *whole, part = (part + news).split(b"\n")
@@ -49,7 +49,7 @@ class LogFile:
             clock.sleep(pause_s)
 
     def _start_of(self, tail: int | None) -> int:
-        """The offset in bytes at which the last `tail` lines begin."""
+        """Return the offset in bytes at which the last `tail` lines begin."""
         if tail is None:
             return 0
         lines = self._read_from(0).splitlines(keepends=True)
@@ -68,7 +68,7 @@ class LogFile:
         except (FileNotFoundError, NotADirectoryError):
             return b""
         except OSError as error:
-            if isinstance(error, ForeignFile) or error.errno == errno.ELOOP:  # a link, a FIFO: no log of ours
+            if isinstance(error, ForeignFile) or error.errno == errno.ELOOP:  # a link or a FIFO: not our log
                 return b""
             raise
 

@@ -1,15 +1,15 @@
-"""Out of memory, as each platform says it, so that it counts as a replica's own fault: three starts, not ten.
+"""Detects a kill for lack of memory.  It is a replica's own fault: its slot gets three starts, not ten.
 
     words    Hugging Face "OOMKilled", Slurm OUT_OF_MEMORY or "oom_kill event",
              Modal KERNEL_OOM_KILL or MEMORY_…_EVICTION, SkyPilot and Kubernetes "OOMKilled (exit code 137)",
              the kernel "Out of memory: Killed process"
     kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      it rises with each process it kills
 
-A process that ended by SIGKILL while that count rose was killed for its memory.  So was one whose end was not seen
-while it rose, because its fork server was killed as well.  Where the count stood still, the kill came from another
-process, which may be a preemption.
+If that count rose, a process that ended by SIGKILL was killed for its memory.  The same holds for a process without an
+exit code, because its fork server was killed as well.  If the count did not rise, another process sent the kill, which
+may be a preemption.
 
-Not promised: a count where the container does not show its cgroup (gVisor); there only words tell.
+Not promised: a count if the container does not show its cgroup (gVisor); then only the platform's words show it.
 """
 
 import re
@@ -21,7 +21,7 @@ WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*evict
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
 TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
 UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; ask for more, or for less a step)"
-AMOUNTS = {  # beside the count: the most that was used, and the limit
+AMOUNTS = {  # files in the count's folder: peak memory, and the limit
     "memory.events": ("memory.peak", "memory.max"),
     "memory.oom_control": ("memory.max_usage_in_bytes", "memory.limit_in_bytes"),
 }
@@ -35,12 +35,12 @@ def says_out_of_memory(*texts: str) -> bool:
 
 
 def from_outside(exit_code: int | None, *texts: str) -> bool:
-    """Whether a signal from outside ended it, and not for its memory."""
+    """Whether a signal from another process ended it, and not for its memory."""
     return exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not says_out_of_memory(*texts)
 
 
 def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
-    """Processes of our cgroup that the kernel has killed for memory; None where it does not show."""
+    """Return how many processes of our cgroup the kernel has killed for memory; None if no file shows it."""
     for path in _count_files(root, own):
         try:
             found = COUNT.search(path.read_text())
@@ -52,7 +52,7 @@ def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
 
 
 def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
-    """The numbers of our cgroup that are known: "3.9 GiB used at most, of 4.0 GiB"."""
+    """Return the known numbers of our cgroup: "3.9 GiB used at most, of 4.0 GiB"."""
     for path in _count_files(root, own):
         most, limit = (_gibibytes(path.parent / name) for name in AMOUNTS[path.name])
         if most or limit:
@@ -63,13 +63,13 @@ def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
 def _gibibytes(path: Path) -> str:
     try:
         number = int(path.read_text())
-    except (OSError, ValueError):  # "max": no limit, which v1 tells by a huge number
+    except (OSError, ValueError):  # "max": no limit; v1 gives a huge number instead
         return ""
     return f"{number / 2**30:.2g} GiB" if number < 1 << 50 else ""
 
 
 def _count_files(root: Path, own: Path) -> list[Path]:
-    """The files that may have the count: at our own place, or at the root that a container is shown."""
+    """Return the files that may have the count: in our own cgroup, or in the root that a container sees."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -82,14 +82,14 @@ def _count_files(root: Path, own: Path) -> list[Path]:
 
 
 class Kills:
-    """A count of kills since it was made; each kill explains one death."""
+    """The kernel's kills since this object was made; each of them explains the end of one process."""
 
     def __init__(self, count: Callable[[], int | None] = count_kills) -> None:
         self._count = count
         self._explained = count() or 0
 
     def explain(self, exit_code: int | None) -> str:
-        """The words for a process that was killed for its memory, else "".   exit_code: None where it is not known."""
+        """Return the reason if a process was killed for its memory, else "".   exit_code: None if unknown."""
         count = self._count() or 0
         if exit_code not in (None, -signal.SIGKILL) or count <= self._explained:
             return ""

@@ -1,13 +1,13 @@
-"""The Hugging Face Hub as its Jobs executor sees it: few calls, each with the patience that the client lacks.
+"""The calls to the Hugging Face Hub that the Jobs executor needs, with the retries that its client lacks.
 
-    request ─▶ answered            that is it
+    request ─▶ answered            return the answer
             ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
             │                                          └▶ look by label first, then again    start: it may have happened
-            ├▶ 401 403             Refused: the same until the token has other rights
-            └▶ any other refusal   ExecutorError: what the Hub says, and what to do about it
+            ├▶ 401 403             Refused: no retry, it is the same until the token has other rights
+            └▶ any other refusal   ExecutorError: what the Hub says, and what to do next
 
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
-                     until, where a launcher without a supervisor says how long its word counts (short_form.py)
+                     until: the Unix time at which the lease of a launcher without a supervisor ends (short_form.py)
 
 Not promised: that a job which was just started is listed at once; `start` and its caller allow for that.
 """
@@ -25,10 +25,10 @@ from rendezvous.clock import Clock, SystemClock
 
 T = TypeVar("T")
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # between tries
-ANSWER_S = 20.0  # for one answer of the Hub
-ENOUGH_S = 120.0  # for a request with all its tries
+ANSWER_S = 20.0  # limit for one answer of the Hub
+ENOUGH_S = 120.0  # limit for a request with all its tries
 UNTIL = "until"  # a label
-NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # a variable of a job with a lease
+NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {
     401: "the token is not valid: `hf auth login`, or set HF_TOKEN",
@@ -40,10 +40,10 @@ HINTS = {
 
 @dataclass(frozen=True)
 class HubJob:
-    """One job of a run, as the Hub tells it.
+    """One job of a run, as the Hub reports it.
 
-    limit_s: the time-out that was asked for.   given_s: the one that the Hub names, None where it names none.
-    ran_s: seconds that are billed.   finished: Unix time, 0 while it has not.
+    limit_s: the time-out that was asked for.   given_s: the Hub's time-out for the job, None if the Hub names none.
+    ran_s: seconds that are billed.   finished: Unix time, 0 until it has ended.
     run: the run's label.
     """
 
@@ -66,12 +66,12 @@ class HubJob:
 
     @property
     def age(self) -> tuple[float, str]:
-        """A key that sorts the oldest first, and the same in every process."""
+        """A key that sorts jobs from old to new, in the same order in every process."""
         return self.created, self.id
 
 
 class Hub:
-    """One namespace of the Hub.   namespace: "" is the token's own."""
+    """One namespace of the Hub.   namespace: "": the token's own namespace."""
 
     def __init__(self, namespace: str, clock: Clock) -> None:
         try:
@@ -87,7 +87,7 @@ class Hub:
         self._prices: dict[str, float | None] = {}
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------ who asks
+    # ------------------------------------------------------------------ account
 
     @property
     def token(self) -> str:
@@ -99,25 +99,25 @@ class Hub:
 
     @property
     def api(self) -> Any:
-        """The client, with this process's token as it is now."""
+        """A client with the present token of this process."""
         return self._sdk.HfApi(endpoint=self._endpoint, token=self.token)
 
     @property
     def namespace(self) -> str:
-        """The namespace, asked for once: the client would ask before every call."""
+        """The namespace, requested once; the client would request it before every call."""
         with self._lock:
             if not self._namespace:
                 self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
             return self._namespace
 
     def check_login(self) -> None:
-        """Raise Refused where the Hub does not know this token."""
+        """Raise Refused if the Hub does not know this token."""
         self.patient("whoami", lambda: self.api.whoami())
 
     # ------------------------------------------------------------------ patience
 
     def patient(self, what: str, request: Callable[[], T], pauses: Sequence[float] = PAUSES) -> T:
-        """The answer, after at most one try more than there are pauses."""
+        """Return the answer to a request, which is tried again after each of the pauses."""
         for pause in (*pauses, None):
             try:
                 return request()
@@ -130,7 +130,7 @@ class Hub:
     # ------------------------------------------------------------------ hardware
 
     def prices(self) -> dict[str, float | None]:
-        """Dollars per hour of each flavor; None where the unit is not one that we know."""
+        """Return dollars per hour of each flavor; None if the Hub's unit of time is unknown here."""
         if not self._prices:
             rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
@@ -140,7 +140,7 @@ class Hub:
     # ------------------------------------------------------------------ jobs
 
     def jobs(self, run: str, slot: str = "", attempt: int = 0) -> list[HubJob]:
-        """All jobs of a run, the oldest first; or those of one launch.  One try: the caller knows what to do next."""
+        """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error."""
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
         jobs = [self._job_from_row(row) for row in self._list_rows(labels)]
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
@@ -151,7 +151,7 @@ class Hub:
         return [job for job in found if job.run and job.slot and job.attempt]
 
     def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield rows, page by page.  `list_jobs` would hide the Hub's word on the time-out, and retry for long."""
+        """Yield rows, page by page.  The client's `list_jobs` would hide the Hub's time-out, and retry for too long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         api = self.api
@@ -166,7 +166,7 @@ class Hub:
             params = None
 
     def job(self, run: str, job_id: str) -> HubJob | None:
-        """One job of the run; None if the Hub knows no such job, or its label is another run's.  One try."""
+        """Return one job of the run; None if the Hub knows no such job, or it is another run's.  One try."""
         try:
             info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
@@ -179,7 +179,7 @@ class Hub:
     def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> HubJob:
         """Start one job, which the Hub starts at most `attempts` times.
 
-        After every doubtful answer, look whether it is there: the Hub would start a second one.
+        After an unclear answer, look for the job before the next try, which would start a second job.
         """
         labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
         name = f"{labels['run']}-{slot}-{attempt}"[:100]
@@ -218,7 +218,7 @@ class Hub:
                 raise
 
     def renew(self, handle: Handle, until: float) -> None:
-        """Say in the job's labels how long the word of its launcher counts."""
+        """Write into the job's labels the Unix time at which its launcher's lease ends."""
         job = self.job(handle.run, handle.native)
         if job is not None and not job.ended:
             labels = {"run": job.run, "slot": job.slot, "attempt": str(job.attempt), "limit": str(job.limit_s)}
@@ -227,7 +227,7 @@ class Hub:
             )
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """The output of a job.  That of a running job is followed, or read until it pauses for a few seconds."""
+        """Yield the lines of a job.   follow: until the job ends; else until the output pauses for a few seconds."""
         yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
 
     def _job_from_info(self, info: Any) -> HubJob:
@@ -238,7 +238,7 @@ class Hub:
         labels = info.labels or {}
         ran = (info.durations and info.durations.running_secs) or 0.0
         began, finished = (at.timestamp() if at else 0.0 for at in (info.started_at, info.finished_at))
-        if began and abs(finished - began - ran) < 1.0:  # the Hub tells whole seconds
+        if began and abs(finished - began - ran) < 1.0:  # the Hub's duration is in whole seconds
             ran = finished - began
         number = labels.get("attempt", "")
         limit = labels.get("limit", "")
@@ -261,7 +261,7 @@ class Hub:
     # ------------------------------------------------------------------ code
 
     def upload(self, bucket: str, shipment: Shipment) -> str:
-        """Put the files under {digest}/ of a private bucket of ours, unless they are there.  -> the bucket's id"""
+        """Put the files under {digest}/ of our private bucket unless they are there; return the bucket's id."""
         bucket_id = f"{self.namespace}/{bucket}"
         files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
         what = f"upload the code to the bucket {bucket_id}"
@@ -275,7 +275,7 @@ class Hub:
         return bucket_id
 
     def _add_files(self, bucket_id: str, files: list[tuple[bytes, str]]) -> None:
-        """Add files without the client's progress bars, which are for files that take longer."""
+        """Add files without the client's progress bars."""
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
         quiet = are_progress_bars_disabled()
@@ -288,7 +288,7 @@ class Hub:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may do better later.  (Its effect may have happened all the same.)"""
+    """Whether the same request may succeed later.  (The Hub may have executed it in spite of the error.)"""
     if (status := status_of(error)) is not None:
         return status in (408, 425, 429) or status >= 500
     client = any(c.__module__.startswith(("httpx", "httpcore")) for c in type(error).__mro__)
@@ -296,7 +296,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_access_denied(error: BaseException) -> bool:
-    """Whether the Hub does not let us in.  That says nothing about the request."""
+    """Whether the Hub denies access, which says nothing about the request itself."""
     return status_of(error) in (401, 403)
 
 
@@ -305,7 +305,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def as_executor_error(what: str, error: Exception) -> ExecutorError:
-    """The Hub's refusal as our error, with the next thing to do."""
+    """Return the Hub's error as an ExecutorError, with the next thing to do."""
     if isinstance(error, ExecutorError):
         return error
     said = getattr(error, "server_message", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -315,19 +315,19 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
 
 
 def until_here() -> float:
-    """The time that `renew` wrote last into the labels of this process's job; 0 if it never did."""
+    """Return the time that `renew` wrote last into the labels of this process's job; 0 if there is none."""
     hub = Hub(os.environ.get(NAMESPACE, ""), SystemClock())
     labels = hub.api.inspect_job(job_id=os.environ["JOB_ID"], namespace=hub.namespace).labels or {}
     return float(labels.get(UNTIL, 0.0))
 
 
 def run_label(run: str) -> str:
-    """The label of a run, the same for a URL with and without a slash at its end."""
+    """Return the label of a run, the same for a URL with and without a slash at its end."""
     return short_name(run.rstrip("/"), 16)
 
 
 def at_once(requests: Sequence[Callable[[], T]], within_s: float = ENOUGH_S) -> list[T | Exception]:
-    """Run all requests in parallel; -> the value or exception of each, a TimeoutError where no answer came."""
+    """Run all requests in parallel; return the value or exception of each, a TimeoutError for a missing answer."""
     found: list[T | Exception] = [TimeoutError(f"no answer within {within_s:.0f} s") for _ in requests]
 
     def run(i: int, request: Callable[[], T]) -> None:

@@ -1,17 +1,17 @@
-"""Replicas as Hugging Face Jobs: one job per launch, found again by its labels alone.
+"""Replicas as Hugging Face Jobs: one job per launch, which is found again by its labels.
 
     spec ──recipe──▶ run_job(uv run … python -m executors.platforms.container SPEC …)   labels run, slot, attempt, limit
                  └─ listed again, at every poll ─▶ two of one launch: the oldest stays, the others are cancelled
-                                 ─▶ a shorter time-out than asked for: cancelled, and told
+                                 ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
     ERROR ▶ FAILED with the exit code that its last log line tells; LOST if it was cut off before that line
 
-A replica's job is attempted once: the supervisor, which replaces it, must know.  The supervisor's own job is started
-again by the Hub when its host dies; it takes over by its lease, so two at once launch no replica twice.  Nothing is
-kept on this machine.
+The Hub starts a replica's job only once, because the supervisor must know about every replacement.  It starts the
+supervisor's own job again when its host dies; a new supervisor needs the lease, so two supervisors launch no replica
+twice.  This machine stores nothing.
 
-Not promised: what the platform does before it kills a job; a replica survives a SIGKILL at any moment.
+Not promised: a warning before the platform kills a job; the run survives a SIGKILL of a replica at any moment.
 """
 
 import json
@@ -41,23 +41,24 @@ from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
-WATCH_S = 12 * 3600.0
-WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
-DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # of a replica's packages; not measured on the platform
-END_LINES = 64  # of a log: enough to see how it ended
+WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
+WATCHES = 10  # times that the Hub may start one supervisor's job; it is not started again after it has ended well
+DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size of a replica's packages, and time for them; not measured on the platform
+END_LINES = 64  # last lines of a log that are read to find its end
 
 
 class HFJobsExecutor(Executor):
-    """hardware: a flavor, for replicas that ask for none (`hf jobs hardware` lists them).
+    """The executor for Hugging Face Jobs.
 
-    namespace: user or organization that pays ("": the token's own).   timeout_s: of a replica that asks for none.
-    secrets: names of environment variables of this process; their values go into the jobs' secrets and nowhere else.
-    env: plain variables of every job.   image: any with `uv`, and Python of the version that runs here.
-    packages: top-level packages or modules of yours that the entry point needs.
+    hardware: default flavor of a replica (`hf jobs hardware` lists them).
+    namespace: user or organization that pays ("": the token's own).   timeout_s: default time limit of a replica.
+    secrets: names of environment variables of this process; their values go only into the jobs' secrets.
+    env: plain variables of every job.   image: a container image with `uv` and the Python version that runs here.
+    packages: your own top-level packages or modules that the entry point needs.
     code: a requirement to run instead of the installation here, as "serverless-diloco[train,diloco]==0.1.0"; or
-    "image": `image` has it installed, with all that it needs, and a job downloads no package.
-    pip: packages that a reward of your own needs, beside those that the project needs.
-    vllm: replicas generate with it: they get the versions of vllm_pins.py.
+    "image": `image` has this project and its dependencies, and a job downloads no package.
+    pip: packages that your own reward needs, in addition to those of the project.
+    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
     """
 
     name = "hf-jobs"
@@ -119,7 +120,7 @@ class HFJobsExecutor(Executor):
         return [self._answer_from(s, outcomes[launch_of(s)]) for s in specs]
 
     def _start_missing(self, run: str, specs: Sequence[ReplicaSpec]) -> dict[Launch, HubJob | Exception | str]:
-        """Start the jobs that do not exist yet, all at once; then check what the Hub started."""
+        """Start the jobs that do not exist yet, all at once; then check which jobs the Hub started."""
         there = {(run, j.slot, j.attempt): j for j in reversed(self._jobs.list_patiently(run))}  # the oldest counts
         new = [s for s in specs if launch_of(s) not in there]
         outcomes = at_once([_start_request(self._hub, self._recipe, self._options, s) for s in new])
@@ -149,15 +150,15 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def memory_key(self, handle: Handle) -> Launch:
-        """The launch of the handle: of several live jobs of one launch the oldest counts."""
+        """Return the handle's launch: all jobs of one launch share a status, that of the job that counts."""
         return launch_of(handle)
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether to look; also at a launch that was given up: a job that comes of it is to be ended."""
+        """Whether to look; also at a launch that was given up, because a job that it starts must be ended."""
         return super().needs_look(handle) if handle.native else launch_of(handle) in self._jobs.given_up
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Ask for one list of jobs per run, and for the last lines of each job that did not end well.
+        """Return a status each, from one list of jobs per run and the last lines of each job that did not end well.
 
         Second jobs of one launch are cancelled.
         """
@@ -174,10 +175,10 @@ class HFJobsExecutor(Executor):
         return [_status_or_error(h, answers[h]) for h in handles]
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
-        """Look at one launch.   listed: its jobs."""
+        """Return the status of one launch.   listed: its jobs."""
         own = (
             [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.run, handle.native)]
-        )  # a list may lag
+        )  # the list may be out of date
         job = job_that_counts([*listed, *(j for j in own if j is not None)])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
@@ -200,7 +201,7 @@ class HFJobsExecutor(Executor):
         return self._hub.patient(what, lambda: list(self._hub.lines(handle.native, tail=tail)))
 
     def stream_log(self, handle: Handle) -> Iterator[str]:
-        """Stream the log.  The client resumes a dropped stream, but gives up at a 503."""
+        """Stream the log.  The client resumes a dropped stream, but raises at a 503."""
         try:
             for line in self._hub.lines(handle.native, follow=True):
                 yield from replica_lines([line])
@@ -212,18 +213,18 @@ class HFJobsExecutor(Executor):
 
     def read_value(self, handle: Handle) -> Any:
         lines = self._read_log(handle, END_LINES)
-        if all(line.startswith(ENDED) for line in lines):  # a long one: it may begin before these lines
+        if all(line.startswith(ENDED) for line in lines):  # a long end, which may begin before these lines
             lines = self._read_log(handle)
         return (read_end(lines) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether it has a job: its launch may have ended, and another job of it may still run."""
+        """Whether it has a job.  Also after the launch's end, because a second job of the launch may still run."""
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """End these jobs, and all others of their launches; later those whose run the Hub does not tell now."""
+        """End these jobs and all others of their launches.  If the Hub cannot say now whose a job is, end it later."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
@@ -249,7 +250,7 @@ class HFJobsExecutor(Executor):
 
 
 def _download_words(flavor: str, price: float | None) -> str:
-    """A note: a job keeps nothing for the next one, and is billed from its start.   price: USD per hour."""
+    """Return a note for the plan on the downloads of each launch, which are billed.   price: USD per hour."""
     cost = "" if price is None else f", about {dollars(price * DOWNLOAD_S / 3600)} on {flavor}"
     return (
         f"each launch downloads its packages first (torch for CUDA and the rest, some {DOWNLOAD_GB:g} GB: minutes, "
@@ -266,7 +267,7 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:
-    """The last lines, none if the Hub has none any more; raises if it may give them later."""
+    """Return the last lines; [] if the Hub has them no more; raise if it may give them later."""
     try:
         return list(hub.lines(job_id, tail=END_LINES))
     except Exception as error:
@@ -276,11 +277,11 @@ def _last_lines(hub: Hub, job_id: str) -> list[str]:
 
 
 def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
-    """The final status of a job, from its last log lines."""
+    """Return the final status of a job, from its last log lines."""
     end = read_end(lines)
     code = end["exit_code"] if end else None
     late = _timed_out(job)
-    if code == 0 or (code is None and job.stage == "COMPLETED"):  # it was done before it could be cancelled
+    if code == 0 or (code is None and job.stage == "COMPLETED"):  # also if it ended just before it was cancelled
         return Status(handle, State.SUCCEEDED, processes.describe_exit(0), 0)
     if job.stage == "CANCELED":
         return Status(handle, State.CANCELLED, "cancelled", code)
@@ -303,7 +304,7 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
 
 
 def _timed_out(job: HubJob) -> str:
-    """The words if the platform's time limit ended it, else "".  A limit that came too early is named as such."""
+    """Return the reason if the platform's time limit ended the job, else "".  It says so if that was too early."""
     if "timeout" not in job.message.lower():
         return ""
     cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
@@ -311,17 +312,17 @@ def _timed_out(job: HubJob) -> str:
 
 
 def refused(outcome: object) -> bool:
-    """Whether it is certain that no job came of it."""
+    """Whether it is certain that this outcome of a start left no job."""
     return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
 
 
 def _split_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Names as a list, or as the command line gives them: "A,B"."""
+    """Return names from a list, or from the command line's "A,B"."""
     return tuple(name for name in (names.split(",") if isinstance(names, str) else names) if name)
 
 
 def _status_or_error(handle: Handle, answer: object) -> Status | ExecutorError:
-    """The answer of a look, or of the list where that one failed."""
+    """Return a status, or the error of the request for it.   answer: one of both, or a list without the launch."""
     if isinstance(answer, Status):
         return answer
     if isinstance(answer, Exception):

@@ -1,14 +1,14 @@
-"""A spec as the arguments of a Hugging Face job.
+"""Converts a spec into the arguments of a Hugging Face job.
 
-    spec ─▶ checked  its flavor; or why not: unknown hardware (with a list), a run on this machine, no secret
+    spec ─▶ checked  its flavor; or the fault: unknown hardware (with a list), a run on this machine, no secret
          ─▶ job      image    one with uv and the Python of this machine
                      command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
-                              vLLM: the same uv run, to import it, first
-                              code = "image": python -m … alone; all that is needed is installed in the image
+                              with vLLM: before it, the same uv run, which imports vLLM as a check
+                              code = "image": only python -m …; the image has all packages
                      volumes  the bucket NAMESPACE/diloco-code, read-only at /code; uploaded before the first job
-                     secrets  values by name from this environment; they are nowhere else
+                     secrets  values by name from this environment; stored nowhere else
 
-Not promised: that the image has what a GPU needs beyond the wheels of torch.
+Not promised: that the image has the system libraries that a GPU needs in addition to the wheels of torch.
 """
 
 import json
@@ -32,16 +32,16 @@ CLIENT = "executors.platforms.on_hf_jobs.client"
 MOUNT = "/code"
 BUCKET = "diloco-code"
 IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
-INSTALLED = "image"  # for `code`
+INSTALLED = "image"  # a value of `code`
 TIMEOUT_S = 6 * 3600.0
-START_S = 900  # of the platform's limit: for the download of the replica's packages, before its own clock runs
+START_S = 900  # added to the platform's limit, for the download of packages before the replica's own clock starts
 CPU = "cpu-basic"
 HERE_ONLY = ("file", "memory")
 
 
 @dataclass
 class Recipe:
-    """The fields are the arguments of HFJobsExecutor."""
+    """Makes jobs from specs.  The fields are the arguments of HFJobsExecutor."""
 
     hub: Hub
     hardware: str
@@ -58,7 +58,7 @@ class Recipe:
     _lock: Any = field(default_factory=threading.Lock)
 
     def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
-        """Return (its flavor, why it cannot be started or "").  Raises ExecutorError for a fault of all specs."""
+        """Return (flavor of the spec, reason why it cannot start or "").  Raise ExecutorError for a fault of all."""
         self._secret_values(spec)
         scheme, colon, _ = spec.run.partition("://")
         if not colon or scheme in HERE_ONLY:
@@ -77,10 +77,10 @@ class Recipe:
         return self.checked(spec)[0]
 
     def job(self, spec: ReplicaSpec, flavor: str, module: str = CONTAINER, *more: str) -> dict[str, Any]:
-        """The arguments of run_job.   module: is called with the spec, the executor's name and `more`."""
+        """Return the arguments of run_job.   module: is run with the spec, the executor's name and `more`."""
         more = (*more, f"{CLIENT}:until_here") if spec.lease_s else more
         request = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
-        vllm = self.vllm and module == CONTAINER  # a supervisor needs the client of the Jobs, which is of the first set
+        vllm = self.vllm and module == CONTAINER  # a supervisor needs the Jobs client, not vLLM's versions
         uv, volumes = self._uv_command(vllm)
         checked = ["sh", "-c", f'{shlex.join(uv)} {check_command()} && exec "$@"', "sh"] if vllm else []
         return {
@@ -93,7 +93,7 @@ class Recipe:
         }
 
     def limit(self, spec: ReplicaSpec) -> int:
-        """The platform's time limit in seconds; the replica leaves by itself before."""
+        """Return the platform's time limit in seconds; the replica leaves by itself before it is over."""
         return int(self._lifetime_s(spec)) + START_S
 
     def _lifetime_s(self, spec: ReplicaSpec) -> float:
@@ -108,7 +108,7 @@ class Recipe:
         return f"a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
 
     def names(self, spec: ReplicaSpec) -> list[str]:
-        """Names of the spec's and the executor's secrets."""
+        """Return the names of the spec's and the executor's secrets."""
         return list(dict.fromkeys([*self.secrets, *spec.secrets]))
 
     def code_words(self) -> str:
@@ -136,11 +136,11 @@ class Recipe:
 
     @property
     def downloads(self) -> bool:
-        """Whether a job has to get its packages; not where the image has them all."""
+        """Whether a job downloads its packages; it does not if the image has them."""
         return self.code != INSTALLED
 
     def _uv_command(self, vllm: bool) -> tuple[list[str], list[Any]]:
-        """The command that gets the job its packages, and the volumes that it mounts.   vllm: with vLLM."""
+        """Return the command that downloads the job's packages, and its volumes.   vllm: with vLLM."""
         if not self.downloads:
             return [], []
         run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]

@@ -1,8 +1,8 @@
-"""The jobs of each run, as the Hub listed them last; which of one launch counts, and which are to be ended.
+"""The jobs of each run, as the Hub listed them last: which job of a launch counts, and which jobs must be ended.
 
     list_run(run) ─▶ all jobs, the oldest first          kept: `alive` and `of_launches` make no request
-    end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not listen
-    given_up      launches whose answer never came: a job that comes of one is ended
+    end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not answer
+    given_up      launches that got no answer: if such a launch has started a job, it is ended
 
 Not promised: that a job which was just started is listed.
 """
@@ -14,7 +14,7 @@ from executors.platforms.base import ExecutorError
 from executors.platforms.executor import Launch
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 
-ANSWER_S = 10.0  # a poll takes no longer; a status that is not known by then is stale
+ANSWER_S = 10.0  # limit for a poll's requests; a status without an answer by then is stale
 
 
 class JobLists:
@@ -38,13 +38,16 @@ class JobLists:
         return [job for job in self._lists.get(run, ()) if not job.ended]
 
     def of_launches(self, launches: Collection[Launch]) -> list[str]:
-        """The ids of all live jobs of these launches."""
+        """Return the ids of all live jobs of these launches."""
         return [j.id for run in self._lists for j in self.alive(run) if (run, j.slot, j.attempt) in launches]
 
     def settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
-        """End second jobs, and those with too short a time-out; -> per launch its oldest job, or why that was ended."""
+        """End duplicate jobs and jobs with too short a time-out.
+
+        Return the oldest job of each launch, or the reason if it was ended.
+        """
         (listed,) = at_once([lambda: self.list_patiently(run)]) if started else ([],)
-        if isinstance(listed, Exception):  # they have been started all the same
+        if isinstance(listed, Exception):  # the jobs run all the same; a later poll ends duplicates
             return {}
         by_launch = [((run, j.slot, j.attempt), j) for j in listed]
         first = {launch: j for launch, j in reversed(by_launch) if launch in started}
@@ -55,14 +58,14 @@ class JobLists:
         return {**first, **{(run, j.slot, j.attempt): text.format(j.given_s, j.limit_s) for j in short}}
 
     def is_of_run(self, run: str, job_id: str) -> bool:
-        """Whether the job is the run's, by the label that the Hub keeps: a log may name any job."""
+        """Whether the job is the run's, by its label at the Hub (a log could name any job)."""
         return any(job.id == job_id for job in self.alive(run)) or self._hub.job(run, job_id) is not None
 
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
 
     def end_later(self, ids: Iterable[str]) -> None:
-        """End jobs with the next poll, if it lists them under their run."""
+        """Note jobs to end at the next poll, if the Hub then lists them under a polled run."""
         self._unwanted.update(ids)
 
     def _cancel(self, job_id: str) -> None:
@@ -74,20 +77,20 @@ class JobLists:
             print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
 
     def end_unwanted(self, jobs: Iterable[tuple[str, HubJob]]) -> None:
-        """End the jobs that we wanted to end, jobs of launches that we gave up, and second jobs of one launch."""
+        """End the jobs noted by `end_later`, jobs of launches that were given up, and duplicates."""
         alive = [(run, job) for run, job in jobs if not job.ended]
         ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self.given_up]
         self.end([*ids, *(j.id for _, j in second_jobs(alive))], ANSWER_S)
 
 
 def job_that_counts(jobs: Iterable[HubJob]) -> HubJob | None:
-    """The job that runs its launch: the oldest live one, else the oldest that was not cancelled, else the oldest."""
+    """Return the job that counts for a launch: the oldest live one, else the oldest not cancelled, else the oldest."""
     rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
     return min(jobs, key=rank, default=None)
 
 
 def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]:
-    """All live jobs of each launch but the oldest."""
+    """Return all live jobs of each launch except the oldest."""
     found: list[tuple[str, HubJob]] = []
     there = set[Launch]()
     for run, job in sorted(alive, key=lambda pair: pair[1].age):
@@ -98,6 +101,6 @@ def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]
 
 
 def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
-    """The jobs, sorted: per slot the live job comes last, else the newest attempt; of two of one attempt the oldest."""
+    """Sort jobs so that the best of each slot comes last: live before ended, then newest attempt, then oldest job."""
     youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
     return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))

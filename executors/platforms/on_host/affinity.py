@@ -1,6 +1,6 @@
 """The cores and the GPU of this machine that each slot may use.
 
-    cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  and from the first again
+    cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  after the last core, from core 0 again
     gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0
 
 Not promised: that no other process uses them.
@@ -17,7 +17,7 @@ ANY = "any"  # any GPU
 
 
 class Affinity:
-    """cores: how many for each (0: all of them).   gpus: CUDA device numbers (default: all that this process sees)."""
+    """Cores and GPUs.   cores: number for each replica (0: all).   gpus: CUDA device numbers (None: all visible)."""
 
     def __init__(self, cores: int = 0, gpus: Sequence[str] | None = None) -> None:
         if cores and not hasattr(os, "sched_setaffinity"):
@@ -28,7 +28,7 @@ class Affinity:
         self._gpus = tuple(visible_gpus() if gpus is None else map(str, gpus))
 
     def cores(self, spec: ReplicaSpec) -> list[int]:
-        """The cores of a replica; []: all of them."""
+        """Return the cores of a replica; []: all of them."""
         if not self._cores:
             return []
         there = sorted(os.sched_getaffinity(0))
@@ -36,7 +36,7 @@ class Affinity:
         return sorted({there[(first + i) % len(there)] for i in range(self._cores)})
 
     def gpu(self, spec: ReplicaSpec) -> str:
-        """Its CUDA device, "" if it asks for none."""
+        """Return the replica's CUDA device; "" if its spec asks for no GPU."""
         if not spec.gpu:
             return ""
         named = [g for g in self._gpus if g in spec.gpu or ANY in spec.gpu]
@@ -52,7 +52,7 @@ class Affinity:
 
 
 def visible_gpus() -> list[str]:
-    """CUDA device numbers that this process may hand out."""
+    """Return the CUDA device numbers that this process may use."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [g.strip() for g in visible.split(",") if g.strip()]
     numbers = (p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*"))
@@ -60,7 +60,7 @@ def visible_gpus() -> list[str]:
 
 
 def _place_in_line(slot: str) -> int:
-    """The slot's index; 0 for a name that is not a replica's slot."""
+    """Return the slot's index; 0 for a name that is not a replica's slot."""
     try:
         return layout.slot_index(slot)
     except ValueError:

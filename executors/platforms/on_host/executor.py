@@ -1,19 +1,19 @@
-"""Replicas as processes of this machine: real ones, that can be killed with -9.
+"""Replicas as processes of this machine, which can be killed with kill -9.
 
     launch ──▶ fork server (heavy modules already imported) ──▶ process r00, its own session, group and log file
                     or, where forking is not safe: a fresh interpreter
 
-    where their files are: {run folder}/processes/{slot}.{attempt}.log .json .exit .result
-                           (in the user's own ~/.local/state/diloco when the run is not a folder of this machine)
+    their files: {run folder}/processes/{slot}.{attempt}.log .json .exit .result
+                 (in the user's own ~/.local/state/diloco when the run is not a folder of this machine)
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
-Any writer may have made those, or copied them with the run.  So nothing is signalled but our own children, and
-processes that say themselves that they work for this run (diloco/process/run_marks.py).
-A process writes its name card before anything else, and there is one card per (slot, attempt): whenever a launcher
-dies, and however many there are, one process runs it.
-Replicas neither die nor hang with their launcher; by `diloco.replica.replica --parent` they notice its end.
+Another user may have written these data, or copied them with the run.  So signals go only to our own children, and
+to processes that are marked as working for this run (diloco/process/run_marks.py).
+A process first writes its process file (.json), and there is one such file per (slot, attempt).  So one process runs
+the launch, even if several launchers start it or a launcher dies.
+The end of their launcher neither kills nor stops replicas; `diloco.replica.replica --parent` lets them notice it.
 
-Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
+Not promised: an exit code for a process whose launcher and fork server are both gone (then it is LOST).
 """
 
 import json
@@ -67,17 +67,17 @@ THREADS = (
 ONE_THREAD = dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
 FORK_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
-}  # else torch.cuda.is_available() in the server spoils CUDA after a fork
+}  # else torch.cuda.is_available() in the server makes CUDA unusable after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
-REAP_S = 5.0  # from a death until its exit code is written down, if a parent does so
+REAP_S = 5.0  # longest time from a process's end until its parent has written its exit code
 
 
 class LocalProcessExecutor(Executor):
-    """preload: modules that the fork server imports, once, before the first launch.
+    """The executor for this machine.   preload: modules that the fork server imports once, before the first launch.
 
-    folder: where logs go, when not below the run's own folder.   method: "fork" or "spawn" (default: what works).
-    env: for every child; on top of one BLAS thread each, so that replicas share the cores fairly.
-    cores, gpus: what each replica may use of this machine (executors/platforms/on_host/affinity.py).
+    folder: where logs go (default: below the run's folder).   method: "fork" or "spawn" (default: "fork" if it works).
+    env: for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
+    cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
     """
 
     name = "local"
@@ -104,10 +104,10 @@ class LocalProcessExecutor(Executor):
         self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
-        self._children = set[tuple[int, int]]()  # pid and start of all that we started
+        self._children = set[tuple[int, int]]()  # pid and start of all processes that we started
         self._kills = oom.Kills()
         self._starved = dict[Handle, str]()
-        self._dead: dict[Handle, float] = {}  # the time of that; its exit code is not written yet
+        self._dead: dict[Handle, float] = {}  # when it was found dead, without an exit code so far
 
     # ------------------------------------------------------------------ starting
 
@@ -125,10 +125,10 @@ class LocalProcessExecutor(Executor):
         return replace(super().new_handle(spec), host=machine_name(), files=str(self._file_stem(spec)))
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
-        """Start the processes.  A launch that has a name card does not start again, also if its launcher is gone."""
+        """Start the processes.  A launch that has a process file is not started again, even if its launcher is gone."""
         found: dict[int, Handle | OSError] = {}
         requests: dict[int, dict[str, Any]] = {}
-        for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU is told before any starts
+        for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU raises before any start
             try:
                 room_for(make_folder(Path(request["files"]).parent))
                 os.close(open_own(request["files"] + ".log", APPENDED))
@@ -148,7 +148,7 @@ class LocalProcessExecutor(Executor):
         return [x if isinstance(x, Handle) else NotStarted(str(x)) for x in answers]
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
-        """Note this process as a launcher: they leave with the last one noted, for any `until`."""
+        """Note this process as a launcher: a replica leaves when its last launcher has ended; `until` is unused."""
         for handle in handles:
             make_folder((stem := self._file_stem(handle)).parent)
             with appended(f"{stem}{child.LAUNCHERS}") as file:
@@ -170,7 +170,7 @@ class LocalProcessExecutor(Executor):
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:
             return []
-        if self._server is None or not self._server.alive:  # it is gone; its children run on
+        if self._server is None or not self._server.alive:  # if a server died, its children still run
             self._server = self._start_server()
             self._forked = set()
         found = self._server.fork(requests)
@@ -194,7 +194,7 @@ class LocalProcessExecutor(Executor):
         return born
 
     def _file_stem(self, one: ReplicaSpec | Handle) -> Path:
-        """The path of its files without their endings, never taken from a handle that was read."""
+        """Return the path of its files without their endings.  A handle's `files` is not used: it may be forged."""
         return (self._folder or process_folder(one.run)) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
@@ -203,7 +203,7 @@ class LocalProcessExecutor(Executor):
         return True
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether to look; also after its end, since its exit code may be written a little later."""
+        """Whether to look at the process; also after its end, because its exit code may be written a little later."""
         return self.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
@@ -229,17 +229,17 @@ class LocalProcessExecutor(Executor):
         return Status(handle, State.LOST if outside else State.FAILED, reason, code)
 
     def _starved_by(self, handle: Handle, code: int | None) -> str:
-        """The words if the kernel killed it for memory.  Asked again, the same answer."""
+        """Return the reason if the kernel killed the process for its memory, else "".  Repeated calls agree."""
         if handle not in self._starved:
             self._starved[handle] = self._kills.explain(code)
         return self._starved[handle]
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
-        """Return (exit code, whether it has ended)."""
+        """Return (exit code, whether the process has ended)."""
         server = self._server
         if server is not None and handle.pid in self._forked:
             code = server.exits.get(handle.pid)
-            if code is not None or server.alive:  # a living server will tell; until then it has not been reaped
+            if code is not None or server.alive:  # a live server will report the end once it has reaped the process
                 return code, code is not None
         if handle.pid in self._spawned:
             code = _reap_group(self._spawned[handle.pid])
@@ -247,7 +247,7 @@ class LocalProcessExecutor(Executor):
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
-        if code is None and handle.files:  # dead: its parent reaps it, and writes the code after that
+        if code is None and handle.files:  # dead: its parent reaps it, and then writes the code
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True
@@ -255,7 +255,7 @@ class LocalProcessExecutor(Executor):
     def log_file(self, handle: Handle) -> "LogFile | None":
         from executors.platforms.machine.logfile import LogFile
 
-        return LogFile(Path(f"{self._file_stem(handle)}.log")) if handle.files else None  # else: by its claim alone
+        return LogFile(Path(f"{self._file_stem(handle)}.log")) if handle.files else None  # only its claim was found
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
         return super().follow(handle, tail) if handle.files else iter(())
@@ -266,7 +266,7 @@ class LocalProcessExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether its process is there, as far as is known.  A process of another run is not its process."""
+        """Whether its process may still run.  A process with the mark of another run is not its process."""
         own = (handle.pid, handle.started) in self._children
         return _is_here(handle) and (own or run_marks.works_for(handle.pid, handle.run) is not False)
 
@@ -277,25 +277,25 @@ class LocalProcessExecutor(Executor):
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
-        """Find processes; per slot the running one comes last, else the one that was launched last."""
+        """Find processes; of each slot the running one comes last, else the one that was launched last."""
         named = [p.stem.rpartition(".") for p in (self._folder or process_folder(run)).glob("*.*.json")]
         launches = [Handle(run, slot, int(n), self.name) for slot, _, n in named if n.isascii() and n.isdecimal()]
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
         on_file = [c for c in cards if c is not None and c.host == machine_name()]
         claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
         alive = {h: self.may_run(h) for h in (*claimed, *on_file)}
-        return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of the same process the one with files comes last
+        return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of a process's two handles, `on_file`'s is last
 
     def close(self) -> None:
         super().close()
         if self._server is not None:
             self._server.close()
         for process in self._spawned.values():
-            process.returncode = process.poll() or 0  # it may live on: no warning about that
+            process.returncode = process.poll() or 0  # it may run on; Popen must not warn about that
 
 
 def process_folder(run: str) -> Path:
-    """The folder on this machine for the files of a run's processes."""
+    """Return the folder on this machine for the files of a run's processes."""
     scheme, colon, rest = run.partition("://")
     if not colon or scheme == "file":
         return Path(rest if colon else run).absolute() / "processes"
@@ -303,7 +303,7 @@ def process_folder(run: str) -> Path:
 
 
 def make_process_folder(run: str) -> Path:
-    """Make and check that folder; -> it.   Raises OSError if something else stands there."""
+    """Make, check and return that folder.   Raise OSError if another kind of file has its path."""
     return make_folder(process_folder(run))
 
 
@@ -315,20 +315,20 @@ def make_folder(folder: Path) -> Path:
 
 
 def newest_claims(run: str) -> list[Claim]:
-    """The present holder of each slot."""
+    """Return the newest claim of each slot that has one."""
     store = open_signed(run)
     newest = [newest_claim(store, slot) for slot in read_standing_wishes(store)[0].slot_names]
     return [taken for taken in newest if taken is not None]
 
 
 def claimed_process(run: str, claim: Claim) -> Handle | None:
-    """The running process of this machine that wrote the claim, and says itself that it works for the run."""
+    """Return the running process of this machine that wrote the claim, if it is marked as working for the run."""
     handle = _handle_of(run, claim)
     return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) else None
 
 
 def unproven_process(run: str, claim: Claim) -> Handle | None:
-    """The process of this machine that the claim names, if it names no run that it works for: never one to kill."""
+    """Return the running process that the claim names, if it has no mark of any run: it must not be killed."""
     handle = _handle_of(run, claim)
     return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) is None else None
 
@@ -343,7 +343,7 @@ def _is_here(handle: Handle) -> bool:
 
 
 def _read_card(stem: Path | str, known: Handle) -> Handle | None:
-    """The handle that a launch's process wrote down; it can be of no other launch."""
+    """Read the handle from a launch's process file; run, slot and attempt are always those of `known`."""
     try:
         card = from_json(Handle, read_json(f"{stem}.json"))
     except ValueError:
@@ -353,10 +353,10 @@ def _read_card(stem: Path | str, known: Handle) -> Handle | None:
 
 
 def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:
-    """The process that the name card names: the one just started, unless another launcher was faster."""
+    """Return the process in the process file: the one just started, unless another launcher was faster."""
     stem, mine = request["files"], Handle.from_dict(request["handle"])
     if isinstance(pid, OSError):
-        return _read_card(stem, mine) or pid  # perhaps it was started, and the answer lost
+        return _read_card(stem, mine) or pid  # it may have started although the answer was lost
     mine = replace(mine, pid=pid[0], started=pid[1])
     try:
         child.create_process_file(stem, mine.to_dict())
@@ -373,7 +373,7 @@ def _written_code(stem: Path, handle: Handle) -> int | None:
 
 
 def _reap_group(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code of a process once it has ended; the rest of its group ends too."""
+    """Return the exit code of a process if it has ended, and then kill the rest of its group; else None."""
     if process.returncode is None and hasattr(os, "waitid"):
         with suppress(ChildProcessError, ProcessLookupError):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

@@ -1,4 +1,4 @@
-"""A process that has imported the heavy modules once and forks replicas from there.
+"""A process that imports the heavy modules once, and then forks replicas.
 
     parent ══ socket ══ server ──fork──▶ r00         a replica starts in milliseconds instead of seconds
               (JSON lines)     ├─fork──▶ r01
@@ -7,14 +7,14 @@
     {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}          one answer per request, in order
                                  ◀─ {"exited": pid, "code": -9}
 
-Not multiprocessing's: that one waits for its children when the parent exits, holds the parent's stdout open, and
-imports the parent's main module again.  This one lives in a session of its own and outlives its parent until its
-last child has ended, so that every exit code is written down.
+It is not multiprocessing's fork server, which waits for its children when the parent exits, holds the parent's stdout
+open, and imports the parent's main module again.  This server has its own session and runs until its parent and its
+last child have ended, so that every exit code is written.
 
-Requests that are still unread when the parent dies are not served: the next launcher starts the missing processes.
+It does not serve requests that are unread when the parent dies: the next launcher starts the missing processes.
 
-Not promised: a fork of anything that needs threads or a device in the server.  It must never start
-a thread, and nothing it imports may open a device: both do not survive a fork.
+Not promised: a fork of a module that needs threads or a device in the server.  The server must never start
+a thread, and its imports may open no device: neither survives a fork.
 """
 
 import gc
@@ -43,12 +43,12 @@ START = "from executors.platforms.on_host.forkserver import serve; serve()"
 
 
 class ForkServer:
-    """The parent's end.  The server starts importing at once; `fork` waits until it is ready."""
+    """The parent's side.  The server starts to import at once; `fork` waits until the imports are done."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[int, int] = {}
         self._kills = oom.Kills()
-        self._death = ""  # its words, made once: a kill explains one death
+        self._death = ""  # why the server died; computed once, as each counted kill explains one process
         with launches_wait("the fork server's log"):
             self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
@@ -69,7 +69,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, requests: Sequence[Mapping[str, Any]], timeout_s: float = 300.0) -> list[tuple[int, int] | OSError]:
-        """Fork; -> pid and start of a new process for each request, in their order, or an error where there is none."""
+        """Fork; return pid and start time of a process for each request, in order, or an error if it has none."""
         found: list[tuple[int, int] | OSError] = []
         try:
             for request in requests:
@@ -84,14 +84,14 @@ class ForkServer:
         return found
 
     def listen(self) -> None:
-        """Note the exit codes that have come in; never blocks."""
+        """Read the exit codes that have arrived; never blocks."""
         with suppress(OSError):
             self._read_messages(wait_s=0.0)
 
     def close(self) -> None:
         self._socket.close()
         self._log.close()
-        self._process.returncode = self._process.poll() or 0  # it may live on with its children: no warning about that
+        self._process.returncode = self._process.poll() or 0  # it may run on; Popen must not warn about that
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
@@ -100,7 +100,7 @@ class ForkServer:
             raise self._gone_error(self._how_it_died()) from None
 
     def _read_messages(self, wait_s: float) -> list[dict[str, Any]]:
-        """Answers that are complete; exit codes among them are noted."""
+        """Return the complete answers to requests, and store the exit codes."""
         while select.select([self._socket], [], [], wait_s)[0]:
             data = self._socket.recv(1 << 16)
             if not data:
@@ -113,7 +113,7 @@ class ForkServer:
         return []
 
     def _how_it_died(self) -> str:
-        with suppress(subprocess.TimeoutExpired):  # its end of the socket closes a moment before it
+        with suppress(subprocess.TimeoutExpired):  # its socket closes a moment before it ends
             code = self._process.wait(1.0)
             self._death = self._death or f": {self._kills.explain(code) or describe_exit(code, ours=False)}"
         return f"has died{self._death}"
@@ -131,7 +131,7 @@ def _parse_answer(message: Mapping[str, Any]) -> tuple[int, int] | OSError:
 
 
 class _Server:
-    """The server's end, single-threaded: one socket, one pipe that SIGCHLD writes to."""
+    """The server's side, single-threaded: one socket, and one pipe that SIGCHLD writes to."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -145,7 +145,7 @@ class _Server:
         self._linked = True
 
     def serve(self) -> None:
-        """Serve until the parent is gone and the last child has ended."""
+        """Serve until the parent and the last child have ended."""
         while self._linked or self._children:
             sources: list[Any] = [self._wake, self._link] if self._linked else [self._wake]
             ready = select.select(sources, [], [])[0]
@@ -168,7 +168,7 @@ class _Server:
             self._handle_message(json.loads(line))
 
     def _parent_gone(self) -> bool:
-        """Whether the parent has closed its end; its last requests may still be unread."""
+        """Whether the parent has closed its side of the socket; its last requests may still be unread."""
         closed = select.poll()
         closed.register(self._link, select.POLLHUP)
         return bool(closed.poll(0))
@@ -189,7 +189,7 @@ class _Server:
         self._send_answer({"forked": pid, "started": self._children[pid][1]})
 
     def _become_replica(self, request: dict[str, Any]) -> NoReturn:
-        """Run the replica, in the child; never returns to the server's loop."""
+        """Run the replica in the child; never return to the server's loop."""
         code = 1
         try:
             os.setsid()
@@ -209,9 +209,9 @@ class _Server:
                 continue
             files, started = self._children.pop(pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # the processes that it has left behind; it had a group of its own
+                os.killpg(pid, signal.SIGKILL)  # processes that the child started: they are in the child's own group
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with suppress(OSError):  # a folder that is gone, a full disk: the parent still hears it
+            with suppress(OSError):  # the folder is gone, or the disk is full: the parent still gets the answer below
                 entrypoint.write_end(files, pid, started, code)
             self._send_answer({"exited": pid, "code": code})
 
@@ -221,13 +221,13 @@ class _Server:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import the modules that can be imported; the replica itself will report a missing one."""
+    """Import the modules that can be imported; the replica itself reports a missing one."""
     for name in names:
         try:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
-    gc.freeze()  # so that a child's garbage collection does not copy the pages it shares
+    gc.freeze()  # so that a child's garbage collection does not copy shared memory pages
     if threading.active_count() > 1:
         print(f"threads before a fork: {[t.name for t in threading.enumerate()]}", file=sys.stderr)
 

@@ -1,24 +1,24 @@
-"""The code that runs on Modal, and the parts that both sides share: names, functions, the register of launches.
+"""The code that runs on Modal, and the parts that launcher and container share: names, functions, the register.
 
     app diloco-{run}-{hash}        one per run
     ├── replica-{key}   one function per kind of container (GPUs, time limit, secrets); its body is `replica`
     └── supervise       a small one without GPU: the supervisor of a detached run
 
-    dict of the same name          launch/r00.1  the one call that may run it: put once, by its launcher or by its
-                                                 container, the first to write; every other call goes at once
-                                   twin/r00.1/… a call that was one too many, and when its container began
+    dict of the same name: the     launch/r00.1  the only call that may run it: put once, by its launcher or by its
+    register                                     container, whichever is first; every other call ends at once
+                                   twin/r00.1/… a duplicate call, and when its container began
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
-                                   asked/r00.1   an executor asked for its cancel
-                                   until         how long the word of its launcher counts (short_form.py)
+                                   asked/r00.1   an executor asked to cancel it
+                                   until         Unix time at which the launcher's lease ends (short_form.py)
                                    kinds         the functions that were deployed
                                    fingerprint   of the image and the source that they were deployed with
-                                   objects       the same: secret/NAME, volume/NAME ─▶ id
+                                   objects       ids in the deployed functions: secret/NAME, volume/NAME ─▶ id
 
-So a launch that was repeated, whose reply was lost, or whose author died at once after it, runs once.  And a container
-that dies again and again ends: a deployed app would start it for ever.
+So a launch runs once, even if it was repeated, if its reply was lost, or if its launcher died after it.  The count of
+starts ends a launch whose containers die repeatedly; Modal would restart them for ever.
 
-Not promised: that a call which lost costs nothing; its container starts, reads one key and goes.
+Not promised: that a duplicate call costs nothing; its container starts, reads one key and ends.
 """
 
 import time
@@ -39,17 +39,17 @@ NAME = "modal"
 PREFIX = "diloco-"
 SUPERVISE = "supervise"
 NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
-CRASHES = 3  # containers of one launch that may die without a word
+CRASHES = 3  # containers of one launch that may die without a report
 
 
 def app_name(run: str) -> str:
-    """The name of the app and of the dict: at most 64 letters, digits, dots and dashes."""
+    """Return the name of the app and of the dict: at most 64 letters, digits, dots and dashes."""
     return f"{PREFIX}{short_name(run)}"
 
 
 @dataclass(frozen=True)
 class Note(Plain):
-    """The data that a call carries beside its spec, so that its container can register it."""
+    """The argument of a call besides its spec: data with which its container registers the call."""
 
     register: str
     launched_at: float
@@ -68,7 +68,7 @@ class Register:
         return cls(sdk().Dict.from_name(name, create_if_missing=create))
 
     def claim(self, spec: ReplicaSpec, call: str, note: Note) -> dict[str, Any]:
-        """Claim this launch; -> the entry of the call that runs it: ours, unless another one was before us."""
+        """Claim this launch; return the entry of the call that runs it: ours, unless another call was first."""
         entry = {"call": call, "launched_at": note.launched_at, "usd_per_hour": note.usd_per_hour}
         if self._entries.put(f"launch/{spec.slot}.{spec.attempt}", entry, skip_if_exists=True):
             return entry
@@ -88,24 +88,24 @@ class Register:
         return launched, newest
 
     def note_twin(self, spec: ReplicaSpec, call: str, note: Note) -> None:
-        """Note that a container of a call that is one too many was started, and is billed."""
+        """Note that a container of a duplicate call was started, and is billed."""
         entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
         self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
 
     def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """Return (slot, attempt, entry) of every such call."""
+        """Return (slot, attempt, entry) of every duplicate call."""
         found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
         launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
         return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
 
     def names(self, handle: Handle) -> bool:
-        """Whether this run launched that call.  A writer of the run's store cannot write here."""
+        """Whether this run launched that call.  Writers of the run's bucket cannot write into this register."""
         launch = f"{handle.slot}.{handle.attempt}"
         entry = self._entries.get(f"launch/{launch}") or {}
         return entry.get("call") == handle.native or self._entries.contains(f"twin/{launch}/{handle.native}")
 
     def announce(self, attempts: Mapping[str, int]) -> None:
-        """Announce attempts before their launch: an older attempt that only starts now is not wanted any more."""
+        """Announce attempts before their launch, so that an older attempt that starts later ends at once."""
         self._entries.update({f"newest/{slot}": attempt for slot, attempt in attempts.items()})
 
     def newest(self, slot: str) -> int:
@@ -115,9 +115,9 @@ class Register:
         return self._entries.contains(f"start/{slot}.{attempt}/1")
 
     def begin(self, spec: ReplicaSpec, mark: str) -> int:
-        """Note that a container of this launch begins; -> which one.
+        """Note that a container of this launch begins; return its number, from 1.
 
-        mark: this container's own, by which it knows a note whose answer was lost.
+        mark: unique to this container, so that it recognises its own note if the answer was lost.
         """
         entry = f"{time.time():.3f} {mark}"
         n = 1
@@ -131,7 +131,7 @@ class Register:
         self._entries[f"left/{spec.slot}.{spec.attempt}/{n}"] = time.time()
 
     def crashes(self, spec: ReplicaSpec, n: int) -> int:
-        """The number of containers before the n-th that ended without a word."""
+        """Return the number of containers before the n-th that ended without a report."""
         return sum(not self._entries.contains(f"left/{spec.slot}.{spec.attempt}/{i}") for i in range(1, n))
 
     def ask(self, slot: str, attempt: int) -> None:
@@ -144,18 +144,18 @@ class Register:
         self._entries["until"] = until
 
     def until(self) -> float:
-        """The Unix time until which the word of a launcher without a supervisor counts; 0 without one."""
+        """Return the Unix time at which the lease of a launcher without a supervisor ends; 0 without a lease."""
         return self._entries.get("until", 0.0)
 
     def kinds(self) -> list[Kind]:
         return [Kind.from_dict(raw) for raw in self._entries.get("kinds", [])]
 
     def fingerprint(self) -> str:
-        """The fingerprint of the image and the source that were deployed last."""
+        """Return the fingerprint of the image and the source that were deployed last."""
         return self._entries.get("fingerprint", "")
 
     def objects(self) -> dict[str, str]:
-        """name -> id, as deployed functions have them: one that was made anew since then has another id."""
+        """Return name -> id of objects in the deployed functions; an object made again since has another id."""
         return self._entries.get("objects", {})
 
     def deployed(self, kinds: list[Kind], fingerprint: str, objects: Mapping[str, str]) -> None:
@@ -167,7 +167,7 @@ class Register:
 
 
 def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of every function: one replica to its end, which is data.
+    """Run one replica and return its end as data; the body of every function.
 
     Only interruptions are raised: Modal starts a preempted input again, and ends a cancelled one.
     """
@@ -182,10 +182,10 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
         mark = uuid.uuid4().hex
         n = ask_patiently(lambda: register.begin(spec, mark), clock)
         if ask_patiently(lambda: register.crashes(spec, n), clock) >= note.crashes:
-            return ended(None, f"its container died {note.crashes} times without a word: out of memory, or killed")
+            return ended(None, f"its container died {note.crashes} times without a report: out of memory, or killed")
         try:
             end = run_replica(raw, NAME, until=register.until)
-            return end if n == 1 else {**end, "began": 0.0}  # its earlier containers have left no times
+            return end if n == 1 else {**end, "began": 0.0}  # earlier containers have reported no times
         except BaseException:
             with suppress(Exception):
                 register.leave(spec, n)
@@ -194,12 +194,12 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
         return ended(
             exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, and this call with it"
         )
-    except Exception as error:  # trouble between Modal and itself is a loss, and not the replica's fault
+    except Exception as error:  # an error between Modal's own services counts as LOST, not as the replica's fault
         return ended(None if no_answer(error) else 1, f"{type(error).__name__}: {error}")
 
 
 def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a run's supervisor; at its time limit it starts the next one."""
+    """Run a run's supervisor like a replica; at its time limit, start the next one."""
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:
         load_name(NEXT_SUPERVISOR)(NAME, {}, raw)  # there are about three minutes left for that

@@ -1,14 +1,14 @@
 """The status and the log of one call on Modal.
 
-    get(timeout=0) ─┬─ a value: how the replica ended    ─▶ SUCCEEDED, FAILED, LOST (a signal)
+    get(timeout=0) ─┬─ a value: the replica's end        ─▶ SUCCEEDED, FAILED, LOST (a signal)
                     ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
                     ├─ FunctionTimeoutError               ─▶ FAILED          NotFound, OutputExpired ─▶ LOST
                     ├─ InternalFailure                    ─▶ LOST
                     └─ RemoteError                        ─▶ CANCELLED if an executor asked, else LOST
-                       (where it says that memory ran out: FAILED, its own fault)
+                       (if the error says that memory ran out: FAILED, the replica's fault)
     logs.fetch(since) ─▶ lines, each once
 
-Not promised: a log line that Modal takes more than half a minute to show.
+Not promised: a log line that Modal shows more than half a minute late.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from executors.platforms.on_modal.app import Register
 from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock
 
-OVERLAP = timedelta(seconds=30)  # a line may appear later than a younger one
+OVERLAP = timedelta(seconds=30)  # fetched again each time: a line may appear after a line with a later time
 FOLLOW_S = 1.0
 MOST_S = 15.0
 TRIES = 3
@@ -31,7 +31,7 @@ MOST_ENTRIES = 20_000
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
-    """The status of a call, and its end if it has one.  Raises if Modal does not answer.
+    """Return the status of a call, and its end if it has one.  Raise Modal's error if there is no answer.
 
     began: whether its container is known to have begun.
     """
@@ -40,7 +40,7 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
     try:
         end = modal.FunctionCall.from_id(handle.native).get(timeout=0)
         return _status_of_end(handle, end), end
-    except TimeoutError:  # the builtin one: nothing yet
+    except TimeoutError:  # the builtin one: the call has not ended
         running = began or register.began(handle.slot, handle.attempt)
         return Status(handle, State.RUNNING if running else State.PENDING), {}
     except e.FunctionTimeoutError as error:
@@ -57,11 +57,11 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
     except Exception as error:
         if no_answer(error):
             raise
-        return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # before our function: an import
+        return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # e.g. an import of our function
 
 
 def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
-    """The status of an end that container.py returned.  A signal from outside is a loss, as on any machine."""
+    """Return the status for an end from container.py.  After a signal from another process it is LOST."""
     code = end["exit_code"]
     lost = code is None or oom.from_outside(code, end["reason"])
     state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
@@ -74,7 +74,7 @@ def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
 def log_entries(
     handle: Handle, clock: Clock, since: datetime | None = None, tail: int | None = None, tries: int = TRIES
 ) -> list[Any]:
-    """Modal's log entries: from `since` on, or enough for the last lines.  Raises Unavailable if no answer comes."""
+    """Return Modal's log entries from `since` on, or enough for the last lines.  Raise Unavailable at no answer."""
     for attempt in range(1, tries + 1):
         try:
             logs = sdk().FunctionCall.from_id(handle.native).logs
@@ -91,7 +91,7 @@ def lines_of(found: list[Any]) -> list[str]:
 
 
 class Follower:
-    """New lines, each once, also over broken connections."""
+    """Reads new log lines, each once, also after a broken connection."""
 
     def __init__(self, handle: Handle, clock: Clock) -> None:
         self._handle = handle
@@ -101,11 +101,11 @@ class Follower:
         self._part = ""
 
     def follow(self, over: Callable[[], bool], tail: int | None = None) -> Iterator[str]:
-        """Yield lines until `over()`.   tail: this many, at most, of the lines that are there already."""
+        """Yield lines until `over()`.   tail: the largest number of lines that are there already."""
         pause = FOLLOW_S
         first = True
         while True:
-            last = over()  # before the look, so that nothing is missed
+            last = over()  # before the log is read, so that no line is missed
             try:
                 lines = self.new(tail if first else None)
             except Unavailable:
@@ -121,7 +121,7 @@ class Follower:
             yield self._part
 
     def new(self, tail: int | None = None) -> list[str]:
-        """The new whole lines.   Raises Unavailable."""
+        """Return the new whole lines.   Raises Unavailable."""
         found = log_entries(self._handle, self._clock, self._since, tail, tries=1)
         seen = Counter[tuple[datetime, str]]()
         text = self._part
@@ -132,7 +132,7 @@ class Follower:
                 self._shown[key] += 1
                 text += entry.message
         if found:
-            before = found[0].timestamp if tail is not None else self._since  # nothing older was asked for
+            before = found[0].timestamp if tail is not None else self._since  # older lines were not requested
             since = found[-1].timestamp - OVERLAP
             self._since = since = since if before is None else max(before, since)
             self._shown = Counter({k: n for k, n in self._shown.items() if k[0] >= since})

@@ -1,13 +1,13 @@
-"""Modal's client, and its errors in our words.
+"""Modal's client, and a translation of its errors into ours.
 
     AuthError, PermissionDenied ─▶ Refused: `modal token new`
     NotFoundError of a secret   ─▶ `modal secret create NAME …`
     ImageBuildError             ─▶ the build's last lines
-    no answer                   ─▶ asked again for 10 s, then Unavailable: the same may work later
+    no answer                   ─▶ repeated for 10 s, then Unavailable: the request may work later
 
-The client is imported here and nowhere else, and only when it is needed.
+Only this module imports the client, and only when it is needed.
 
-Not promised: Modal's own words; they change without notice, so nothing is decided by them.
+Not promised: the texts of Modal's errors.  They change without notice, so no decision depends on them.
 """
 
 import json
@@ -23,7 +23,7 @@ from rendezvous.clock import Clock
 
 TAIL = 12
 LIST_S = 60.0
-PATIENCE_S = 10.0  # with a service that does not answer; its client itself tries for about a second
+PATIENCE_S = 10.0  # time of retries for a service that does not answer; its own client tries for about a second
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 4.0
 T = TypeVar("T")
@@ -36,7 +36,7 @@ SECRET_KEYS = {
 
 
 def sdk() -> Any:
-    """The modal module."""
+    """Import and return the modal module."""
     try:
         import modal
         import modal.config
@@ -49,13 +49,13 @@ def sdk() -> Any:
 
 
 def inside_container() -> bool:
-    """Whether this is one of Modal's containers, or a child of its process, where `modal.is_local()` is True."""
+    """Whether this process runs in a Modal container (in a child process there, `modal.is_local()` is wrongly True)."""
     return os.environ.get("MODAL_IS_REMOTE") == "1"
 
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Raise Modal's errors as ours: what happened, and what to do."""
+    """Raise Modal's errors as ours, which say what happened and what to do."""
     e = sdk().exception
     try:
         yield
@@ -72,9 +72,9 @@ def translated_errors() -> Iterator[None]:
 
 
 def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None = None) -> T:
-    """The value of `act`, which is repeated for `patience_s` (default: PATIENCE_S) while Modal gives no answer.
+    """Return the value of `act`, which is repeated for `patience_s` (default: PATIENCE_S) while Modal does not answer.
 
-    act: may be done twice, since an answer may be lost after the deed.
+    act: must tolerate repetition, because the answer of a completed request may be lost.
     """
     until = clock.now() + (PATIENCE_S if patience_s is None else patience_s)
     pause = FIRST_PAUSE_S
@@ -89,7 +89,7 @@ def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None =
 
 
 def is_access_denied(error: BaseException) -> bool:
-    """Whether Modal does not let us in."""
+    """Whether Modal denies access."""
     return isinstance(error, (sdk().exception.AuthError, sdk().exception.PermissionDeniedError))
 
 
@@ -102,18 +102,18 @@ def access_denied_error(error: BaseException) -> Refused:
 
 
 def no_answer(error: BaseException) -> bool:
-    """Whether it says nothing about the request: Modal or the way there has trouble, or does not let us in."""
+    """Whether an error says nothing about the request: Modal or the network failed, or Modal denies access."""
     e = sdk().exception
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
-        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # of the call, or of our files
+        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # these: the call or our files
     return isinstance(error, (*service, e.ClientClosed, e.PermissionDeniedError)) or type(error).__module__.startswith(
         "grpclib"
     )
 
 
 def check_account(secrets: Iterable[str], run: str) -> None:
-    """Check the token, the environment that is set here, and each secret in it.  Raises ExecutorError."""
+    """Check the token, the configured Modal environment, and each secret in it.  Raises ExecutorError."""
     with translated_errors():
         environment = sdk().config.config["environment"] or ""
         try:
@@ -131,7 +131,7 @@ def check_account(secrets: Iterable[str], run: str) -> None:
 
 
 def check_secret(name: str, run: str) -> str:
-    """Return the secret's id.  Raises ExecutorError if the workspace has none of that name."""
+    """Return the secret's id.  Raise ExecutorError if the workspace has no secret of that name."""
     try:
         return sdk().Secret.from_name(name).hydrate().object_id
     except sdk().exception.NotFoundError:
@@ -139,7 +139,7 @@ def check_secret(name: str, run: str) -> str:
 
 
 def live_apps() -> list[str]:
-    """Names of the deployed apps, as `modal app list` tells them: the client has no list of its own."""
+    """Return the names of the deployed apps from `modal app list`, because the client has no list of apps."""
     command = [sys.executable, "-m", "modal", "app", "list", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
     if done.returncode:
@@ -148,7 +148,7 @@ def live_apps() -> list[str]:
 
 
 def volume_id(name: str) -> str:
-    """Return the volume's id; it is made if there is none."""
+    """Return the id of a volume, which is made if there is none of that name."""
     return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
 
 
@@ -158,7 +158,7 @@ def how_to_create(secret: str, run: str) -> str:
 
 def _why_build_failed(error: Any) -> list[str]:
     lines = list[str]()
-    with suppress(Exception):  # the logs are a help, not the point
+    with suppress(Exception):  # the error is raised also without the logs
         entries = sdk().Image.from_id(error.image_id).logs.tail(TAIL)
         lines += "".join([str(entry.message) for entry in entries]).splitlines()
     last = [f"    {line}" for line in lines[-TAIL:]] or [f"    {error}"]

@@ -1,11 +1,11 @@
-"""The apps of runs on Modal: one per run, deployed when something is missing in it, and not while it has all of it.
+"""The apps of runs on Modal: one per run, deployed only if it lacks something that a launch needs.
 
-    specs ──▶ kinds of containers ─┬─ the register says that they were deployed from this very code ─▶ functions
+    specs ──▶ kinds of containers ─┬─ the register says that they were deployed from the same code ─▶ functions
                                    └─ else ─▶ image, secrets, volumes ─▶ deploy, with the kinds that were there before
 
-A deploy under calls that run is a risk, so none is made without need.  Inside a container nothing is deployed.
+A deploy while calls run is a risk, so there is no unnecessary deploy.  Code inside a container deploys nothing.
 
-Not promised: that a secret which is changed after a deploy is seen by containers that run.
+Not promised: that running containers see a secret that is changed after a deploy.
 """
 
 import sys
@@ -31,9 +31,9 @@ from rendezvous.clock import Clock
 
 
 class Deployments:
-    """default: the kind of container for specs that do not say.   image, pip: of all of them (image.py).
+    """The apps of one executor.   default: values for specs that leave them open.   image, pip: see image.py.
 
-    vllm: replicas generate with it, so that their image has other versions than the supervisor's."""
+    vllm: replicas generate with vLLM, so their image has other versions than the supervisor's."""
 
     def __init__(self, image: Any, pip: Sequence[str], default: Kind, clock: Clock, *, vllm: bool = False) -> None:
         self.pip = tuple(pip)
@@ -56,16 +56,16 @@ class Deployments:
         )
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Note launches that follow: one deploy has their kinds, too."""
+        """Note later launches, so that the next deploy also has their kinds."""
         for spec in specs:
             self._expected.setdefault(spec.run, set()).add(self.kind_of(spec))
 
     def prepare(
         self, run: str, specs: Sequence[ReplicaSpec], like: Sequence[ReplicaSpec] = (), function: str = ""
     ) -> dict[tuple[str, int], dict[str, Any]]:
-        """Deploy the missing functions for these specs; -> the launches so far.
+        """Deploy the missing functions for these specs; return the launches so far.
 
-        function: the one that runs these, and will launch specs `like` those.  Inside a container nothing is deployed.
+        function: the function that runs `specs`, if it is a supervisor's.   like: specs that it will launch.
         """
         with translated_errors():
             return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
@@ -82,7 +82,7 @@ class Deployments:
         return launched
 
     def _ensure_functions(self, run: str, specs: Sequence[ReplicaSpec], function: str) -> None:
-        """Have the functions of these specs in the app, and look them up."""
+        """Deploy the functions of these specs unless the app has them, and look them up."""
         functions = {self.kind_of(s).function for s in specs} | ({function} if function else set())
         needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
         if needed <= self._deployed.get(run, set()):
@@ -94,8 +94,7 @@ class Deployments:
         self._deployed.setdefault(run, set()).update(needed)
 
     def _is_deployed(self, run: str, specs: Sequence[ReplicaSpec], functions: set[str]) -> bool:
-        """Whether all of it is there, from this very code.  A deploy under calls that run is a risk, so none is made
-        then."""
+        """Whether the app has all functions and objects for these specs, deployed from the present code."""
         register = self.register_of(run)
         mine = self._fingerprint_of(specs)
         kinds = self._expected_kinds(run, specs)
@@ -110,7 +109,7 @@ class Deployments:
         return False
 
     def _expected_kinds(self, run: str, specs: Sequence[ReplicaSpec]) -> set[Kind]:
-        """The kinds of these launches, and of the expected ones."""
+        """Return the kinds of these launches, and of the expected ones."""
         return {self.kind_of(s) for s in specs} | self._expected.get(run, set())
 
     def _fingerprint_of(self, specs: Sequence[ReplicaSpec]) -> str:
@@ -120,7 +119,7 @@ class Deployments:
         modal = sdk()
         name = app_name(run)
         wanted = self._expected_kinds(run, specs)
-        self._object_ids(run, wanted)  # a missing secret is said before anything is made
+        self._object_ids(run, wanted)  # raises for a missing secret before the deploy
         kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
         secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
         entrypoints = [s.entrypoint for s in specs]
@@ -131,14 +130,14 @@ class Deployments:
             app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
         small = replace(self._default, secrets=secrets).small
         app.function(name=SUPERVISE, image=plain, **small.options())(modal_app.supervise)
-        with redirect_stdout(sys.stderr), modal.enable_output():  # a build takes minutes: it is shown
+        with redirect_stdout(sys.stderr), modal.enable_output():  # show the build, which takes minutes
             app.deploy()
         self.register_of(run).deployed(kinds, self._fingerprint_of(specs), self._object_ids(run, kinds))
 
     def _object_ids(self, run: str, kinds: Iterable[Kind]) -> dict[str, str]:
-        """ "secret/NAME", "volume/NAME" -> id, of all that these and the supervisor need; volumes are made.
+        """Return "secret/NAME", "volume/NAME" -> id, for these kinds and the supervisor; make missing volumes.
 
-        Raises ExecutorError if a secret is not there.
+        Raise ExecutorError if a secret does not exist.
         """
         kinds = (*kinds, self._default)
         secrets = {name for kind in kinds for name in kind.secrets}
@@ -146,17 +145,17 @@ class Deployments:
         return found | {f"volume/{name}": volume_id(name) for kind in kinds if (name := kind.hub_cache)}
 
     def _still_there(self, run: str) -> set[Kind]:
-        """Kinds that were deployed before: their calls may still run, so they stay in the app."""
+        """Return the kinds that were deployed before; they stay in the app because their calls may still run."""
         return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:
-        """The register of a run.   create: make it if there is none; only a launch does."""
+        """Return the register of a run.   create: make it if there is none; only launches do so."""
         return self._registers.setdefault((run, create), Register.open(app_name(run), create))
 
     def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
-        """Spawn a call; -> the launch's entry in the register.
+        """Spawn a call; return the launch's entry in the register.
 
-        If another call was faster, ours would go by itself; ending it saves its start.
+        If another call was faster, cancel ours.  It would also end by itself, but only after its container's start.
         """
         run = self._functions[spec.run, function]
         call = ask_patiently(lambda: run.spawn(spec.to_dict(), note.to_dict()), self._clock)
@@ -166,11 +165,11 @@ class Deployments:
         return entry
 
     def doubt(self, run: str) -> None:
-        """Look again before the next launch whether the app is there."""
+        """Make the next launch check again whether the app exists."""
         self._deployed.pop(run, None)
 
     def forget(self, run: str) -> None:
-        """Forget a run whose app and register are gone."""
+        """Forget a run whose app and register were removed."""
         self.doubt(run)
         self._registers = {key: register for key, register in self._registers.items() if key[0] != run}
 

@@ -2,13 +2,13 @@
 
     specs ──▶ checked ──▶ app deployed, once ──▶ spawn per replica, all at once ──▶ handles, native = FunctionCall id
                                                     └─ dict: which call runs which launch (app.py)
-    poll     all at once, what becomes of a call (calls.py)
+    poll     the status of each call, all at once (calls.py)
     cancel   interrupts the input; after `grace_s` a later poll ends the container
 
-Nothing hangs on this process: calls of a deployed app live on without it, and the dict finds them again.  Modal starts
-a preempted or crashed input again by itself, behind the same handle; crashes are counted and bounded.
+Calls of a deployed app continue if this process ends, and the dict lets another process find them.  Modal itself
+starts a preempted or crashed input again, under the same handle; the number of crashes is limited.
 
-Not promised: that RUNNING means a container right now; between a preemption and the next start there is none.
+Not promised: that a RUNNING call has a container; between a preemption and the next start it has none.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,21 +44,22 @@ from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
 AT_ONCE = 32
-ANSWER_S = 20.0  # a poll takes no longer; a status that is not known by then is stale
+ANSWER_S = 20.0  # limit for a poll's requests; a status without an answer by then is stale
 SUPERVISOR_CRASHES = 10
-MEMORY_MIB = 16 * 1024  # a container's limit where the model's size is not known
+MEMORY_MIB = 16 * 1024  # a container's default limit, for a model of unknown size
 T = TypeVar("T")
 
 
 class ModalExecutor(Executor):
-    """image: a modal.Image or the name of one in a registry (default: Debian with the versions installed here).
+    """The executor for Modal.
 
-    gpu, secrets, timeout_s: for specs that do not say.  gpu: kinds in order of preference; Modal takes a free one.
+    image: a modal.Image, or an image's name in a registry (default: Debian with the versions installed here).
+    gpu, secrets, timeout_s: defaults for specs.  gpu: kinds in order of preference; Modal takes a free one.
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
-    max_cores, max_memory_mib: what it may use at most, and is billed for (default: twice the cores; 16 GiB).
-    pip: packages that a reward of your own needs, beside those that the project needs.
-    vllm: replicas generate with it: their image has the versions of vllm_pins.py.
-    hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if there is none ("": no such).
+    max_cores, max_memory_mib: limits of a container's use, which is billed (default: twice the cores; 16 GiB).
+    pip: packages that your own reward needs, in addition to those of the project.
+    vllm: replicas generate with vLLM; their image has the versions of vllm_pins.py.
+    hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if missing ("": no Volume).
     """
 
     name = modal_app.NAME
@@ -148,7 +149,7 @@ class ModalExecutor(Executor):
         self._apps.expect(specs)
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """Start a small function; inside a container the functions for its launches are deployed already."""
+        """Start a small function.  Outside a container, first deploy the functions for the supervisor's launches."""
         spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
@@ -162,7 +163,7 @@ class ModalExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
-        """Start one process; a launch that is known already is not repeated."""
+        """Start one process; a known launch is not repeated."""
         kind = self._apps.kind_of(spec)
         watches = spec.slot == SUPERVISOR
         crashes = SUPERVISOR_CRASHES if watches else modal_app.CRASHES
@@ -170,9 +171,9 @@ class ModalExecutor(Executor):
         timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
         try:
             known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
-        except Exception as error:  # the connection, the service, a function that is not there
+        except Exception as error:  # of the connection or the service, or a missing function
             self._apps.doubt(spec.run)
-            if no_answer(error):  # no fault of the replica, and perhaps it was started: its container would tell
+            if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
             return NotStarted(f"Modal did not start it: {error}")
         return _handle_from_entry(spec.run, spec.slot, spec.attempt, known)
@@ -188,7 +189,7 @@ class ModalExecutor(Executor):
         try:
             register = self._apps.register_of(handle.run)
             status, end = modal_calls.look_up_call(handle, register, last.state is State.RUNNING)
-        except Exception as error:  # what became of the call is data; this is about the way there
+        except Exception as error:  # Modal could not be asked; the end of a call is returned, never raised
             return _stale_status(last, error)
         self._ends[handle.native] = end
         return status
@@ -203,7 +204,7 @@ class ModalExecutor(Executor):
         return modal_calls.Follower(handle, self._clock).follow(ended, tail)
 
     def make_result(self, status: Status) -> Result:
-        """The result; its last lines came with its end, if the container reported one."""
+        """Return the result; the last lines are those in the container's end, if it reported one."""
         tail = tuple(self._ends.get(status.handle.native, {}).get("tail", ()))
         if tail:
             return Result(status.handle, status.state, status.reason, status.exit_code, tail=tail)
@@ -225,19 +226,19 @@ class ModalExecutor(Executor):
         return sorted(handles, key=lambda handle: handle.attempt)
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        """Find second calls of one launch whose containers were started."""
+        """Find duplicate calls of a launch whose containers were started."""
         try:
             new = self._twins.new(run, self._apps.register_of(run))
-        except sdk().exception.NotFoundError:  # nothing was ever launched, or it was purged
+        except sdk().exception.NotFoundError:  # nothing was launched, or the run was purged
             return []
-        except Exception as error:  # as a poll that got no answer
+        except Exception as error:  # without an answer there is no news, as in a poll
             if no_answer(error):
                 return []
             raise
         return [h for h in new if h.native not in {k.native for k in known}]
 
     def sweep(self, run: str) -> list[str]:
-        """Cancel noted calls; if there are calls without a note, stop the app, and they end with it."""
+        """Cancel the registered calls; if there are other calls, stop the app, which ends them."""
         with translated_errors():
             try:
                 register = Register.open(app_name(run), create=False)
@@ -254,7 +255,7 @@ class ModalExecutor(Executor):
         return [*found, *([f"{nameless} calls of {app_name(run)} that no launch names"] if nameless > 0 else [])]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """End all apps of ours in this environment."""
+        """End all apps of this project in this Modal environment."""
         names = [name for name in live_apps() if name.startswith(PREFIX)]
         with translated_errors():
             for name in () if dry_run else names:
@@ -263,14 +264,14 @@ class ModalExecutor(Executor):
         return [f"the app {name} on {self.name}, with all that runs in it" for name in names]
 
     def shutdown(self, run: str) -> None:
-        """End everything of a run, also calls without a note: its app is stopped."""
+        """End all calls of a run, also unregistered ones, by stopping its app."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
         with translated_errors(), suppress(sdk().exception.NotFoundError):
             ask_patiently(lambda: sdk().App.lookup(app_name(run)).stop(), self._clock)
         self._apps.doubt(run)
 
     def purge(self, run: str) -> list[str]:
-        """Remove the app, with everything that may still run in it, and then its register."""
+        """Remove the app, with all calls that may still run in it, and then its register."""
         name = app_name(run)
         e = sdk().exception
         removed = list[str]()
@@ -293,7 +294,7 @@ class ModalExecutor(Executor):
 def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
     with suppress(Exception):  # a call that cannot be reached ends at a later poll, or by its lease
         register = apps.register_of(handle.run)
-        if not register.names(handle):  # a log named it: it is another's
+        if not register.names(handle):  # only a log named this call: it is another run's
             return True
         register.ask(handle.slot, handle.attempt)
         sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)
@@ -302,7 +303,7 @@ def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
 
 
 def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: Iterable[Handle]) -> list[T | None]:
-    """The answer for each handle; None where there was none in time."""
+    """Return the answer for each handle; None if it did not come in time."""
     futures: list[Future[T]] = [threads.submit(act, h) for h in handles]
     wait(futures, timeout=ANSWER_S)
     return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]

@@ -1,10 +1,10 @@
-"""The image that Modal's containers start from: Debian, this Python, and the packages that run here, at their versions.
+"""The image of Modal's containers: Debian, this Python version, and the packages and versions installed here.
 
     requirements of serverless-diloco[train,diloco,replay,serverless] ──closure──▶ torch==2.13.0, trl==1.16.0, …
     vllm: the versions of constraints-vllm.txt instead, and an import of vLLM as the last line of the build
     diloco · executors · inner · rendezvous ──▶ mounted when a container starts: no new build when they change
 
-Not promised: the same wheels as here.  A CPU-only torch of this machine is the CUDA one there.
+Not promised: the same wheels as here.  If this machine has a CPU-only torch, the image has the CUDA build.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from executors.platforms.packages.vllm_pins import check_command, vllm_requireme
 PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
-THERE_ALREADY = {"modal"}  # Modal brings its client along
-COMPILER = ("gcc", "libc6-dev")  # of the codecs' kernels: without them packing takes three times as long
+THERE_ALREADY = {"modal"}  # Modal adds its client to every image
+COMPILER = ("gcc", "libc6-dev")  # for the codecs' kernels: without them packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
 
 def image_of(base: Any = None, pip: Sequence[str] = (), *, vllm: bool = False) -> Any:
-    """A modal.Image with everything but the project itself.
+    """Make a modal.Image with all packages except the project itself.
 
-    base: one that has all of it, or the name of one in a registry that gets it, or None for a plain Debian.
-    pip: more packages, in pip's words, resolved together with ours.
+    base: a modal.Image that has the packages; or a registry's image to add them to; or None for a plain Debian.
+    pip: further requirements, in pip's syntax, resolved together with ours.
     """
     image = _with_packages(base, pip, vllm_requirements() if vllm else pinned_requirements())
     return image.run_commands(check_command()) if vllm else image
@@ -52,7 +52,7 @@ def _with_packages(base: Any, pip: Sequence[str], ours: Sequence[str]) -> Any:
 
 
 def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str], *, vllm: bool = False) -> str:
-    """The digest of an image and the source that is mounted in it; "" for a modal.Image, whose contents are unknown."""
+    """Return the digest of an image and its mounted source; "" for a modal.Image, whose contents are unknown."""
     if base is not None and not isinstance(base, str):
         return ""
     packages = [*pinned_requirements(), *(vllm_requirements() if vllm else ())]
@@ -71,20 +71,20 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def _foreign_packages(entrypoints: Iterable[str]) -> list[str]:
-    """The packages of entry points that are not the project's."""
+    """Return the packages of entry points that are not the project's."""
     tops = {name.partition(":")[0].partition(".")[0] for name in entrypoints}
     return sorted(t for t in tops.difference(PACKAGES, sys.stdlib_module_names) if importlib.util.find_spec(t))
 
 
 def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
-    """Add the project, as it is here, and the packages of entry points that are not the project's."""
+    """Add the project's source on this machine, and the packages of entry points that are not the project's."""
     others = _foreign_packages(entrypoints)
     image = image.add_local_python_source(*PACKAGES, ignore=NO_SOURCE)
     return image.add_local_python_source(*others) if others else image
 
 
 def pinned_requirements() -> list[str]:
-    """name==version of every package that the project needs, as it is installed here (portable.py)."""
+    """Return name==version of every package that the project needs, as installed here (portable.py)."""
     found: dict[str, str] = {}
     todo: list[tuple[str, frozenset[str]]] = [(PROJECT, frozenset(EXTRAS))]
     seen = set(todo)

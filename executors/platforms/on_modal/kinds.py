@@ -1,13 +1,13 @@
-"""Kinds of containers that Modal rents, and their price.
+"""Kinds of Modal's containers, and their prices.
 
-    usd_per_hour = Σ (price of the GPU × how many) + cores × 0.047 + GiB × 0.008        at the hard limits
+    usd_per_hour = Σ (price of the GPU × number) + cores × 0.047 + GiB × 0.008          at the hard limits
 
-Modal bills what is reserved, or what is used where that is more; without a limit the latter may be any amount.
+Modal bills the larger of the reserved and the used amount; without a hard limit the use has no bound.
 
-A table with a date: `modal billing rates` tells today's, but under names that Modal does not document, so that a
-person has to read them.  `ModalExecutor(prices={…})` corrects the table.
+The table has a date.  `modal billing rates` shows the present prices, but under names that Modal does not document,
+so no code can read them.  `ModalExecutor(prices={…})` corrects the table.
 
-Not promised: that the table is today's.  A chosen region costs 1.5 to 1.75 times as much: counted 1.75.
+Not promised: that the table is up to date.  A chosen region costs 1.5 to 1.75 times as much; we count 1.75.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from executors.platforms.base import Plain
 from executors.platforms.on_modal.client import sdk
 
 AS_OF = "2026-06"
-USD_PER_HOUR = {  # of one GPU, beside CPU and memory
+USD_PER_HOUR = {  # of one GPU, without CPU and memory
     "T4": 0.59,
     "L4": 0.80,
     "A10": 1.10,
@@ -35,27 +35,27 @@ USD_PER_HOUR = {  # of one GPU, beside CPU and memory
     "H100!": 3.95,  # never upgraded to an H200
     "H200": 4.54,
     "B200": 6.25,
-    "B200+": 6.25,  # or a B300
+    "B200+": 6.25,  # a B200 or a B300
 }
-MOST = {"A10": 4}  # per container; 8 of the others
+MOST = {"A10": 4}  # GPUs per container; 8 of the other kinds
 CORE = 0.0472
 GIB = 0.0080
 REGION = 1.75
 DAY_S = 24 * 3600
 STARTUP_S = 1800
-HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # its name, and where it is in a container
+HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # the Volume's name, and its path in a container
 BASE_MIB = 6 * 1024  # Python, torch, CUDA's context, the data
-LOAD_BYTES = 4  # per parameter, to bring it to the device
-HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, 8 while a snapshot is written
+LOAD_BYTES = 4  # per parameter, while the model is loaded to the device
+HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, and 8 bytes while a snapshot is written
 
 
 @dataclass(frozen=True)
 class Kind(Plain):
-    """One kind of container.   gpu: in order of preference; Modal takes a free one.
+    """One kind of container.   gpu: kinds in order of preference; Modal takes a free one.
 
-    region: "" for any.   cores, memory_mib: reserved, and paid for in any case.
-    max_cores, max_memory_mib: hard limits of the use, which is paid for too; 0: the same.
-    hub_cache: the Volume that keeps downloads from the Hugging Face Hub; "" for none.
+    region: "" for any.   cores, memory_mib: reserved, and always billed.
+    max_cores, max_memory_mib: hard limits of the use, which is billed if it is more; 0: the reserved amount.
+    hub_cache: the Volume that keeps downloads from the Hugging Face Hub; "" for no Volume.
     """
 
     gpu: tuple[str, ...]
@@ -70,17 +70,17 @@ class Kind(Plain):
 
     @property
     def most(self) -> tuple[float, int]:
-        """The (cores, MiB) that may be used at all."""
+        """The hard limits (cores, MiB)."""
         return max(self.cores, self.max_cores), max(self.memory_mib, self.max_memory_mib)
 
     @property
     def function(self) -> str:
-        """The name of its function in the app."""
+        """The name of this kind's function in the app."""
         return "replica-" + hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:8]
 
     @property
     def fault(self) -> str:
-        """Why Modal cannot give this kind, or ""."""
+        """The reason why Modal cannot give this kind, or ""."""
         for gpu in self.gpu:
             if why := gpu_fault(gpu):
                 return why
@@ -98,7 +98,7 @@ class Kind(Plain):
         return replace(self, gpu=(), timeout_s=DAY_S, hub_cache="", **size)
 
     def usd_per_hour(self, prices: Mapping[str, float]) -> float | None:
-        """The price; of a list of GPUs the dearest counts, as any of them may come.  None if one has no known price."""
+        """Return the price, with the most expensive of the listed GPUs; None if the price of one is unknown."""
         known = {**USD_PER_HOUR, **{name.upper(): price for name, price in prices.items()}}
         kinds = [_split_gpu(g) for g in self.gpu]
         if any(kind not in known for kind, _ in kinds):
@@ -115,7 +115,7 @@ class Kind(Plain):
         return f"a container on Modal, {size} {self.timeout_s / 3600:g} h, {cost}"
 
     def options(self) -> dict[str, Any]:
-        """Options of app.function.  No retries: our function does not raise, and the register bounds its crashes."""
+        """Return options of app.function.  No retries: our function never raises; the register limits crashes."""
         gpu: Any = list(self.gpu) if len(self.gpu) > 1 else self.gpu[0] if self.gpu else None
         return {
             "gpu": gpu,
@@ -131,10 +131,10 @@ class Kind(Plain):
         }
 
     def _hub_cache_options(self) -> dict[str, Any]:
-        """Mount the cache alone, and not HF_HOME: a token that is saved there is not for every container to read.
+        """Return options that mount the cache, but not HF_HOME, which may hold a token.
 
-        Writers cannot hurt each other: a file is downloaded under a name of its own and renamed (huggingface_hub 2),
-        and what two of them bring is the same.  Version 2, since version 1 is for five writers.
+        Parallel writers are safe: each downloads a file under its own temporary name and renames it (huggingface_hub
+        2), and the contents are equal.  The Volume has version 2, because version 1 allows only five writers.
         """
         if not self.hub_cache:
             return {}
@@ -143,14 +143,14 @@ class Kind(Plain):
 
 
 def memory_limit_mib(parameters: int, trained: int | None = None) -> int:
-    """The limit in MiB, whole GiB, of a replica with so many parameters.   trained: those of an adapter, if the rest is
-    only loaded."""
+    """Return a replica's memory limit in MiB, in whole GiB.   parameters: of the model.   trained: of its adapter, if
+    only that is trained."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
     return 1024 * math.ceil((BASE_MIB + held / 2**20) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:
-    """Why Modal cannot give that GPU, or ""."""
+    """Return the reason why Modal cannot give that GPU, or ""."""
     kind, count = _split_gpu(gpu)
     if kind not in USD_PER_HOUR:
         return f"Modal has no GPU called {gpu!r}. It has {', '.join(USD_PER_HOUR)}; several of one kind: H100:8"
@@ -159,6 +159,6 @@ def gpu_fault(gpu: str) -> str:
 
 
 def _split_gpu(gpu: str) -> tuple[str, int]:
-    """ "h100:8" -> ("H100", 8)"""
+    """Split "h100:8" into ("H100", 8)."""
     kind, colon, count = gpu.upper().partition(":")
     return kind, 1 if not colon else int(count) if count.isdecimal() else 0

@@ -1,13 +1,13 @@
-"""Calls of a Modal app that no launch names: their reply was lost, and the client or another launcher called again.
+"""Duplicate calls of a launch on Modal: a reply was lost, and the client or another launcher called again.
 
-    register: launch/r00.1 ─▶ the one call that runs it
-              twin/r00.1/CALL ◀── a container that finds another call there, notes itself and goes
-    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ calls without a note
+    register: launch/r00.1 ─▶ the only call that runs it
+              twin/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
+    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ number of unregistered calls
 
-Modal has no public list of an app's calls, so a second call that still waits for a machine can be counted, and ended
-with its app, but not named.  It costs nothing until its container starts, and that one reads one key and goes.
+Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
+ended with its app, but its id is unknown.  It costs nothing until its container starts, reads one key and ends.
 
-Not promised: that Modal's count is of this very second.
+Not promised: that Modal's count is up to date.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ LOOK_S = 10.0  # between two looks at the register
 
 
 class Twins:
-    """The second calls that one executor has reported."""
+    """The duplicate calls that one executor has reported."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class Twins:
         self._said: set[str] = set()
 
     def new(self, run: str, register: Register) -> list[Handle]:
-        """Second calls that containers noted since the last look; each once, since it has ended by now."""
+        """Return the duplicate calls that were noted since the last look; each only once, because it ends at once."""
         now = self._clock.now()
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []
@@ -46,7 +46,7 @@ def _twin_handle(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) ->
 
 
 def count_inputs(run: str, register: Register) -> int:
-    """The number of calls of the run's app that wait or run, of any caller."""
+    """Return the number of calls of the run's app that wait or run, of all launchers."""
     functions = [*(kind.function for kind in register.kinds()), SUPERVISE]
     return sum(_count_function_inputs(app_name(run), name) for name in functions)
 

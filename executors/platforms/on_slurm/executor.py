@@ -1,21 +1,21 @@
 """Replicas as jobs of a Slurm cluster, through submitit.
 
-    launch ──▶ {root}/r00.1/  submit.1   who submits; made by one process only        ──▶ sbatch ──▶ a node:
+    launch ──▶ {root}/r00.1/  submit.1   the launcher's turn; made by one process     ──▶ sbatch ──▶ a node:
                               card.json  the handle: job id                                run_replica(spec)
                               {id}_0_log.out                                          ◀──     its output
-                              cancelled  we asked it to go                                    │
-                              end.json   how it ended  ◀──────────────────────────────────────┘
+                              cancelled  we asked it to leave                                 │
+                              end.json   its end       ◀──────────────────────────────────────┘
 
-    SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, submitit's names
+    SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, with submitit's names
     SlurmExecutor(cluster="local")                                    submitit's local mode: jobs as processes here
 
-The folder must be on a file system that every node sees, as must a run that is a folder.  submitit's file for a job is
-code, so it lies where its owner alone may write, and never in the run.  A job is cancelled by its id and its name
-together: an id that a log names counts only if Slurm calls that job by this run's name.  Slurm is told not to start
-a job again after a preemption, and submitit not to after a time-out: the supervisor does.  A secret is an environment
-variable of the launcher; sbatch hands it on.
+Every node must see the folder, and a run that is a folder.  submitit's file for a job is code, so it is in a folder
+where only its owner may write, and never in the run.  A job is cancelled by its id and its name together, because a
+forged log could name the id of another job.  Slurm does not start a job again after a preemption, and submitit not
+after a time-out: the supervisor does.  A secret is an environment variable of the launcher; sbatch passes it to the
+job.
 
-Not promised: a price (give `usd_per_hour` if your site bills), nor how fast Slurm kills after the grace (KillWait).
+Not promised: a price (give `usd_per_hour` if your site bills), or how fast Slurm kills after the grace (KillWait).
 """
 
 import math
@@ -66,15 +66,15 @@ from executors.platforms.platform import NotStarted, missing_secret
 from rendezvous.clock import Clock
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
-PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
+PATIENCE_S = 15.0  # time until a file written on a node is visible here; submitit uses the same
 DAY_S = 24 * 3600.0
-SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
-# submitit's 90 s every session would be as much shorter, and one of a minute would be told to leave as it begins
+SIGNAL_S = 0  # seconds from Slurm's USR2 to its limit.  A replica leaves earlier by its own clock.  Submitit's 90 s
+# would make every session 90 s shorter, and would ask a session of one minute to leave at its start
 AT_ONCE = 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 GOING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING", "COMPLETED")
-FORGOTTEN = "FORGOTTEN"  # our own word
+FORGOTTEN = "FORGOTTEN"  # our own word for a job that Slurm does not list any more
 WHY_GONE = {
     "TIMEOUT": "Slurm's time limit",
     "DEADLINE": "Slurm's deadline",
@@ -88,9 +88,9 @@ WHY_GONE = {
 
 
 class SlurmExecutor(Executor):
-    """folder: where jobs keep their files (default: ~/.diloco/slurm); no other user may write there.
+    """The executor for Slurm.   folder: for the jobs' files (default: ~/.diloco/slurm); only you may write there.
 
-    sbatch: submitit's names for sbatch's options.   timeout_s: of jobs whose spec has none.
+    sbatch: sbatch's options, with submitit's names.   timeout_s: for specs without a time limit.
     """
 
     name = NAME
@@ -145,7 +145,7 @@ class SlurmExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
-        """Submit it unless another launcher has; -> the handle on its card."""
+        """Submit a job unless another launcher has; return the handle in its card.json."""
         folder = self._folder_of(spec)
         try:
             with launches_wait("the jobs' files"):
@@ -154,7 +154,7 @@ class SlurmExecutor(Executor):
                 while not create_exclusively(folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
-                    turn += 1  # the launcher with that turn died; its job, if there is one, finds no input and ends
+                    turn += 1  # the launcher of that turn died; a job that it submitted finds no input and ends
             return self._submit_job(spec, folder)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             return NotStarted(str(error))
@@ -197,7 +197,7 @@ class SlurmExecutor(Executor):
         return ""
 
     def _gpu_kinds(self) -> frozenset[str] | None:
-        """Kinds of GPU that the nodes offer; None if sinfo does not say."""
+        """Return the kinds of GPU that the nodes have; None if sinfo does not show them."""
         if self._cluster == "local":
             return frozenset()
         try:
@@ -216,13 +216,13 @@ class SlurmExecutor(Executor):
         return root / _plain_name(str(Path(rest if colon else run).absolute()) if local else run)
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
-        """The folder of its files, never taken from a handle that was read."""
+        """Return the folder of its files.  A handle's `files` is not used: it may be forged."""
         return self._run_folder(one.run) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Call squeue once for all that have not ended, and sacct once for those that it has forgotten."""
+        """Return a status each, with one call of squeue, and one of sacct for jobs that squeue has forgotten."""
         open_ones = [h for h in handles if written_end(self._folder_of(h)) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
@@ -258,16 +258,16 @@ class SlurmExecutor(Executor):
     def _local_status(self, handle: Handle) -> Status:
         if runs_here(handle, self._folder_of(handle)):
             return Status(handle, State.RUNNING)
-        if (end := written_end(self._folder_of(handle))) is not None:  # written since we looked
+        if (end := written_end(self._folder_of(handle))) is not None:  # written since the look before
             return ended_as(handle, end, asked=was_cancelled(self._folder_of(handle)))
         state = State.CANCELLED if was_cancelled(self._folder_of(handle)) else State.LOST
         return Status(handle, state, "gone, and it left no result")
 
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
-        """Return (job id -> Slurm's words about a job that it knows, why there is no answer)."""
+        """Return (job id -> state and name, the error if Slurm did not answer, else None)."""
         ids = [h.native for h in handles]
         told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j", ",".join(ids)])
-        if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
+        if left := [i for i in ids if i not in told]:  # squeue forgets jobs some minutes after their end
             told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j", ",".join(left)])[0]
         return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
@@ -282,7 +282,7 @@ class SlurmExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """Cancel.  A job that has ended by itself is not marked as cancelled, so all are polled first."""
+        """Cancel jobs.  Poll first, so that a job that has ended by itself is not marked as cancelled."""
         super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
@@ -321,12 +321,12 @@ def _import_submitit() -> Any:
 
 
 def _job_name(one: ReplicaSpec | Handle) -> str:
-    """The job's name in Slurm: one run's launch, and no other's."""
+    """Return the job's name in Slurm, which is unique to this launch of this run."""
     return f"diloco-{short_name(one.run.rstrip('/'))}-{one.slot}.{one.attempt}"
 
 
 def _scancel(handle: Handle, kill: bool) -> None:
-    """Cancel by id and name.  Slurm compares the name: a job of this id that is called otherwise is left alone."""
+    """Cancel by id and name.  Slurm compares the name, and leaves a job with this id and another name alone."""
     one = [f"--name={_job_name(handle)}", "--", handle.native]
     if kill:
         _run_quietly(["scancel", *one])
@@ -340,12 +340,12 @@ def _plain_name(run: str) -> str:
 
 
 def _gpu_kind(gpu: str) -> str:
-    """ "h100:2" -> "h100" """
+    """Return the kind of "h100:2", "h100"."""
     return gpu.partition(":")[0]
 
 
 def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:
-    """Return ("id|state|name" lines as a dict, why there was no answer)."""
+    """Return (the "id|state|name" lines as a dict, the error if there was no answer, else None)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -363,6 +363,6 @@ def _no_answer(command: str, said: str) -> ExecutorError:
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command; a job that is gone already is not an error."""
+    """Run a command and ignore its errors: a job that has already ended is not an error."""
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60)

@@ -1,12 +1,12 @@
-"""One Slurm job: its function on its node, and the files by which it is known.
+"""One Slurm job: the function that runs on its node, and the job's files.
 
-    r00.1/  submit.1   who submits; made by one process only
+    r00.1/  submit.1   the launcher's turn; made by one process only
             card.json  the handle
-            cancelled  we asked it to go
-            until.json  how long the word of a launcher in the short form counts (Unix time)
-            end.json   how it ended: {"exit_code", "reason", "value", "tail"}, written on the node
+            cancelled  we asked it to leave
+            until.json  Unix time at which the launcher's lease ends, in the short form
+            end.json   its end: {"exit_code", "reason", "value", "tail"}, written on the node
 
-Not promised: an end for a job whose node failed; Slurm tells.
+Not promised: end.json for a job whose node failed; Slurm then gives its state.
 """
 
 import os
@@ -37,7 +37,7 @@ class Asked(BaseException):
 
 
 def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """The function that submitit runs on the node; it also writes the replica's end into the folder."""
+    """Run the replica on the node, for submitit, and write its end into the folder."""
     from executors.platforms.container import run_replica
 
     why: list[int] = []
@@ -46,7 +46,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
         why.append(number)
         raise Asked
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # submitit would pass over the first
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # submitit would ignore SIGTERM
         signal.signal(number, asked)
     try:
         end = run_replica(raw, NAME, until=lambda: read_json(Path(folder) / UNTIL) or 0.0)
@@ -58,7 +58,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
-    """The status that follows from its written end.   asked: we had cancelled it."""
+    """Return the status for a written end.   asked: whether we had cancelled the job."""
     code = end["exit_code"]
     outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
     state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
@@ -66,7 +66,7 @@ def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
 
 
 def written_end(folder: Path) -> Any:
-    """The end that the job wrote on its node, or None."""
+    """Return the end that the job wrote on its node, or None."""
     return read_json(folder / END)
 
 
@@ -84,7 +84,7 @@ def create_exclusively(path: Path) -> bool:
 
 
 def read_card(folder: Path, known: Handle | None = None) -> Handle | None:
-    """The handle of a launch as its submitter wrote it down.   known: the launch that it must be of."""
+    """Read the handle that a launch's submitter wrote.   known: overrides its run, slot and attempt."""
     try:
         card = from_json(Handle, read_json(folder / CARD))
     except ValueError:
@@ -96,7 +96,7 @@ def read_card(folder: Path, known: Handle | None = None) -> Handle | None:
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:
-    """Whether its process of this machine is submitit's, for the job of this very folder.  Its command line tells."""
+    """Whether the handle's process runs here and is submitit's for this folder, by its command line."""
     words = processes.command_line(handle.pid)
     return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
 
@@ -112,11 +112,11 @@ def stop_here(handle: Handle, folder: Path, kill: bool) -> None:
 
 
 def kill_tree(pid: int, started: int) -> None:
-    """Kill a process of this machine and all that it started (submitit's local jobs share our process group)."""
+    """Kill a process of this machine and all its descendants (submitit's local jobs share our process group)."""
     if not processes.is_alive(pid, started):
         return
     family = [pid]
-    for parent in family:  # grows while we walk
+    for parent in family:  # the list grows in this loop
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
                 family += map(int, task.read_text().split())

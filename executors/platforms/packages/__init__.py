@@ -1,1 +1,1 @@
-"""The packages that a rented machine gets: our wheel, and pinned versions of others."""
+"""The packages for a rented machine: our wheel, and pinned versions of others."""

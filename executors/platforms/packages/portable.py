@@ -1,21 +1,21 @@
-"""Package versions of this machine that another one can install.
+"""Requirements from this machine's package versions that another machine can install.
 
-    torch 2.13.0+cu126         ─▶ torch==2.13.0     a local build is on no index
-    transformers 5.24.0.dev0   ─▶ transformers      nor is a dev version: the index has the say
-    nvidia-cublas-cu12, cuda-bindings, triton, …    nothing: torch's wheel there names those of its own CUDA
+    torch 2.13.0+cu126         ─▶ torch==2.13.0     a package index has no local build
+    transformers 5.24.0.dev0   ─▶ transformers      an index has no dev version: it chooses the version
+    nvidia-cublas-cu12, cuda-bindings, triton, …    nothing: torch's wheel names those of its own CUDA
 
-A laptop's torch for CUDA 12.6 and the index's for CUDA 13 need different ones: pinned, nothing could be installed.
+A laptop's torch for CUDA 12.6 and the index's for CUDA 13 need different ones: pins would conflict.
 
-Not promised: that an index has the version at all; the build says so.
+Not promised: that an index has the version; if not, the build fails.
 """
 
 from packaging.version import InvalidVersion, Version
 
-OF_TORCH = ("nvidia-", "cuda-", "triton", "pytorch-triton")  # what torch's own wheel chooses
+OF_TORCH = ("nvidia-", "cuda-", "triton", "pytorch-triton")  # torch's wheel chooses their versions
 
 
 def portable_requirement(name: str, version: str) -> str:
-    """ "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for one that must not be named.   name: as PyPI writes it."""
+    """Return a requirement: "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for one of torch's.   name: as on PyPI."""
     if name.startswith(OF_TORCH):
         return ""
     try:

@@ -1,12 +1,12 @@
-"""This installation as a wheel, and the versions that it runs with, for a rented machine that runs the same code.
+"""Packs this installation as a wheel with its package versions, so that a rented machine runs the same code.
 
     diloco, executors, inner, rendezvous (+ yours) ─▶ serverless_diloco-0.1.0-py3-none-any.whl  ┐
     every distribution that is installed here      ─▶ constraints.txt    name==version          ├─▶ digest
     the wheel, with its extras                     ─▶ requirements.txt   -c constraints.txt     ┘
-    vllm: the versions of constraints-vllm.txt, and vLLM beside the wheel
+    vllm: the versions of constraints-vllm.txt, and vLLM in addition to the wheel
 
-Same files, same bytes, same digest.  The files are those that Python imports here, so an editable tree is shipped as
-it is now, and an installed distribution as it was installed; nothing is built and no network is needed.
+Equal files give equal bytes and an equal digest.  The files are those that Python imports here, so the present state
+of an editable tree is shipped; this needs no build and no network.
 
 Not promised: that another Python or another platform finds the same versions on its package index, or that the index
 gives the same files for them (decision 072).
@@ -30,14 +30,14 @@ PROJECT = "serverless-diloco"
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
 EXTRAS = "train,diloco,replay,serverless"
 _KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx|jks|kdbx)", re.IGNORECASE)
-EPOCH = (1980, 1, 1, 0, 0, 0)  # the first second of a zip
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """Files by name.   digest: of all of them.   wheel: the name of the one that is the code.
+    """The files for a rented machine, by name.   digest: of all files.   wheel: name of the wheel.
 
-    left_out: hidden files and keys of your packages, which stay here."""
+    left_out: hidden files and keys in your packages, which are not shipped."""
 
     files: dict[str, bytes]
     digest: str
@@ -46,7 +46,7 @@ class Shipment:
 
 
 def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -> Shipment:
-    """The files to put under `mount`/{digest}/.   packages: top-level names of your own that go along."""
+    """Make the files to put under `mount`/{digest}/.   packages: your own top-level packages to ship, too."""
     project = _own_distribution()
     wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
     code = _build_wheel(project, [*PACKAGES, *packages])
@@ -71,7 +71,7 @@ def _own_distribution() -> metadata.Distribution:
 
 
 def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> bytes:
-    """A zip of the packages, with their metadata for pip."""
+    """Return a zip of the packages, with metadata for pip."""
     info = f"serverless_diloco-{project.version}.dist-info"
     files = {name: path.read_bytes() for package in packages for name, path in _package_files(package)}
     files[f"{info}/METADATA"] = (project.read_text("METADATA") or "").encode()
@@ -86,7 +86,7 @@ def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> byt
 
 
 def _package_files(package: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name in the wheel, file) of a top-level package or module, without the files that stay here."""
+    """Yield (name in the wheel, file) of a top-level package or module, without files that are not shipped."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
@@ -101,13 +101,13 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def stays_here(name: Path) -> Path | None:
-    """The hidden file or folder, or the key, that this name is or lies in."""
+    """Return the part of this path that is hidden or is a key file, so that it is not shipped; else None."""
     parts = [*reversed(name.parents), name]
     return next((part for part in parts if part.name.startswith(".") or _KEY.fullmatch(part.name)), None)
 
 
 def left_out(packages: Sequence[str]) -> tuple[str, ...]:
-    """Name the files that stay here, of packages of your own."""
+    """Return the names of files in your own packages that are not shipped."""
     found = dict[str, None]()
     for spec in filter(None, map(util.find_spec, packages)):
         for folder in map(Path, spec.submodule_search_locations or ()):
@@ -126,7 +126,7 @@ def _sha256_base64(body: bytes) -> str:
 
 
 def _constraints_file() -> bytes:
-    """One line per distribution that came from an index; "2.13.0+cpu" becomes "2.13.0", as does any other build."""
+    """Return a line per distribution from an index; a local build as "2.13.0+cpu" becomes "2.13.0"."""
     found: dict[str, str] = {}
     for d in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()

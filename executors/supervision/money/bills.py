@@ -1,13 +1,13 @@
-"""The bills of a run, from its log alone.
+"""The bills of a run, from its log.
 
     launched ──(pending … running)──▶ lost, ended        seconds × usd_per_hour = one bill ─▶ Costs (costs.py)
 
-A bill has the seconds in which the platform says that it ran.  Where it does not say: from the launch, without the time
-in which it waited for a machine, to the earliest of the platform's end, the goodbye, and the end as it was written
-down.  Where the supervisor that wrote it never saw the launch alive, the last heartbeat is the end.  A heart that was
-not heard for the length of a lease beats no more; else the sum errs towards too much.
+A bill counts the platform's own times of a launch.  Without these it counts from the launch, without the wait for a
+machine, to the earliest of: the end that the platform names, the replica's leaving, the logged end.  If the supervisor
+that logged the end never saw the launch alive, the last heartbeat is the end.  A launch without an end and without
+heartbeats for the length of a lease ends then.  In doubt the sum is too high.
 
-Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
+Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ from rendezvous.records.records import Beat
 Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
-WAITS = ("pending", "running")  # for a machine, and no more
+WAITS = ("pending", "running")  # it waits for a machine; it has one
 
 
 def costs(report: Report, now: float | None = None) -> Costs:
-    """Compute a run's costs.   now: Unix time (default: that of the newest sign of life)."""
+    """Compute a run's costs.   now: Unix time (default: that of the newest heartbeat or event)."""
     now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
     bills = list[Bill]()
     priced = list[tuple[float, Spans]]()
@@ -43,15 +43,16 @@ def costs(report: Report, now: float | None = None) -> Costs:
 
 
 def billed_events(report: Report) -> list[Mapping[str, Any]]:
-    """Pick the events of supervisors that a bill is made of."""
+    """Return the events of supervisors from which bills are computed."""
     kinds = (*BEGINS, *ENDS, *WAITS)
     return [e for e in report.events if e["who"].startswith(SUPERVISOR) and e["event"] in kinds]
 
 
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
-    """The (US dollars, hours) of the newest control record, where the log lacks an event that they were made of.
+    """Return (US dollars, hours) from the newest control record, if the log lacks events; else (0, 0).
 
-    They grow as the log shows.  A log that shows nothing since the record may be gone: then at the record's rate.
+    Costs since the record are added from the log.  If the log has no event since then, it may be lost: the record's
+    rate counts.
     """
     spent = report.wanted.spent
     heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)
@@ -65,14 +66,14 @@ def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: 
 
 
 def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float, float]:
-    """The (US dollars, hours of the clock) that launches were billed for since then."""
+    """Return the (US dollars, hours of wall time) that launches were billed for since `at`."""
     later = [(price, [(max(at, since), to) for since, to in spans if to > at]) for price, spans in priced]
     union = _union_length(sorted(span for _, spans in later for span in spans))
     return sum(price * _length(spans) for price, spans in later) / 3600, union / 3600
 
 
 def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
-    """Sessions that claimed their slot from a rented machine after the last record, and whose launch no log shows."""
+    """Return sessions on rented machines without a launch in the log that claimed their slot after the last record."""
     billed = {f"{b.executor}/{b.slot}.{b.attempt}" for b in bills}
     told_until = max(report.wanted.spent.at, report.wanted.spent.until)
     rented = [x for x in report.sessions if launch_of(x.host, x.slot) and not x.host.startswith(f"{SUPERVISOR}/")]
@@ -80,10 +81,10 @@ def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
 
 
 def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
-    """(slot, attempt, id on its platform) -> its launch and the later events, in the order of time.
+    """Return (slot, attempt, id on its platform) -> the launch and its later events, in the order of time.
 
-    A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
-    of the newest.
+    A launch whose answer was lost may have several processes, and each is billed.  An event without an id is about the
+    newest process.
     """
     found: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     newest: dict[str, int] = {}
@@ -104,7 +105,7 @@ def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str
 
 
 def _sessions_of(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) -> list[SessionSummary]:
-    """The sessions that this launch has had, in order: a platform may have restarted it."""
+    """Return the sessions of this launch, in order; there are several if the platform restarted it."""
     slot = launch["slot"]
     pid = launch.get("pid", 0)
     place = f"{launch.get('executor', 'local')}/{slot}.{launch.get('attempt', 1)}"
@@ -115,7 +116,7 @@ def _sessions_of(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) 
 def _end_time(
     events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], beats: Mapping[str, Beat], now: float
 ) -> float | None:
-    """The end of a launch; None while it may go on.   newest: its last session, if it has had one."""
+    """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
     for session in newest:
@@ -133,7 +134,7 @@ def _end_time(
 
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The interval in which the platform itself says that it ran; none where it does not say."""
+    """Return the interval in which, by the platform, the launch ran; [] if the platform does not say."""
     told = [(_number(e, "began_at"), _number(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
     return [(began, ended) for began, ended in told if 0 < began <= ended]
 
@@ -146,9 +147,9 @@ def _number(event: Mapping[str, Any], name: str) -> float:
 def _billed_spans(
     events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], end: float
 ) -> list[tuple[float, float]]:
-    """The intervals in which a launch was billed.  A replica that claims its slot has a machine, though
-    its beginning was not seen."""
-    since: float | None = _begin_time(events[0])  # None while it waits for a machine
+    """Return the intervals in which a launch was billed.  A claim of its slot shows that it has a machine, even
+    without a "running" event."""
+    since: float | None = _begin_time(events[0])  # None during a wait for a machine
     spans: list[tuple[float, float]] = []
     claims = [{"event": "running", "at": x.claimed} for x in sessions]
     for e in sorted([*events[1:], *claims], key=lambda e: e["at"]):
@@ -188,7 +189,7 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _union_length(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of sorted intervals."""
+    """Return the length of the union of sorted intervals."""
     total = 0.0
     until = float("-inf")
     for began, ended in spans:

@@ -1,14 +1,14 @@
-"""A run's budget, for its supervisor: prices, refused launches, the lease.
+"""A supervisor's use of the run's budget: prices, refused launches, the lease.
 
     log ──▶ costs ──▶ verdict: must the run end?   launch_verdict: may this be launched?     both: which lease is due?
-                └───▶ carry_out ─▶ control: until = …, spent = …   replicas leave by themselves once that has passed;
-                                                                     and what was spent is known when the log has gone
+                └───▶ carry_out ─▶ control: until = …, spent = …   replicas leave by themselves after `until`;
+                                                                     `spent` is known even if the log is lost
 
-Every replica that costs money has a lease, with a budget or without one, unless its place says otherwise
-(`--no-lease`): when the supervisor dies, no replica bills for ever.  Without a budget it only refuses unknown prices.
+Every replica that costs money has a lease, with or without a budget, unless its place has `--no-lease`.  So replicas
+are not billed for ever if the supervisor dies.  Without a budget, only launches at unknown prices are refused.
 All decisions are in executors/supervision/costs.py.
 
-Not promised: a price that changes on the platform while this supervisor lives.
+Not promised: a correct sum if a price changes on the platform while this supervisor runs.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ JITTER_S = 5.0
 
 @dataclass(frozen=True)
 class NewLease:
-    """until: Unix time, 0 for no lease.   rate: US dollars per hour that it reckons with.   spent: until now."""
+    """A lease to write.   until: Unix time, 0: no lease.   rate: assumed US dollars per hour.   spent: until now."""
 
     until: float
     rate: float
@@ -38,14 +38,14 @@ class NewLease:
 
 @dataclass(frozen=True)
 class SpendVerdict:
-    """why: the reason not to go on, "" to go on.   lease: to be written first; None where nothing is due."""
+    """A decision.   why: the reason to stop, or "".   lease: the lease to write first, or None."""
 
     why: str = ""
     lease: NewLease | None = None
 
 
 class SpendLimit:
-    """The spending limit of one supervisor: two questions that change nothing, and one act."""
+    """The spending limit of one supervisor: two verdicts without side effects, and `carry_out`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SpendLimit:
         former: Sequence[Place] = (),
         emit: Emit = no_emit,
     ) -> None:
-        """former: earlier places of the run; processes that still run there are billed, and keep their lease."""
+        """Set the limit up.   former: earlier places; processes that still run there are billed, and have a lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
@@ -73,7 +73,7 @@ class SpendLimit:
         return costs(report, self._clock.wall())
 
     def verdict(self, report: Report) -> SpendVerdict:
-        """Whether the run must end now, and the lease that is due.  Writes nothing."""
+        """Return whether the run must end now, and the lease that is due.  Write nothing."""
         budget = Budget.of(report.wanted)
         until = report.wanted.until
         spent = self.spent(report) if budget.limited or self._leases else Costs()
@@ -84,7 +84,7 @@ class SpendLimit:
         return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon))
 
     def launch_verdict(self, report: Report, specs: Sequence[ReplicaSpec]) -> SpendVerdict:
-        """Whether these may be launched, and the lease that reckons with them.  Asks prices, writes nothing."""
+        """Return whether these specs may be launched, and the lease with them.  Request prices; write nothing."""
         budget = Budget.of(report.wanted)
         prices = [self._price_per_hour(s) for s in specs]
         leased = budget.limited or (self._leases and any(price != 0 for price in prices))
@@ -94,9 +94,9 @@ class SpendLimit:
         return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices)))
 
     def carry_out(self, verdict: SpendVerdict, report: Report) -> str:
-        """Write the verdict's lease into the control record, with the spent amount; return why not to go on."""
+        """Write the verdict's lease and the spent amount into the control record; return the verdict's `why`."""
         if (new := verdict.lease) is not None:
-            at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
+            at = round(self._clock.wall(), 3)  # rounded as in events, so that a later event is not earlier
             from executors.supervision.money.bills import billed_events
 
             logged = len(billed_events(report))
@@ -106,7 +106,7 @@ class SpendLimit:
         return verdict.why
 
     def _price_per_hour(self, spec: ReplicaSpec) -> float | None:
-        """US dollars per hour; the same for all of one kind in one place."""
+        """Return US dollars per hour, requested once per place and kind of GPU."""
         kind = (place_of(self._places, spec.slot).maker, spec.gpu)
         if kind not in self._prices:
             plan = self._executor.plan([spec])
@@ -116,7 +116,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
-        """The lease that is due: an earlier end at once, a later one only when half of it is over."""
+        """Return the lease that is due: a shorter one at once, a longer one only when half of the present is over."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)

@@ -1,3 +1,3 @@
-"""The supervisor's notices: remarks on a run, alerts to a person, curves to a tracker."""
+"""A supervisor's notices: events of a run, alerts to a webhook, curves to a tracker."""
 
-VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment: the address of a webhook
+VARIABLE = "DILOCO_ALERT"  # of the supervisor's environment: the URL of a webhook

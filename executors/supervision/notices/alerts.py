@@ -1,17 +1,17 @@
-"""Tells a webhook of a run's troubles, each once when it begins and once when it is over (`--alert URL`).
+"""Reports a run's troubles to a webhook, each when it begins and when it is over (`--alert URL`).
 
     every CHECK_S   all_troubles ─▶ changes(open, found) ─▶ log: trouble | trouble_over ─▶ queue
     a thread        queue ─▶ POST, at most LIMIT_S ─▶ again after 2, 10, 30 s ─▶ log: alerted | alert_failed
-    a new supervisor reads these events: which troubles are open, and which messages were not delivered (decision 050)
+    a new supervisor learns from these events the open troubles and the undelivered messages (decision 050)
 
     {"text": "diloco mine: stalled: no outer step for …", "kind": …, "slot": …, "step": …, "advice": …, "page": …,
      "state": "begun" | "over", "run": "mine", "id": …, "at": …}
 
-The supervisor never waits for an answer, but CLOSE_S at its end.  The URL may be a secret: logs and errors have its
-host alone, and a redirect, which would show it to another host, is not followed.
+The supervisor waits for answers only at its end, for CLOSE_S.  The URL may be a secret: logs and errors have only its
+host, and redirects, which would show it to another host, are not followed.
 
-Not promised: that no message comes twice: a supervisor may be killed between an answer and its line in the log.
-`id` and `state` are the same then.
+Not promised: that each message comes only once: a supervisor may be killed between an answer and its log line.  The
+repeated message has the same `id` and `state`.
 """
 
 import json
@@ -34,25 +34,25 @@ from rendezvous.clock import Clock
 
 CHECK_S = 5.0
 LIMIT_S = 10.0  # of one request
-PAUSES_S = (2.0, 10.0, 30.0)  # before the second, third and fourth
+PAUSES_S = (2.0, 10.0, 30.0)  # before the second, third and fourth request for a message
 CLOSE_S = 5.0
 BEGUN, OVER = "trouble", "trouble_over"
-WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # of a message; an event without one is foreign
-UNTOLD = ("alerts_failed",)  # by this very way
+WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # a message's fields; events without one are ignored
+UNTOLD = ("alerts_failed",)  # troubles of the webhook itself, which it cannot report
 Emit = Callable[..., None]
 
 
 class NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None: the opener then raises the answer as an error."""
+        """Return None, so that the opener raises the answer as an error."""
 
 
 def host_of(url: str) -> str:
-    """The part of the URL that may be shown.  Raises ValueError, without the URL, where it is not a URL."""
+    """Return the host of the URL, which may be shown.  Raise ValueError (without the URL) if it is not a URL."""
     try:
         parts = urlsplit(url)
         host, scheme = parts.hostname, parts.scheme
-        _ = parts.port  # raises for one that is not a number
+        _ = parts.port  # raises if the port is not a number
     except ValueError:
         host, scheme = None, ""
     if not host or scheme not in ("http", "https") or not url.isprintable() or " " in url:
@@ -63,7 +63,7 @@ def host_of(url: str) -> str:
 
 
 def post(url: str, body: bytes) -> str:
-    """Post the body; -> why it was not taken, or "".  Never with the URL in it."""
+    """Post the body; return why it was not accepted, or "".  The text never contains the URL."""
     request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "diloco"}, method="POST")
     try:
         with build_opener(NoRedirect).open(request, timeout=LIMIT_S):
@@ -79,11 +79,11 @@ def post(url: str, body: bytes) -> str:
         return (reason.strerror if isinstance(reason, OSError) else None) or type(reason).__name__
 
 
-# -------------------------------------------------------------------- what is to be told
+# -------------------------------------------------------------------- messages
 
 
 def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Mapping[str, Any]], list[dict[str, Any]]]:
-    """Read the log: (kind, slot) -> the event where an open trouble began; and the messages that are not settled."""
+    """Return from the log: (kind, slot) -> the first event of an open trouble; and the undelivered messages."""
     began: dict[tuple[str, str], Mapping[str, Any]] = {}
     waiting: dict[tuple[str, str], dict[str, Any]] = {}
     for e in events:
@@ -103,7 +103,7 @@ def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Map
 def changes(
     began: Mapping[tuple[str, str], Mapping[str, Any]], found: Sequence[Trouble], now: float
 ) -> list[dict[str, Any]]:
-    """A message for each trouble that began, and for each that is over.   began: those that are open."""
+    """Return a message for each trouble that began, and for each that is over.   began: the open troubles."""
     there = {trouble.key for trouble in found}
     news = [{**asdict(t), "id": _new_id(t, now), "state": "begun"} for t in found if t.key not in began]
     over = [e for key, e in began.items() if key not in there]
@@ -115,7 +115,7 @@ def _new_id(trouble: Trouble, now: float) -> str:
 
 
 def payload(message: Mapping[str, Any], name: str) -> bytes:
-    """The JSON of a message.   name: of the run."""
+    """Return the JSON of a message.   name: of the run."""
     about = " ".join(str(part) for part in (message["kind"], message["slot"]) if part)
     is_over = message["state"] == "over"
     words = f"over ({message['text']})" if is_over else f"{message['text']}. {message['advice']}"
@@ -124,11 +124,11 @@ def payload(message: Mapping[str, Any], name: str) -> bytes:
     return json.dumps({"text": text, **said, "seen": message["text"], "run": name}).encode()
 
 
-# -------------------------------------------------------------------- telling it
+# -------------------------------------------------------------------- delivery
 
 
 class Messenger:
-    """Delivers messages in a thread of its own, in order.   pauses_s: between the tries of one."""
+    """Delivers messages in a thread, in order.   pauses_s: between the tries for one message."""
 
     def __init__(self, send: Callable[[bytes], str], pauses_s: Sequence[float], limit_s: float) -> None:
         self._send = send
@@ -136,7 +136,7 @@ class Messenger:
         self._limit_s = limit_s
         self._waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self.settled: queue.Queue[tuple[dict[str, Any], str]] = queue.Queue()
-        self.open = 0  # messages without an end; of the caller's thread
+        self.open = 0  # messages not taken as settled; only the caller's thread changes it
         threading.Thread(target=self._deliver_all, name="alerts", daemon=True).start()
 
     def put(self, message: dict[str, Any], body: bytes) -> None:
@@ -144,7 +144,7 @@ class Messenger:
         self._waiting.put((message, body))
 
     def take(self, limit_s: float = 0.0) -> tuple[dict[str, Any], str] | None:
-        """A message that was delivered, or given up, and why; None where there is none within the limit."""
+        """Return a message that was delivered ("") or given up (the reason); None if there is none within the limit."""
         try:
             found = self.settled.get(timeout=limit_s) if limit_s > 0 else self.settled.get_nowait()
         except queue.Empty:
@@ -167,7 +167,7 @@ class Messenger:
         return f"{why}, {1 + len(self._pauses_s)} times" if why else ""
 
     def _try_once(self, body: bytes) -> str:
-        """Send once, in a thread of its own: a server that sends a byte now and then would hold this one."""
+        """Send once, in another thread, because a server that answers byte by byte would block this one."""
         answer: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda: answer.put(self._send(body)), name="alert", daemon=True).start()
         try:
@@ -177,7 +177,7 @@ class Messenger:
 
 
 class Alerts:
-    """The alerts of one supervisor.   url: "" for no webhook.   emit: into the run's log."""
+    """The alerts of one supervisor.   url: "" for no webhook.   emit: writes into the run's log."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Alerts:
         self._messenger = Messenger(send, pauses_s, limit_s + 1.0) if url else None
 
     def tick(self, report: Report, *, last: bool = False) -> None:
-        """Look for troubles, if it is time or the last time.  Never waits."""
+        """Look for troubles, if a check is due or this is the last call.  Never waits."""
         self._log_settled()
         is_time = last or self._clock.now() >= self._check_at
         if self._messenger is None or not is_time or report.wanted.stop:
@@ -215,7 +215,7 @@ class Alerts:
             self._tell(message, report.name)
 
     def close(self) -> None:
-        """Give messages on their way a moment; the next supervisor sends the rest."""
+        """Wait up to CLOSE_S for open messages; the next supervisor sends the rest."""
         until = self._clock.now() + CLOSE_S
         while self._messenger is not None and self._messenger.open and (left_s := until - self._clock.now()) > 0:
             self._log_one(self._messenger.take(left_s))
@@ -227,7 +227,7 @@ class Alerts:
         if message["state"] == "begun":
             self._began[key] = message
         message["at"] = self._clock.wall()
-        said = {k: v for k, v in message.items() if k != "at"}  # the log has a time of its own
+        said = {k: v for k, v in message.items() if k != "at"}  # the log adds its own time
         self._emit(BEGUN if message["state"] == "begun" else OVER, **said)
         self._messenger.put(message, payload(message, name))
 

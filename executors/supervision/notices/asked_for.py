@@ -1,9 +1,9 @@
-"""The alerts and trackers of a supervisor: those that a run asks for, or nothing in their place.
+"""The alerts and trackers of a supervisor: those that a run asks for, or Nothing instead.
 
     `--alert URL`  ──▶ Alerts (alerts.py)            log.to ──▶ TrackerChild (tracking.py)
     none           ──▶ Nothing                       none   ──▶ Nothing
 
-Not promised: that an address answers, or that a tracker takes a row.
+Not promised: that an address answers, or that a tracker accepts a row.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Emit = Callable[..., None]
 
 
 class Nothing:
-    """Alerts and trackers of a run that asks for none."""
+    """Stands for alerts and trackers in a run without them."""
 
     def tick(self, *_: Any, last: bool = False) -> None: ...
     def close(self) -> None: ...
@@ -31,7 +31,7 @@ class Nothing:
 
 
 def alerts_of(url: str, clock: Clock, emit: Emit) -> "Alerts | Nothing":
-    """The alerts of a supervisor's environment: an invalid address is a warning there, and no end of the run."""
+    """Make a supervisor's alerts.  An invalid address only causes a warning, because the run must not end."""
     if not url:
         return Nothing()
     from executors.supervision.notices.alerts import Alerts
@@ -44,7 +44,7 @@ def alerts_of(url: str, clock: Clock, emit: Emit) -> "Alerts | Nothing":
 
 
 def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> "TrackerChild | Nothing":
-    """Make the child that the run's log.to asks for; it starts with the first `tick`."""
+    """Make the tracker process that the run's log.to asks for; it starts at the first `tick`."""
     if not run.config.log.to:
         return Nothing()
     from executors.supervision.notices.tracking import tracker_child as made
@@ -53,7 +53,7 @@ def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> "Track
 
 
 def end_with_run(child: "TrackerChild | Nothing", lease: Lease, code: int) -> None:
-    """End the child: its last rows may take a while, and the lease is kept meanwhile, unless it is lost.   code: of the
-    run's end."""
+    """End the child.  Its last rows may take a while, so renew the lease meanwhile unless it is lost.   code: of
+    the run's end."""
     end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
     return end() if code == LOST_LEASE else lease.keep_while(end, "launching")

@@ -1,8 +1,8 @@
-"""An event of a run's log in a line: key=value, for people and for grep.
+"""Formats an event of a run's log as a line of key=value, for people and for grep.
 
     {"event": "lost", "slot": "r01", …} ──▶ event=lost at=12.31 slot=r01 …
 
-Not promised: every field; those that only programs need are left out.
+Not promised: every field; fields that only programs need are left out.
 """
 
 from typing import Any

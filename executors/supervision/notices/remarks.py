@@ -1,10 +1,10 @@
-"""The one home of a run's messages to a person: its troubles, and lines about its waits.
+"""All messages to the user about a run: its troubles, and the replicas' waits.
 
     find_troubles (diloco/views/troubles.py) ─┐
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
-    newest loud events, notes of replicas ──────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
+    newest warnings, notes of replicas ─────────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
 
-Not promised: that all fits; `remark_lines` shows the most urgent.
+Not promised: all messages; `remark_lines` returns only the most urgent.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def slot_unserved(report: Report, now: float) -> list[Trouble]:
 
 
 def alerts_failed(report: Report, now: float) -> list[Trouble]:
-    """A trouble if the newest alert did not reach its webhook."""
+    """Return a trouble if the newest alert did not reach its webhook."""
     newest = report.of_kind("alerted", "alert_failed")[-1:]
     if not newest or newest[0]["event"] == "alerted":
         return []
@@ -66,19 +66,19 @@ HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 
 
 def all_troubles(report: Report, now: float) -> list[Trouble]:
-    """All troubles of a run, the most urgent first.   now: Unix time."""
+    """Return all troubles of a run, the most urgent first.   now: Unix time."""
     own = [found for detector in HOST_DETECTORS.values() for found in detector(report, now)]
     return [*own, *found_in_log(report, now)]
 
 
 def found_in_log(report: Report, now: float) -> list[Trouble]:
-    """Find the troubles that show in the log alone, and in the run's costs."""
+    """Return the troubles that can be found in the log and the run's costs."""
     spent = costs(report, now)
     return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
 
 
 def remark_lines(report: Report, now: float) -> list[str]:
-    """Lines on troubles, the latest warnings and the notes of replicas, the most urgent first; MOST_LINES at most."""
+    """Return lines on troubles, latest warnings and replicas' notes, the most urgent first; at most MOST_LINES."""
     lines = [f"! {report.damage}"] if report.damage else []
     lines += [f"! {found.text}" for kind in HOST_DETECTORS for found in HOST_DETECTORS[kind](report, now)]
     lines += [f"! {found.line}" for found in found_in_log(report, now)]
@@ -98,4 +98,4 @@ def is_listening(beat: Beat, report: Report, now: float) -> bool:
     return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
 
 
-# -------------------------------------------------------------------- an event in a line
+# -------------------------------------------------------------------- an event as a line

@@ -1,8 +1,8 @@
-"""Slots that wait for their reward: how often it has failed, when they start again, and what that has cost.
+"""Slots that wait because their reward failed: number of failures, time of the next start, and costs.
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
 
-Not promised: the moment of the start; a supervisor that is away starts no replica.
+Not promised: the exact time of the start, which needs a running supervisor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ SETTLES = ("launched", "found", "lost", "ended")
 
 
 def reward_waits(report: Report, now: float) -> list[str]:
-    """A line, if any slot waits.   now: Unix time."""
+    """Return one line if any slot waits, else [].   now: Unix time."""
     if report.done or report.stopped:
         return []
     waiting = {slot: e for slot, e in _newest_events(report).items() if e["event"] == "lost" and e.get("again_in_s")}
@@ -28,7 +28,7 @@ def reward_waits(report: Report, now: float) -> list[str]:
 
 
 def _newest_events(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Per slot, the newest event of its supervisor about its launches."""
+    """Return per slot a supervisor's newest event about its launches."""
     return {e["slot"]: e for e in report.of_kind(*SETTLES) if e["who"].startswith(SUPERVISOR)}
 
 
@@ -39,13 +39,13 @@ def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
 
 
 def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now: float) -> str:
-    """The cost of the sessions that ended so; "" where nothing is billed."""
+    """Return a phrase with the cost of the sessions that the reward ended; "" if it is 0."""
     ended = {(slot, e["attempt"]) for slot, e in waiting.items() for e in _streak(report.of_kind("lost"), slot, e)}
     usd = sum(bill.usd for bill in costs(report, now).bills if (bill.slot, bill.attempt) in ended)
     return f"; those sessions cost {dollars(usd)}" if usd else ""
 
 
 def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The ends of this slot by its reward, up to the newest, that are in one row."""
+    """Return this slot's consecutive ends by its reward, up to `newest`."""
     own = [e for e in lost if e["slot"] == slot and e.get("by_reward") and e["at"] <= newest["at"]]
     return own[-newest.get("reward_failures", 1) :]

@@ -1,14 +1,14 @@
 """The trackers of a supervised run (log.to): `diloco track RUN --follow`, as a child process of the supervisor.
 
-    tick ─▶ no child, and it is time ─▶ start it          it ended: 0  all rows are written
+    tick ─▶ no child, and a start is due ─▶ start it      it ended: 0  all rows are written
                                                                     2  a package or a login is missing: never again
                                                                     …  again after 15, 30, 60, … s, at most 15 minutes
     end  ─▶ run done: FINISH_S for its last rows ─▶ SIGTERM ─▶ LEAVE_S ─▶ SIGKILL
 
-Nothing here raises: a tracker that hangs, crashes or fills a disk is a warning in the run's log, and no more.  The
-child outlives the supervisor by one look at most, and the next supervisor's child goes on where the tracker stands.
+No function here raises: a tracker that hangs, crashes or fills a disk only causes a warning in the run's log.  The
+child ends within one look after its supervisor.  The next supervisor's child continues after the tracker's last row.
 
-Not promised: rows that a tracker refused until the end; `diloco track` writes them at any time later.
+Not promised: rows that a tracker refused until the end; `diloco track` can write them later.
 """
 
 import os
@@ -34,14 +34,14 @@ COMMAND = "import sys; from executors.cli.main import main; sys.exit(main(sys.ar
 
 
 def pause_after(code: int, failures: int) -> float | None:
-    """Seconds until the next start; None for never.   failures: in a row, with this one."""
+    """Return seconds until the next start; None for never.   failures: in a row, with this one."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR):
         return None
     return min(RETRY_MOST_S, RETRY_S * 2 ** (failures - 1))
 
 
 class TrackerChild:
-    """file: for its words.   warn(text): tells the run's log."""
+    """The child process that writes to trackers.   file: for its output.   warn(text): writes to the run's log."""
 
     def __init__(self, command: Sequence[str], file: Path, clock: Clock, warn: Callable[[str], None]) -> None:
         self._command = command
@@ -54,7 +54,7 @@ class TrackerChild:
         self._start_at: float | None = clock.now()  # None: never
 
     def tick(self) -> None:
-        """Start it, or see that it has ended.  Takes no time."""
+        """Start the child if that is due, or note its end.  Never waits."""
         if self._child is not None and (code := self._child.poll()) is not None:
             self._child = None
             self._note_end(code)
@@ -107,14 +107,14 @@ class TrackerChild:
         return True
 
     def _send(self, number: int) -> None:
-        """Send a signal to its group: a tracker may have helper processes."""
+        """Send a signal to the child's process group, because a tracker may have helper processes."""
         assert self._child is not None
         with suppress(OSError):
             os.killpg(self._child.pid, number)
 
 
 def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> TrackerChild:
-    """Make the child of a run that asks for trackers (asked_for.py)."""
+    """Make the child for a run with trackers (asked_for.py)."""
     log = run.config.log
     return TrackerChild(track_command(run.url, log), process_folder(run.url) / LOG, clock, warn)
 

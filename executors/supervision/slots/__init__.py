@@ -1,1 +1,1 @@
-"""One run's slots: what was seen of each, what should be done, and what doing it found."""
+"""One run's slots: their observed state, the next actions, and the results of these."""

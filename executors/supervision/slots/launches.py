@@ -1,10 +1,10 @@
-"""Everything that was ever launched for a run, wherever, with no local state.
+"""All launches of a run, on all platforms, found without local state.
 
     control: places ──▶ executors ──find──┐
     log: launched, lost, ended ──open─────┴──▶ launches ──poll──▶ launches not ended
-    platform: the run's label ──sweep──▶ launches that live, though no record has them
+    platform: the run's label ──sweep──▶ live launches that no record has
 
-Not promised: launches of a platform that cannot be asked; `out_of_reach` says so.  Nor a job that its platform lists
+Not promised: launches on a platform that cannot be asked (see `out_of_reach`), or a job that its platform lists
 later than `LAG_S` after the launch.
 """
 
@@ -30,11 +30,11 @@ from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.store import Store
 
 BEGUN = ("launching", "launched", "found")
-LAG_S = 30.0  # a platform lists a new job by then
+LAG_S = 30.0  # time until a platform lists a new job
 
 
 class Launches:
-    """All launches of a run.   executor: the platforms where they live (default: as the control records say)."""
+    """All launches of a run.   executor: their platforms (default: those in the control records)."""
 
     def __init__(self, store: Store, executor: FleetExecutor | None = None) -> None:
         if executor is not None:
@@ -43,10 +43,10 @@ class Launches:
         self._own = executor is None
         self._executor = executor
         self.statuses: dict[tuple[str, int], Status] = {}
-        self._opened: set[Handle] = set()  # without a written end when we began, or since
-        self._unended: set[Handle] = set()  # without a written end by now
+        self._opened: set[Handle] = set()  # launches that had no end in the log at some look
+        self._unended: set[Handle] = set()  # launches without an end in the log at the last look
         self.seen_alive: set[tuple[str, int]] = set()  # slot, attempt
-        self.strangers: set[Handle] = set()  # that no log names
+        self.strangers: set[Handle] = set()  # live processes that the log does not name
         self.out_of_reach = ""
         self.begun_at = float("-inf")  # Unix time of the newest launch in the log, also before its answer
         self.begun = 0
@@ -78,14 +78,14 @@ class Launches:
         self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
 
     def read_log(self) -> Report:
-        """Read the log; note which launches have no written end yet."""
+        """Read the log, and note the launches without an end in it."""
         report = read_report(self._store, COSTS)
         self._unended = {h for p in past(report.events, self._store.url).values() for h in p.open}
         self._opened |= self._unended
         return report
 
     def look(self) -> list[Handle]:
-        """Poll all; -> the handles that have not ended."""
+        """Poll all launches; return the handles that have not ended."""
         self._update_statuses(self.there)
         return self.there
 
@@ -101,26 +101,26 @@ class Launches:
 
     @property
     def unbooked(self) -> list[Status]:
-        """Ends that no supervisor has written down."""
+        """Ends that no supervisor has logged."""
         ends = [(h, self.statuses.get((h.slot, h.attempt))) for h in sorted(self._unended, key=launch_name)]
         return [replace(s, handle=h) for h, s in ends if s is not None and _has_ended(s)]
 
     @property
     def labelled(self) -> bool:
-        """Whether a platform keeps a list of its own."""
+        """Whether a platform lists the run's processes by label."""
         return self._executor is not None and self._executor.labelled
 
     @property
     def ended_places(self) -> set[str]:
-        """The hosts that the claims of launches which ended on a platform name."""
+        """The hosts of ended launches on platforms, as their claims name them."""
         return {s.handle.place for s in self.statuses.values() if s.handle.place and _has_ended(s)}
 
     def lag_s(self, now: float) -> float:
-        """Seconds from `now` (Unix time) during which a list may still lag behind the newest launch."""
+        """Return the seconds from `now` (Unix time) during which a list may still lack the newest launch."""
         return min(LAG_S, max(0.0, self.begun_at + LAG_S - now))
 
     def sweep(self) -> list[str]:
-        """End what lives under the run's label, of any launcher; -> what that was, in words."""
+        """End all live processes with the run's label, of any launcher; return a description of each."""
         if self._executor is None:
             return []
         try:
@@ -134,7 +134,7 @@ class Launches:
     def cancel(self, handles: Iterable[Handle], grace_s: float) -> None:
         handles = list(handles)
         if self._executor is not None and handles:
-            with suppress(ExecutorError):  # not heard: the next look shows it
+            with suppress(ExecutorError):  # if the cancel failed, the next look shows the process
                 self._executor.cancel(handles, grace_s)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Launches:
 
     def _update_statuses(self, handles: Iterable[Handle]) -> None:
         handles = list(handles)
-        if self._executor is None:  # all that we know is that they were launched
+        if self._executor is None:  # we only know that they were launched
             statuses = [unanswered(Status(h, State.RUNNING, self.out_of_reach), self.out_of_reach) for h in handles]
         else:
             statuses = self._executor.poll(handles) if handles else []

@@ -1,21 +1,21 @@
 """The supervisor's next actions: a pure function of the desired and the observed state.
 
     desired ─┐                    Launch    no replica runs this slot
-             ├─▶ plan ─▶ actions  Replace   its replica is gone, or stands still
-    observed ┘                    Fence     it was told to end for that, and does not
-                                  Drain     runs, and is not wanted any more
-                                  Cancel    the same, and it cannot hear or does not go
-                                  Wait      not now, and why
-                                  GiveUp    starting it again would change nothing
+             ├─▶ plan ─▶ actions  Replace   its replica has ended, or is silent
+    observed ┘                    Fence     the silent replica was asked to end, and does not
+                                  Drain     the replica runs, and is not wanted any more
+                                  Cancel    the same, and it cannot read the request or does not leave
+                                  Wait      not now, with the reason
+                                  GiveUp    another start would change nothing
 
-A slot is one replica's place.  While the run has steps left, a wanted slot whose process has ended is started again,
-however it ended: DONE was said of fewer steps, and a cancel that this run did not ask for is a loss.  A slot that a
-newer generation holds is left alone as long as that one beats.  A platform may restart a process by itself: while it
-says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
-then started again.  A replica that waits for a machine (PENDING) is not silent.
+A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
+again after every kind of end: DONE was about fewer steps, and a cancel by another user is a loss.  A slot with a newer
+generation is left alone while that sends heartbeats.  A platform may restart a process by itself.  So while it says
+RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A replica
+that waits for a machine (PENDING) is not silent.
 
-Not promised: that two supervisors never launch one slot twice.  They would; the supervisor's own claim prevents
-two of them, and the claim of the slot fences the older replica if all else fails.
+Not promised: that two supervisors never launch one slot twice.  The supervisor's own claim prevents two supervisors,
+and as a last resort the claim of the slot fences the older replica.
 """
 
 from collections.abc import Iterable
@@ -32,14 +32,15 @@ Holder = Literal["none", "unknown", "beating", "silent", "left"]
 
 @dataclass(frozen=True)
 class Limits:
-    """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
+    """Limits and times of a supervisor.
 
+    failures: ends in a row by a replica's own fault, without a counted pseudogradient, before the run is given up.
     losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
     reward_failures: ends in a row by a reward that has worked before (strikes.py).   reward_backoff_s: before the first
     replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
-    silent_s: a running process of this machine whose beat stands still for so long is replaced.
-    restart_grace_s: the same on a platform, which may start it again by itself.   boot_s: before its first beat there.
-    fence_s: from telling it to end until its slot is taken from it.   drain_s: for leaving by itself, once asked.
+    silent_s: a process of this machine is replaced if its heartbeat does not change for so long.
+    restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
+    fence_s: from a request to end to the fence.   drain_s: for a replica to leave after a request.
     """
 
     failures: int = 3
@@ -56,17 +57,17 @@ class Limits:
     drain_s: float = 60.0
 
     def pause(self, losses: int) -> float:
-        """Seconds between the latest of `losses` ends in a row and the next start."""
+        """Return seconds between the latest of `losses` ends in a row and the next start."""
         return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
 
     def reward_pause(self, failures: int) -> float:
-        """The same after the latest of `failures` ends in a row by the reward."""
+        """Return the same after the latest of `failures` ends in a row by the reward."""
         return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
 
 
 @dataclass(frozen=True)
 class Desired:
-    """slots: those that should run.   done: the run has all its steps.   ending: we are to stop before that."""
+    """The desired state.   slots: those that should run.   done: the run has all its steps.   ending: stop before."""
 
     slots: frozenset[str]
     done: bool = False
@@ -75,14 +76,14 @@ class Desired:
 
 @dataclass(frozen=True)
 class Observation:
-    """One slot.   state, exit_code, reason: of the process launched last (None: none known).
+    """The observed state of a slot.   state, exit_code, reason: of the process launched last (None: unknown).
 
-    holder: the state of the slot's newest generation, by its heartbeat, for any launcher.
-    silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    holder: the state of the slot's newest generation, by its heartbeat, from any launcher.
+    silent_s: seconds without a new heartbeat.   losses, failures: ends in a row (see Limits).
     reward_failures: the same by the reward; 0 if the latest end was of another kind.
-    native: a platform runs it.   beaten: its heart has been heard.
-    replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
-    leave_s: what it may take to leave, by the pace of its inner steps.
+    native: a platform runs it.   beaten: it has sent a heartbeat.
+    replacing_s, draining_s: seconds since we asked it to end, for a replacement or for good (None: not asked).
+    leave_s: seconds that it may take to leave, by the pace of its inner steps.
     """
 
     slot: str
@@ -113,23 +114,23 @@ class Action:
 
 
 class Launch(Action):
-    """Start it."""
+    """Start a replica for the slot."""
 
 
 class Replace(Action):
-    """End what is left of it, and start it again."""
+    """End the slot's process if it still runs, and start a new replica."""
 
 
 class Fence(Action):
-    """Take its slot from it, as it does not end."""
+    """Claim the slot of a replica that does not end."""
 
 
 class Drain(Action):
-    """Ask it to go."""
+    """Ask the replica to leave."""
 
 
 class Cancel(Action):
-    """End it for good."""
+    """Cancel the process, without a replacement."""
 
 
 class Wait(Action):
@@ -137,11 +138,11 @@ class Wait(Action):
 
 
 class GiveUp(Action):
-    """End the run: this slot cannot be brought to life."""
+    """End the run, because no start of this slot can succeed."""
 
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
-    """One action per slot that needs one; none for slots that are as desired."""
+    """Return one action per slot that needs one; a slot in its desired state needs none."""
     found = [_action_for(desired, one, now, limits) for one in observed]
     return [action for action in found if action is not None]
 
@@ -200,7 +201,7 @@ def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
 
 
 def _end_in_words(s: Observation) -> str:
-    """The words for its end."""
+    """Describe the end of the slot's process."""
     if s.replacing_s is not None:
         return "ended because it was silent"
     if s.exit_code == exitcodes.FENCED:
@@ -213,7 +214,7 @@ def _end_in_words(s: Observation) -> str:
 
 
 def _give_up_reason(s: Observation, limits: Limits) -> str | None:
-    """The reason why another start would change nothing, or None."""
+    """Return the reason why another start would change nothing, or None."""
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"
     if s.reward_failures >= limits.reward_failures:

@@ -1,12 +1,12 @@
-"""The state of one slot, as far as a supervisor knows.
+"""A supervisor's knowledge about one slot.
 
-    log in the bucket ──▶ past ──▶ SlotState ◀── polls (what the platform says)
-                                     │      ◀── beats (what the replica says)
+    log in the bucket ──▶ past ──▶ SlotState ◀── polls (the platform's statuses)
+                                     │      ◀── the replica's heartbeats
                                      └─▶ Observation, for the plan
 
-A heartbeat is a handle's if it comes from its place on a platform, or from its pid on this machine.
+A heartbeat belongs to a handle if it names the handle's place on a platform, or its pid on this machine.
 
-Not promised: how a launch ended that no supervisor polled; it is counted when the next one finds it.
+Not promised: the end of a launch while there is no supervisor; the next supervisor counts it when it finds it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,19 +35,19 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Whether we can ask how it is.  Processes of other machines are known by their heartbeat alone."""
+    """Whether its status can be polled.  For a local process of another machine there are only heartbeats."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
 def begin_fields(handle: Handle) -> dict[str, Any]:
-    """The fields of a launch in the log, for the bill and for the next supervisor."""
+    """Return the fields of a launch for the log, from which bills and the next supervisor read it."""
     about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
     price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
     return {**about, **price, "handle": handle.to_dict()}
 
 
 def end_fields(status: Status) -> dict[str, Any]:
-    """The fields of an end in the log."""
+    """Return the fields of an end for the log."""
     h = status.handle
     about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
     times = {"began_at": status.began_at, "ended_at": status.ended_at} if status.ended_at else {}
@@ -59,8 +59,8 @@ def end_fields(status: Status) -> dict[str, Any]:
 class History:
     """A slot's past, from the log.
 
-    attempt: the highest number used.   strikes: ends in a row; the last one at `ended_at` (Unix time) left `state`.
-    open: launches without a written end.   pending: the newest of them waited for a machine.
+    attempt: the highest number used.   strikes: ends in a row.   ended_at, state, …: of the last end (Unix time).
+    open: launches without an end in the log.   pending: the newest of them waited for a machine.
     """
 
     attempt: int = 0
@@ -74,9 +74,9 @@ class History:
 
 
 def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
-    """The past of each slot, from the events of supervisors (Report.events).   run: the log's own, for the handles.
+    """Return the past of each slot, from the events of supervisors (Report.events).   run: its URL, for handles.
 
-    Counting starts anew after an end that a person has seen: all replicas gone, or the run given up.
+    Strikes are reset after an end that the user has seen: the supervisor stopped, or gave the run up.
     """
     found: dict[str, History] = {}
     for e in events:
@@ -124,21 +124,21 @@ def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
 
 
 def native_of(e: Mapping[str, Any]) -> str | None:
-    """The id, on its platform, of the process that an event speaks of; None where it does not say."""
+    """Return the platform's id of the process that an event is about; None if the event has none."""
     handle = e.get("handle") or {}
     found = e.get("native", handle.get("native"))
     return found if isinstance(found, str) else None
 
 
 def same_process(native: str | None, other: str) -> bool:
-    """Whether an event speaks of this process; one that names none (None) speaks of any that its launch had."""
+    """Whether an event is about this process; an event without an id (None) is about all processes of its launch."""
     return native is None or native == other
 
 
 def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
-    """The launched handle, if the event has a valid one.
+    """Return the launched handle, if the event has a valid one.
 
-    Any writer may have made the event: it speaks of its own slot and launch, and of the run of its log alone.
+    Any writer may have forged the event, so the handle must name the event's slot and attempt, and gets the log's run.
     """
     try:
         found = from_json(Handle, e["handle"])
@@ -150,7 +150,7 @@ def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
 
 
 def end_in(e: Mapping[str, Any]) -> SessionEnd:
-    """The end that a "lost" event tells.  Older releases wrote no number of steps, the oldest not even `useful`."""
+    """Return the end in a "lost" event.  Older releases wrote no `counted`, and the oldest no `useful`."""
     counted = e.get("counted", int(e.get("useful", True)))
     return SessionEnd(counted, own_fault=e.get("own_fault", False), by_reward=e.get("by_reward", False))
 
@@ -159,13 +159,13 @@ def end_in(e: Mapping[str, Any]) -> SessionEnd:
 class SlotState:
     """The state of one slot.
 
-    handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
-    gone: a launch that is known to have ended.   beat: as last seen, since when, how often it moved.
-    running_since: when it was first seen to run.   ran: it may have, before us.
+    handle, status: of the slot's present or last process.   attempt: the highest number used so far.
+    gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: its changes.
+    running_since: when it was first seen to run.   ran: it has run, or may have run under an earlier supervisor.
     pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
-    replacing_at, draining_at: when we told it to end, to start it anew or for good.
-    cancelled: when we told the platform so, and with how much grace.
-    asked: its heartbeat when we asked it to leave.   lost: the work that died with it then, in words.
+    replacing_at, draining_at: when we asked it to end, for a replacement or for good.
+    cancelled: time and grace of our cancel at the platform.
+    asked: its heartbeat when we asked it to leave.   lost: the work that the kill then lost, in words.
     """
 
     slot: str
@@ -194,9 +194,9 @@ class SlotState:
 
     @classmethod
     def after(cls, slot: str, past: History, found: Status | None, clock_now: float, wall: float) -> "SlotState":
-        """A slot as it was before us: its process goes on if it runs; an end that is not counted yet is still to come.
+        """Make the state of a slot under a new supervisor.  A process with no counted end is treated as running.
 
-        found: the process that runs it, or the last that did.
+        found: the status of the slot's present or last process.
         """
         number = max(past.attempt, found.handle.attempt if found else 0)
         uncounted = found is not None and any(h.attempt == found.handle.attempt for h in past.open)
@@ -255,7 +255,7 @@ class SlotState:
             self.unseen = False
 
     def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
-        """Note the slot's heartbeat, which knows better than a platform whether the replica runs."""
+        """Note the slot's heartbeat, which shows more reliably than the platform that the replica runs."""
         newest = (beat.generation, beat.n)
         if newest != self.beat:
             self.moves, self.moved_at = (0, None) if self.beat is None else (self.moves + 1, now)
@@ -270,7 +270,7 @@ class SlotState:
             self.polled(replace(s, state=State.RUNNING), now)
 
     def observe(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
-        """The observation of this slot, for the plan."""
+        """Return the observation of this slot, for the plan."""
         s = self.status
         since = lambda at: None if at is None else now - at  # noqa: E731
         return Observation(
@@ -291,7 +291,7 @@ class SlotState:
         )
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
-        """Seconds for which its own heart has stood still, or not begun to beat."""
+        """Return seconds since the process's last new heartbeat, or since it began to run without one."""
         if self.handle is not None and beat is not None and is_from_launch(self.handle, beat):
             return now - self.still_since
         return 0.0 if self.running_since is None else now - self.running_since

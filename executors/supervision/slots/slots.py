@@ -1,15 +1,15 @@
-"""The slots of a run as one supervisor sees them, and the launches that it must not lose sight of.
+"""One supervisor's view of a run's slots, and of all launches that may still run.
 
     platforms ──find, poll──┐                                        ┌─▶ observed     for the plan
     log: launched, ended ───┴──▶ by_slot: one SlotState each ────────┤
-                                 replaced: not yet seen to end       ├─▶ log: found, pending, running, lost, ended
-                                 twins: no launch of ours names them, or a second process of one
+                                 replaced: end not seen yet          ├─▶ log: found, pending, running, lost, ended
+                                 twins: processes that the log does not name, and duplicates of a launch
 
 Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
-process that a platform lists and no log names (the answer to its launch was lost) is written down, so that it is
-billed, and ended: of two processes of one launch the platform's executor keeps the oldest.
+process that a platform lists and the log does not name (the answer to its launch was lost) is logged, so that it is
+billed, and then ended.  Of two processes of one launch, the platform's executor keeps the older.
 
-Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
+Not promised: the state of a launch while its platform does not answer; until then the last known state counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ from executors.supervision.slots.slot_state import (
 from executors.supervision.slots.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
-PUBLISH = "publish"  # the one that is not a replica: it puts θ₀ into the bucket
-AGAIN_S = 30.0  # between two words to a process that does not go
+PUBLISH = "publish"  # the slot of the publisher, which is not a replica: it writes θ₀ into the bucket
+AGAIN_S = 30.0  # between two cancels of a process that does not end
 
 
 class Slots:
-    """fresh_s: a heartbeat that has stood still for longer is silent.   emit: writes to the log.
-    limits: how long a slot whose reward has failed waits."""
+    """All slots of a run.   fresh_s: a heartbeat without a change for longer is silent.   emit: writes to the log.
+    limits: the pauses after failures of the reward."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Slots:
         self.boundary = boundary_of(run)
         self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
-        self.replaced: dict[Handle, float] = {}  # and when we last told them to end
-        self.twins: dict[Handle, float] = {}  # the same
+        self.replaced: dict[Handle, float] = {}  # -> time of our last cancel
+        self.twins: dict[Handle, float] = {}  # -> time of our last cancel
         self.outages = Outages(clock)
-        self._past: dict[str, History] | None = None  # None: not looked yet
+        self._past: dict[str, History] | None = None  # None: the log was not read yet
         self._found: dict[str, Status] = {}
 
     def all(self) -> list[SlotState]:
@@ -75,7 +75,7 @@ class Slots:
         return bool(self.replaced or self.twins) or any(t.running for t in self.all())
 
     def ask(self, read: Callable[[], Report]) -> dict[Handle, Status]:
-        """Ask the platforms, before the report is read: then an end is judged by a report that is younger than it."""
+        """Poll the platforms; call this before the report is read, so that the report is newer than each end."""
         if self._past is None:
             self._look_back(read())
         handles = [*(t.handle for t in self.all() if t.handle is not None and t.running), *self.replaced]
@@ -103,7 +103,8 @@ class Slots:
                 state.forget()
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
-        """Take over the process that runs this launch, if we knew another: an older one, whose answer was lost."""
+        """Adopt the process that counts for this launch, if it is not the known one: an older one, whose answer was
+        lost."""
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
@@ -112,7 +113,7 @@ class Slots:
         state.handle = runs
 
     def _look_at_twins(self, report: Report) -> None:
-        """Write down processes that no log names, and end them: they are billed from their launch."""
+        """Log processes that the log does not name, so that they are billed from their launch, and end them."""
         own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
         newest = {t.slot: t.attempt for t in self.all()}
         alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
@@ -126,7 +127,7 @@ class Slots:
         self._end_twins()
 
     def _end_twins(self) -> None:
-        """End twins now, and again from time to time."""
+        """Cancel twins now, and again every AGAIN_S."""
         now = self.clock.now()
         due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
         self.twins |= dict.fromkeys(due, now)
@@ -134,11 +135,11 @@ class Slots:
             self.executor.cancel(due, 0.0)
 
     def _is_run_by_us(self, handle: Handle) -> bool:
-        """Whether its launch goes on.  A cancel would end that launch; its executor ends the second process."""
+        """Whether its launch still runs.  A cancel would end the launch; the executor itself ends its duplicates."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
 
     def _wanted_again(self, state: SlotState, report: Report) -> None:
-        """Keep a replica that is wanted again, as it may not have heard that it was to leave; else another follows."""
+        """Keep a replica that is wanted again; if it had already read the request to leave, it is replaced later."""
         if state.cancelled is None and not self._lease_over(report):
             state.draining_at = None
 
@@ -146,7 +147,7 @@ class Slots:
         """Find launches of earlier supervisors, from the platforms and the log."""
         before = past(report.events, self.run.url)
         opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
-        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the oldest
+        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the older one
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}
         found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
@@ -170,7 +171,7 @@ class Slots:
         return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
     def _look_at_replaced(self, statuses: Mapping[Handle, Status]) -> None:
-        """Look at launches that have been replaced, but were not seen to end."""
+        """Log the ends of replaced launches, and cancel the others again every AGAIN_S."""
         for handle in list(self.replaced):
             status = statuses.get(handle)
             if status is not None and status.state.ended and not status.stale:
@@ -187,7 +188,7 @@ class Slots:
             self._count_end(state, status, report)
 
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
-        """Count an end.  One that was not asked for is a loss, counted from zero if its session's work counted."""
+        """Count and log an end.  An end that was not requested is a loss; the count restarts if its work counted."""
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
         unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
@@ -212,7 +213,7 @@ class Slots:
         self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
 
     def _reward_wait(self, state: SlotState) -> dict[str, float]:
-        """Fields about the next start of a slot whose reward has failed, for `diloco status`."""
+        """Return fields for `diloco status` about the next start of a slot whose reward has failed."""
         count = state.strikes.reward_failures
         if not state.strikes.by_reward:
             return {}
@@ -220,8 +221,8 @@ class Slots:
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
     def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Judge whether it was its own fault.  The failure of a reward that has worked in this run is not a replica's
-        fault; nor is it that nothing moved while another slot waits for its reward."""
+        """Return whose fault the end was.  It is not the replica's if a reward failed that has worked in this run, or
+        if it gave up while another slot waits for its reward."""
         replaced = state.replacing_at is not None
         failed = status.state is State.FAILED and not replaced
         awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
@@ -238,14 +239,14 @@ class Slots:
         return asked or self.hears(state.slot, report)
 
     def hears(self, slot: str, report: Report) -> bool:
-        """Whether the bucket tells this replica to leave."""
+        """Whether a control record asks this replica to leave."""
         return slot != PUBLISH and (report.wanted.is_to_leave(slot) or self._lease_over(report))
 
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
 
     def _emit_waiting(self, state: SlotState) -> None:
-        """Write down when a launch begins or ends to wait for a machine, which costs nothing."""
+        """Log when a launch begins or ends to wait for a machine, because the wait is not billed."""
         if state.handle is None or not state.handle.native or state.status is None:
             return
         waits = state.status.state is State.PENDING
@@ -272,7 +273,7 @@ class Slots:
     # ------------------------------------------------------------------ acting
 
     def cancel(self, states: Sequence[SlotState], grace_s: float) -> None:
-        """Cancel now, and again from time to time until the platform has heard it."""
+        """Cancel now, and again every AGAIN_S while `cancel` is called."""
         now = self.clock.now()
         due = [t for t in states if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
         for state in due:
@@ -281,10 +282,10 @@ class Slots:
             self.executor.cancel([t.handle for t in due if t.handle], grace_s)
 
     def book(self, event: str, handle: Handle, why: str) -> None:
-        """Write down a launch."""
+        """Log a launch."""
         self.emit(event, **begin_fields(handle), why=why)
 
 
 def wanted_slots(report: Report) -> list[str]:
-    """The slots that should run."""
+    """Return the slots that should run."""
     return [s for s in report.wanted.slot_names if not report.wanted.is_to_leave(s)]

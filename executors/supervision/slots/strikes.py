@@ -1,4 +1,4 @@
-"""How often a slot has ended in a row, and how long its next start waits.
+"""Counts the ends of a slot in a row, which determine the pause before its next start.
 
     an end ──▶ count_end ──▶ Strikes ──▶ Limits (plan.py): pause, give up
 
@@ -8,23 +8,23 @@
     some, fewer than ENOUGH                   1              1 if own, or 0     one more if by the reward
     ENOUGH or more                            1              1 if own, or 0     1 if by the reward, or 0
 
-An end is `by_reward` if the reward gave no numbers any more in a run that has committed outer steps: its judge may be
-away and come back, so pauses grow to half an hour; or it fails in every session after some batches, so a session whose
-work counted a little does not begin the count anew (decision 034).  Such an end is no `own_fault`.
+An end is `by_reward` if the reward returned no more numbers in a run that has committed outer steps.  Its judge may be
+down for a while, so pauses grow to half an hour.  Or it fails in every session after some batches, so a session with a
+little counted work does not reset the count (decision 034).  Such an end is no `own_fault`.
 
-Not promised: that sessions which each bring ENOUGH steps ever stop being started again; the run's steps bound them.
+Not promised: an end of restarts if each session brings ENOUGH steps; then only the run's number of steps limits them.
 """
 
 from dataclasses import dataclass
 
-ENOUGH = 10  # outer steps; a session that brought them was worth its start
+ENOUGH = 10  # outer steps; a session that brought so many was worth its start
 
 
 @dataclass(frozen=True)
 class Strikes:
     """Ends in a row.   losses: of any kind.   failures: by the replica's own fault.   reward_failures: by its reward.
 
-    by_reward: the latest end was.
+    by_reward: whether the latest end was by the reward.
     """
 
     losses: int = 0
@@ -38,7 +38,7 @@ NO_STRIKES = Strikes()
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """An end that was not asked for.   counted: outer steps that counted its work."""
+    """An end that was not requested.   counted: outer steps that counted the session's work."""
 
     counted: int = 0
     own_fault: bool = False
@@ -46,7 +46,7 @@ class SessionEnd:
 
 
 def count_end(before: Strikes, end: SessionEnd) -> Strikes:
-    """The strikes after one more end."""
+    """Return the strikes after one more end."""
     fresh = NO_STRIKES if end.counted else before
     streak = 0 if end.counted >= ENOUGH else before.reward_failures
     return Strikes(

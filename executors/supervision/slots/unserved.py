@@ -1,11 +1,11 @@
-"""Wanted slots that neither run nor are being started, for any reason: seen in the run's records alone.
+"""Wanted slots that neither run nor are being started, for any reason, found in the run's records.
 
-    wanted ─ fresh beats ─ launches without an end ─ waits that were announced ──▶ "r02: not running for 3 min; …"
+    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
 
-A launch does not count if its replica has said goodbye since.
+A launch does not count if its replica has left since.
 The reason is the text of the supervisor's newest event of a kind in REASONS.
 
-Not promised: anything about a run without a supervisor; `status` says that in a line of its own.
+Not promised: anything about a run without a supervisor; `status` has a separate line for that.
 """
 
 from diloco.runlog.reader import SUPERVISOR, Report
@@ -14,7 +14,7 @@ from diloco.views.overview import silent_s
 from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
 
-AFTER_S = 120.0  # a supervisor's look, a pause before the second start, a budget that is asked
+AFTER_S = 120.0  # time for a supervisor's look, a pause before the second start, and the budget's check
 ABOUT = ("launched", "found", "lost", "ended", "killed")
 REASONS = ("refused", "platform_silent")
 
@@ -25,7 +25,7 @@ def unserved(report: Report, now: float) -> list[str]:
     if report.done or report.stopped or not started:
         return []
     before = past(report.events)
-    if before.get("publish", History()).open:  # replicas follow once the model is there
+    if before.get("publish", History()).open:  # replicas start once the model is published
         return []
     wanted = [slot for slot in report.wanted.slot_names if not report.wanted.is_to_leave(slot)]
     wanted = [slot for slot in wanted if _is_idle(report, slot, before.get(slot, History()), now)]
@@ -54,7 +54,7 @@ def _idle_since(report: Report, slot: str) -> float:
 
 
 def _waits(report: Report, slot: str, now: float) -> bool:
-    """Whether the wait that the slot's newest event announced (reward_waits.py), and AFTER_S, are not over yet."""
+    """Whether the wait announced by the slot's newest event (reward_waits.py), plus AFTER_S, is not over yet."""
     newest = [e for e in report.of_kind(*ABOUT) if e["slot"] == slot][-1:]
     return any(e["at"] + e.get("again_in_s", 0.0) + AFTER_S > now for e in newest)
 

@@ -1,1 +1,1 @@
-"""Feature Deletion: a feature is taken out of a small repository, and hidden tests decide whether it came back."""
+"""Feature Deletion: remove a feature from a small repository; hidden tests decide whether the agent restored it."""

@@ -1,19 +1,19 @@
-"""Tasks out of small repositories: a feature's functions lose their bodies, and tests are sorted by the effect.
+"""Make tasks from small repositories: remove the bodies of a feature's functions, and sort tests by the effect.
 
     repos/NAME/…/*.py          the package                     python -m inner.extras.deletion.generate \\
     repos/NAME/feature.toml    features and hidden tests           --repos repos --to tasks --prompts prompts.jsonl
 
     [[feature]] name, functions = ["package/file.py:Class.method"]        [[test]] name, run, expect (JSON)
 
-    the original     must pass every test, twice                          else the tests are wrong
-    without it       the tests that fail are fail-to-pass, the others pass-to-pass; both twice the same, neither empty,
-                     and some fail-to-pass test expects a value, no exception
-    the solution     is put back into it, and scores 1 where the task without it scores 0
+    the original     must pass every test, twice                          else InnerError: the tests are wrong
+    without it       tests that fail are fail-to-pass, the others pass-to-pass. Both are the same twice, neither is
+                     empty, and some fail-to-pass test expects a value, not an exception
+    the solution     scores 1 when it is put back; without it the score is 0
 
-A body becomes `raise NotImplementedError`; signature and docstring stay, as the description. Helpers that only the
-feature used stay too, unless they are named.
+A body becomes `raise NotImplementedError`. Signature and docstring stay, as the description. Helpers that only the
+feature used also stay, unless they are listed.
 
-Not promised: that every feature can be rebuilt from the remaining code; how hard a task is.
+Not promised: that every feature can be rebuilt from the remaining code; any level of difficulty.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ASK = (
 
 
 def make_tasks(repo: Path) -> list[DeletionTask]:
-    """A task per feature of one repository, each checked by its own tests.   Raises InnerError."""
+    """Make one task per feature of a repository, and check each with the repository's tests.   Raises InnerError."""
     files = {path.relative_to(repo).as_posix(): path.read_text() for path in sorted(repo.rglob("*.py"))}
     try:
         told = tomllib.loads((repo / "feature.toml").read_text())
@@ -72,10 +72,11 @@ def _make_task(
 
 
 def check_task(task: DeletionTask) -> None:
-    """The solution passes all; without it exactly the fail-to-pass tests fail, and both sets have some."""
+    """Raise InnerError unless the solution passes all tests, exactly the fail-to-pass tests fail without it, and both
+    kinds exist."""
     whole = judge(task, {**task.files, **task.solution})
     if whole.failed:
-        raise InnerError(f"{task.name}: the original itself fails {', '.join(sorted(whole.failed))}. Mend those tests.")
+        raise InnerError(f"{task.name}: the original itself fails {', '.join(sorted(whole.failed))}. Fix these tests.")
     without = judge(task, task.files)
     if without.failed != frozenset(task.fail_to_pass):
         odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
@@ -102,7 +103,7 @@ def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
 
 
 def take_out(source: str, qualified: str) -> str:
-    """The source with one function's body gone; signature and docstring stay."""
+    """Return the source without one function's body; signature and docstring stay."""
     node: ast.AST = ast.parse(source)
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for part in qualified.split("."):
@@ -119,7 +120,7 @@ def take_out(source: str, qualified: str) -> str:
 
 
 def prompt_row(task: DeletionTask) -> dict[str, Any]:
-    """A row of a prompts file; `task` carries everything that a replica needs."""
+    """Return a row of a prompts file; `task` has all that a replica needs."""
     return {"prompt": [{"role": "user", "content": task.instruction}], "task": task.dump()}
 
 

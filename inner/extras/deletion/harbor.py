@@ -1,14 +1,14 @@
-"""A task as a Harbor folder, for TRL's HarborSpec, prime-rl and `harbor run`.
+"""Write a task as a Harbor folder, for TRL's HarborSpec, prime-rl and `harbor run`.
 
     task.toml         limits, no internet, the canary      environment/   Dockerfile, repo/ without the feature
-    instruction.md    what the agent reads                 tests/         test.sh ─▶ judge.py, inside.py, cases.json
-    solution/         solve.sh, files/ as they were        reward         /logs/verifier/reward.txt: 1 or 0
+    instruction.md    read by the agent                    tests/         test.sh ─▶ judge.py, inside.py, cases.json
+    solution/         solve.sh, the original files/        reward         /logs/verifier/reward.txt: 1 or 0
 
-tests/ reaches the container when the agent is done. judge.py runs as root, closes /tests to others, and starts each
-test as uid 65534; as here, expected values are compared in a process that never imports the agent's code.
+tests/ is copied into the container when the agent has finished. judge.py runs as root, closes /tests to other users,
+and starts each test as uid 65534. As in judge.py here, it compares expected values outside the agent's process.
 
-Not promised: bubblewrap's walls; there the container is the sandbox. An agent that is root in it may have changed the
-interpreter, against which only a verifier in a container of its own helps.
+Not promised: bubblewrap's isolation: the container is the sandbox. An agent that is root in it may have changed the
+interpreter; only a verifier in a separate container helps against that.
 """
 
 import json
@@ -54,7 +54,7 @@ allow_internet = false
 
 
 def write_harbor(task: DeletionTask, folder: Path) -> None:
-    """Write the whole folder anew."""
+    """Write the folder; delete what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("environment/repo", "tests", "solution/files"):
         (folder / name).mkdir(parents=True)

@@ -1,11 +1,11 @@
-"""The verifier of a Harbor folder (tests/judge.py): judge.py's comparison without bubblewrap.   Standard library alone.
+"""The verifier of a Harbor folder (tests/judge.py): judge.py's comparison without bubblewrap.   Standard library only.
 
     python3 -I -S judge.py --work /work --tests /tests --to /logs/verifier/reward.txt
 
     /tests ── mode 700 ──▶ only root reads expected values       each test: a process of uid 65534, killed at 10 s
-    the reward is 0 from the start, so that one that was forged before, or a judge that dies, leaves no 1
+    judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
-Not promised: more than the container around it; limits are those of inside.py.
+Not promised: more isolation than the container's. The limits are those of inside.py.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SECONDS, MOST = 10, 64 << 10
 
 
 def answer(inside: str, work: str, run: str) -> bytes:
-    """The bytes that the test's process wrote, or b"" for one that was killed."""
+    """Return the bytes that the test's process wrote; b"" if it was killed."""
     asked = json.dumps({"run": run, "path": work, "value": True, "limits": LIMITS}).encode()
     user: Any = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     with tempfile.TemporaryFile() as out:

@@ -1,15 +1,15 @@
-"""The first code in the sandbox: it limits itself, runs one program, and hands out one value.   Standard library alone.
+"""The first code in the sandbox: it limits itself, runs one program, and writes one value.   Standard library only.
 
     stdin   {"run": program, "path": folder, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool}
 
-    value   fds 1 and 2 become nothing (a warning is not a wrong answer); what the program calls `result` goes out as
-            canonical JSON; {"raises": "ValueError"} where the program raised, with the error's class
-    else    the program's own output goes out
+    value   true: fds 1 and 2 go to /dev/null (a warning is not a wrong answer); the program's `result` is written as
+            canonical JSON, or {"raises": "ValueError"} if the program raised, with the error's class
+            false: the program's own output is written
 
-It reads nothing else: no expected value, no other test.   `python -I -S -B` read neither sitecustomize nor *.pth.
+It reads nothing else: no expected value, no other test.   With -I -S -B, Python reads no sitecustomize and no *.pth.
 
-Not promised: that the value comes from the program. Code that runs here can write to any descriptor, so what it
-writes is compared with a value that it cannot see (judge.py).
+Not promised: that the value comes from the program. Code in this process can write to any descriptor. So its output is
+compared with a value that it cannot see (judge.py).
 """
 
 import json

@@ -1,14 +1,14 @@
-"""A task, and the verdict on it: the code's answers are compared outside, as bytes, with values that it cannot see.
+"""A task, and its verdict: results are compared outside the sandbox, as bytes, with values that the code cannot see.
 
     for each hidden test   a fresh sandbox: the agent's files and this one test's program        inside.py
                            its output, byte for byte == canonical JSON of the expected value     here
     reward 1               every test of both sets passed, and the monitor has found nothing
 
-    fail-to-pass   fail without the feature        pass-to-pass   pass without it, and have to go on doing so
+    fail-to-pass   tests that fail without the feature     pass-to-pass   tests that pass without it and must still pass
 
-The expected values never enter a sandbox, and no output is parsed here. To forge a pass means to write the right
-value, and the one way to know it is to compute it. Not promised: that a value of few possibilities cannot be guessed
-(generate.py refuses tests that expect true, false or null), or that the tests cover the whole feature.
+The expected values never enter a sandbox, and no output is parsed here. To forge a pass, code must write the right
+value, and can know it only by computing it. Not promised: that a value with few possibilities cannot be guessed
+(generate.py refuses tests that expect true, false or null); that the tests cover the whole feature.
 """
 
 import json
@@ -22,12 +22,12 @@ from inner.extras.deletion.sandbox import Ended, SandboxLimits, run_sandboxed
 
 CANARY = "serverless-diloco feature deletion 5b1f6a52-3c0e-4b9d-9f0e-7a8d2c41e6b7: do not train on these hidden tests"
 GRADING = SandboxLimits(seconds=5.0, output=64 << 10)
-AT_ONCE = 2  # sandboxes
+AT_ONCE = 2  # sandboxes at the same time
 
 
 @dataclass(frozen=True)
 class HiddenTest:
-    """`run` is a program that leaves its value in `result`; an exception's value is {"raises": its class}."""
+    """`run` is a program that stores its value in `result`; if it raises, the value is {"raises": error class}."""
 
     name: str
     run: str
@@ -36,7 +36,7 @@ class HiddenTest:
 
 @dataclass(frozen=True)
 class DeletionTask:
-    """files: the repository without the feature (path → text).   solution: the files as they were."""
+    """One task.   files: the repository without the feature (path → text).   solution: the original files."""
 
     name: str
     instruction: str
@@ -47,12 +47,12 @@ class DeletionTask:
     canary: str = CANARY
 
     def dump(self) -> str:
-        """JSON for one column of a prompts file.  The solution stays behind: no replica needs it."""
+        """Return JSON for one column of a prompts file, without the solution, which no replica needs."""
         return json.dumps({**asdict(self), "solution": {}}, sort_keys=True)
 
 
 def load_task(text: str) -> DeletionTask:
-    """Read the file that `dump` wrote.   Raises InnerError."""
+    """Parse the text that `dump` returned.   Raises InnerError."""
     try:
         found = json.loads(text)
         return DeletionTask(**{**found, "tests": [HiddenTest(**test) for test in found["tests"]]})
@@ -65,7 +65,7 @@ def load_task(text: str) -> DeletionTask:
 
 @dataclass(frozen=True)
 class DeletionVerdict:
-    """passed: the names of the hidden tests that passed.   flags: the monitor's, with those of the sandbox."""
+    """The result.   passed, failed: names of hidden tests.   flags: of the monitor and of the sandbox."""
 
     passed: frozenset[str]
     failed: frozenset[str]
@@ -77,7 +77,7 @@ class DeletionVerdict:
 
 
 def judge(task: DeletionTask, files: Mapping[str, str], flags: Sequence[str] = ()) -> DeletionVerdict:
-    """Run every hidden test on `files`. `flags`: what the monitor has found already."""
+    """Run every hidden test on `files`.   flags: what the monitor has found."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = list(pool.map(lambda test: run_sandboxed(files, test.run, GRADING, value=True), task.tests))
     right = [end.output == canonical(test.expect) and not end.why for test, end in zip(task.tests, ended, strict=True)]
@@ -88,12 +88,12 @@ def judge(task: DeletionTask, files: Mapping[str, str], flags: Sequence[str] = (
 
 
 def canonical(value: Any) -> bytes:
-    """The one spelling of a JSON value: 1, 1.0 and true are three values."""
+    """Return the one JSON spelling of a value: 1, 1.0 and true differ."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _flags_of(ended: Ended) -> list[str]:
-    """Ends of a hidden test's process that honest code rarely has: a limit, or no value at all."""
+    """Return flags for ends of a test's process that are rare for honest code: a limit, or no value."""
     if ended.why:
         return [ended.why]
     if not ended.output:

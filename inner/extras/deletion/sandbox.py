@@ -1,19 +1,19 @@
-"""One Python process in bubblewrap: its files read-only, no network, no second process, limits on everything.
+"""Run one Python process in bubblewrap: read-only files, no network, no second process, limits on everything.
 
-    files (path → text) ──▶ /work, read-only    /tmp: 8 MiB, 1,024 files; gone afterwards; nothing else can be written
+    files (path → text) ──▶ /work, read-only    /tmp: 8 MiB, 1,024 files, deleted at the end; nothing else is writable
     this Python, its standard library, the C library  no site-packages, no home, no /etc, nothing of the run
-    no capabilities, uid 65534, namespaces of its own     the calls of CALLS: EPERM (seccomp)
-    memory, CPU seconds: limits that inside.py sets before anything else        wall time, output: killed from here
+    no capabilities, uid 65534, its own namespaces        the calls in CALLS: EPERM (seccomp)
+    memory, CPU seconds: limits that inside.py sets first                       wall time, output: killed by this file
 
-One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.  (bwrap's own
-process 1 had no limits, and could be written to through /proc/1/mem; so Python is process 1.)  Memory that the
-limit does not count (System V's segments and queues, memfd) cannot be made, nor a socket: a vsock to the machine's
-host passes every network namespace.  A socketpair can, for asyncio, with a buffer of the usual size, and no descriptor
-goes through it.  What the kernel keeps for all of these is less than 40 MiB (decision 073).
-Without bwrap, or where it may not make namespaces, `require_sandbox` raises: nothing ever runs unsandboxed.
+There is only one process, so its memory limit is the sandbox's, and a fork bomb cannot start.  (bwrap's own process 1
+would have no limits and be writable through /proc/1/mem; so Python is process 1.)  The sandbox cannot create memory
+outside the limit (System V's segments and queues, memfd), or a socket: a vsock to the machine's host passes every
+network namespace.  It can create a socketpair, for asyncio, with a default buffer, but send no descriptor through it.
+The kernel keeps less than 40 MiB for all of these (decision 073).
+If bwrap is missing or may not make namespaces, `require_sandbox` raises: nothing runs without a sandbox.
 
-Not promised: a /tmp that can be written, where no outer namespace can be made (`unshare`); protection from a fault of
-the kernel, or from measuring time. x86-64 and arm64 Linux only.
+Not promised: a writable /tmp if no outer namespace can be made (`unshare`); protection against a bug of
+the kernel, or against time measurements. x86-64 and arm64 Linux only.
 """
 
 import json
@@ -37,9 +37,9 @@ from inner.errors import SandboxMissing
 
 INSIDE = (Path(__file__).parent / "inside.py").read_text()
 WORK = "/work"
-# AUDIT_ARCH, and the numbers of: clone, clone3, unshare, mount, ptrace, setns, and (x86-64 alone) fork, vfork;
-# socket, io_uring_setup; shmget, semget, msgget, memfd_create; bpf, userfaultfd, perf_event_open; add_key, request_key,
-# keyctl; sendmsg, sendmmsg, setsockopt; (x86-64 alone) inotify_init; inotify_init1, fanotify_init; timer_create,
+# AUDIT_ARCH, then the numbers of: clone, clone3, unshare, mount, ptrace, setns, (x86-64 only) fork, vfork; socket,
+# io_uring_setup; shmget, semget, msgget, memfd_create; bpf, userfaultfd, perf_event_open; add_key, request_key,
+# keyctl; sendmsg, sendmmsg, setsockopt; (x86-64 only) inotify_init; inotify_init1, fanotify_init; timer_create,
 # mq_open, io_setup, vmsplice, memfd_secret
 CALLS = {
     "x86_64": (
@@ -53,15 +53,15 @@ CALLS = {
          211, 269, 208, 26, 262, 107, 180, 0, 75, 447),
     ),
 }  # fmt: skip
-MOST_PATH = 200  # bytes; a name of a file has at most 255
-# bwrap's own tmpfs has room for as many inodes as half of the machine's pages: a gigabyte that no limit counts
+MOST_PATH = 200  # bytes; Linux allows 255 in a file's name
+# bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte that no limit counts
 TMPFS = 'mount -t tmpfs -o "size=$1,nr_inodes=$2,nosuid,nodev" tmpfs "$0" && shift 2 && exec "$@"'
 EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """seconds: wall clock.   memory: of the whole sandbox.   output: bytes, then it is killed."""
+    """Limits.   seconds: wall clock.   memory: bytes of the whole sandbox.   output: bytes; above this it is killed."""
 
     seconds: float = 5.0
     memory: int = 256 << 20
@@ -73,7 +73,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Ended:
-    """output: at most limits.output bytes.   why: "" (ended by itself), "time limit" or "output limit"."""
+    """The end of a run.   output: at most limits.output bytes.   why: "" (by itself), "time limit", "output limit"."""
 
     output: bytes
     code: int | None
@@ -81,7 +81,7 @@ class Ended:
 
 
 def run_sandboxed(files: Mapping[str, str], program: str, limits: SandboxLimits, *, value: bool = False) -> Ended:
-    """Run `program` beside `files`. `value`: hand out what it calls `result` (inside.py), not what it prints."""
+    """Run `program` beside `files`.   value: return its variable `result` (inside.py) instead of its output."""
     require_sandbox()
     asked = {
         "run": program,
@@ -96,13 +96,13 @@ def run_sandboxed(files: Mapping[str, str], program: str, limits: SandboxLimits,
 
 @contextmanager
 def _two_folders() -> Iterator[tuple[str, str]]:
-    """One for the files, one below which /tmp is mounted."""
+    """Make a folder for the files, and a folder that becomes /tmp."""
     with tempfile.TemporaryDirectory(prefix="deletion-") as folder, tempfile.TemporaryDirectory(prefix="tmp-") as room:
         yield folder, room
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Each file below `folder`; the paths were checked by `checked_path`."""
+    """Write each file below `folder`.   Raises ValueError for a path that `checked_path` refuses."""
     for name, text in files.items():
         path = folder / checked_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def checked_path(name: str) -> str:
-    """Return the same relative path.   Raises ValueError for one that leaves the folder or is not a plain name."""
+    """Return the same relative path.   Raises ValueError if it leaves the folder or is not a plain name."""
     parts = name.split("/")
     if not name.isprintable() or any(p in ("", ".", "..") or p.startswith(".git") for p in parts):
         raise ValueError(f"{name!r} is not a path inside the repository. Give one like `package/module.py`.")
@@ -121,7 +121,7 @@ def checked_path(name: str) -> str:
 
 @cache
 def require_sandbox() -> None:
-    """Raise SandboxMissing where no sandbox can be made."""
+    """Raise SandboxMissing if no sandbox can be made here."""
     where = f"feature deletion runs code that a model wrote, in bubblewrap only ({platform.system()})"
     if platform.machine() not in CALLS:
         raise SandboxMissing(f"{where}: no system calls are listed for {platform.machine()}. Use x86-64 or arm64.")
@@ -141,7 +141,7 @@ def require_sandbox() -> None:
 
 @cache
 def _outer_namespace() -> tuple[str, ...]:
-    """The command of a mount namespace in which a tmpfs can be mounted and bwrap works; () where there is none."""
+    """Return the command that makes a mount namespace for tmpfs and bwrap; () if that does not work here."""
     made = (shutil.which("unshare") or "unshare", "--user", "--map-root-user", "--mount", "--")
     with tempfile.TemporaryDirectory(prefix="deletion-") as folder:
         try:
@@ -153,7 +153,7 @@ def _outer_namespace() -> tuple[str, ...]:
 
 
 def _command(folder: str, room: str, limits: SandboxLimits) -> list[str]:
-    """Return the words to run; `{fd}` is the descriptor of the seccomp program (see _watch).   room: becomes /tmp."""
+    """Return the command; `{fd}` is the descriptor of the seccomp program (see _watch).   room: becomes /tmp."""
     bwrap = [shutil.which("bwrap") or "bwrap", *_bwrap_words(folder)]
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", INSIDE]
     tmp = ["--bind", room, "/tmp"] if _outer_namespace() else ["--tmpfs", "/tmp", "--remount-ro", "/tmp"]
@@ -181,7 +181,7 @@ def _bwrap_words(folder: str) -> list[str]:
 
 
 def _python_paths(python: str) -> list[str]:
-    """The interpreter, its standard library, and its own shared library where it has one."""
+    """Return the interpreter, its standard library, and its shared library if it has one."""
     stdlib = sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix})
     shared = sorted(Path(sys.base_prefix, "lib").glob("libpython*.so*"))
     found = [python, stdlib, *(str(path) for path in shared)]
@@ -194,7 +194,7 @@ def _site_folders() -> list[str]:
 
 
 def _watch(command: list[str], stdin: bytes, limits: SandboxLimits) -> Ended:
-    """Feed it, read it, and end it at the first limit that it passes."""
+    """Send the process its input, read its output, and kill it at the first limit that it exceeds."""
     with tempfile.TemporaryFile() as rules, tempfile.TemporaryFile() as asked:
         for file, content in ((rules, _seccomp_program()), (asked, stdin)):
             file.write(content)
@@ -206,7 +206,7 @@ def _watch(command: list[str], stdin: bytes, limits: SandboxLimits) -> Ended:
     try:
         output, why = _read(child, limits)
     finally:
-        child.kill()  # its pid namespace goes with it
+        child.kill()  # this also ends its pid namespace
         code = child.wait()
         assert child.stdout is not None
         child.stdout.close()
@@ -230,7 +230,7 @@ def _read(child: subprocess.Popen[bytes], limits: SandboxLimits) -> tuple[bytes,
 
 
 def _wait(child: subprocess.Popen[bytes], output: bytes, end: float) -> tuple[bytes, str]:
-    """Closing the output is not the end: the process may go on."""
+    """Wait for the end: a process that has closed its output may still run."""
     try:
         child.wait(max(0.01, end - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -239,7 +239,7 @@ def _wait(child: subprocess.Popen[bytes], output: bytes, end: float) -> tuple[by
 
 
 def _seccomp_program() -> bytes:
-    """Classic BPF: another architecture (or x32) is killed, the calls of CALLS are EPERM, all else is allowed."""
+    """Return classic BPF: kill another architecture (or x32), EPERM for CALLS, allow all others."""
     arch, calls = CALLS[platform.machine()]
     rules = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
     rules += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, KILL)]

@@ -1,13 +1,13 @@
-"""Feature Deletion as an environment: read, write and try code; get_reward asks the hidden tests.
+"""Feature Deletion as an environment: tools to read, write and try code; get_reward runs the hidden tests.
 
     row["task"]  ──reset──▶  files in memory            list_files() read_file(path) write_file(path, text)
                                   │                     run_python(program): in the sandbox, with the files read-only
                                   └──get_reward──▶ monitor ──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
 
-The repository is a dictionary of texts: there is no folder that a link could leave, no history, no bytecode. Neither
-hidden tests nor solution are in any sandbox that the agent's programs see.
+The repository is a dictionary of texts: it has no folder that a link could leave, no history, no bytecode. No sandbox
+that runs the agent's programs contains hidden tests or the solution.
 
-Not promised: a shell, or packages beside the standard library.
+Not promised: a shell, or packages other than the standard library.
 """
 
 import logging
@@ -23,7 +23,7 @@ MOST_FILES, MOST_TEXT = 50, 100_000
 
 
 class FeatureDeletion:
-    """TRL's environment: made once per rollout, and its public methods are the tools."""
+    """TRL's environment: one instance per rollout; its public methods are the tools."""
 
     def __init__(self) -> None:
         require_sandbox()
@@ -63,7 +63,7 @@ class FeatureDeletion:
             raise ValueError(f"a repository has at most {MOST_FILES} files of {MOST_TEXT} characters")
         if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in self._files):
             raise ValueError(f"{path!r} would be a file and a folder. Choose another path.")
-        text.encode()  # lone surrogates are refused here, and not when the tests are about to run
+        text.encode()  # raises for lone surrogates now, not when the tests run
         self._files = after
         return f"{path}: {len(text)} characters"
 
@@ -81,7 +81,7 @@ class FeatureDeletion:
         return f"{said}\n[{ended.why}]" if ended.why else said
 
     def get_reward(self) -> float:
-        """1.0 if all hidden tests pass and nothing looks like an attack on them, else 0.0."""
+        """Return 1.0 if all hidden tests pass and there is no flag of an attack, else 0.0."""
         if self._verdict is None:
             flags = find_flags(self._task.files, self._files, self._programs)
             self._verdict = judge(self._task, self._files, flags)

@@ -1,22 +1,22 @@
-"""One replica's work, split over processes that Monarch (torchmonarch 0.7) watches over.
+"""One replica's work, split over processes that Monarch (torchmonarch 0.7) supervises.
 
     the outer loop ──θ_t──▶ TrainerActor ── prompts, random state ──▶ GeneratorActor          completions
                     ◀──θ──      │       ── rows with a hint ───────▶ SDPOTeacherActor        logits
                                 └───────── states ─────────────────▶ TeacherReplayActor × K  teachers' actions
 
-    ReplicaActor   owns them; `__supervise__` starts a killed one again, and its caller asks the new one the same thing
+    ReplicaActor   owns them; `__supervise__` restarts a killed one, and the caller sends the new one the same request
 
     rounds.py    a round of H inner steps as a function: (t, θ_t, carried state) -> θ          no monarch in it
     wire.py      the requests, and the functions that answer them                              no monarch in it
-    members.py   an actor by its role, in the process that has it now
+    members.py   finds the process that has an actor's role now
     actors.py    the four actors: a process around each of those functions
-    replica.py   ReplicaActor, and Replica, which a script holds
+    replica.py   ReplicaActor, and Replica, for scripts
 
-Every answer is a function of its question, randomness included, so a kill costs time and no bits: the outer steps of a
-run are those of a run without it.  examples/monarch/replica.py is a whole replica; docs/backends.md says how to run it.
-Importing this package imports neither torch nor monarch: a name is loaded when it is first asked for.
+Each answer, with its random numbers, is a function of its request. So a kill costs time but changes no bits: the outer
+steps are the same as without it.  examples/monarch/replica.py is a whole replica; docs/backends.md says how to run it.
+`import` of this package loads neither torch nor monarch: Python loads a name's module at the first access.
 
-Not promised: anything between replicas, which meet in the bucket as ever; several hosts; a process that hangs.
+Not promised: anything between replicas (they meet in the bucket as usual); several hosts; help if a process hangs.
 """
 
 from importlib import import_module

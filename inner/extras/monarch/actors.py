@@ -1,16 +1,16 @@
-"""The notes' four actors: a process each, around the inner loop, the sampler, the teacher and the client of teachers.
+"""Four actors, one process each: around the inner loop, the sampler, the self-teacher and the client of teachers.
 
     TrainerActor        run_round(t, θ_t, carried) ─▶ Round          rounds.py
     GeneratorActor      generate(Generation)       ─▶ Completions    wire.py
     SDPOTeacherActor    logits(Teaching)           ─▶ (N, V)         inner/channels/teacher.py
     TeacherReplayActor  answer(states)             ─▶ actions        inner/replay/ask.py
 
-The last three keep nothing that a caller cannot give them again: `load` brings weights, a ledger on disk has what was
-paid.  The trainer looks its partners up at its ReplicaActor, once per loss.
+The last three keep only what a caller can give them again: `load` brings weights, and the ledger on disk has the paid
+answers.  The trainer asks its ReplicaActor for its partners, once per loss.
 
-Endpoints are plain functions, so each actor has a thread of its own and may wait for another one in it.
+Endpoints are plain functions: each actor runs them in its own thread, so they may wait for another actor.
 
-Not promised: a GPU for each; every actor takes the first that it sees.
+Not promised: one GPU per actor; each uses the first GPU that it sees.
 """
 
 import asyncio
@@ -56,11 +56,11 @@ from inner.train.build import load_start
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """The material of one replica's actors; every process of it reads the same files.
+    """All that one replica's actors need; all its processes read the same files.
 
     config: InnerConfig.to_dict().   model_dir: a folder that publish_model wrote.   files: kind -> path.   steps: H.
-    teachers, max_usd, ledger: of the replay actors together, `replay_actors` of them; none without teachers.
-    restarts: how often a role that has died is started again."""
+    teachers, max_usd, ledger: for the `replay_actors` replay actors together; 0 actors without teachers.
+    restarts: how often a role is started again after a death."""
 
     config: dict[str, Any]
     model_dir: str
@@ -78,7 +78,7 @@ class ReplicaPlan:
         return InnerConfig.from_dict(self.config)
 
     def check(self) -> None:
-        """Raise InnerError for a plan that would end an actor, before one is started."""
+        """Raise InnerError for a plan that would end an actor, before any actor starts."""
         config = self.inner
         config.check()
         refuse_unrepeatable(config, self.steps)
@@ -116,7 +116,7 @@ class GeneratorActor(RoleActor):
 
 
 class SDPOTeacherActor(RoleActor):
-    """A copy of the policy, of the outer step's beginning, that has seen the hint."""
+    """A copy of the policy at the beginning of the outer step, which sees the hint."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         super().__init__(SDPO_TEACHER)
@@ -136,7 +136,7 @@ class SDPOTeacherActor(RoleActor):
 
 
 class TeacherReplayActor(RoleActor):
-    """One of a pool of clients.   index: its number; it has an equal part of the ceiling, and a ledger of its own."""
+    """One of a pool of clients.   index: its number. It has an equal part of the ceiling, and its own ledger."""
 
     def __init__(self, plan: ReplicaPlan, index: int) -> None:
         super().__init__(replay_role(index))
@@ -146,16 +146,16 @@ class TeacherReplayActor(RoleActor):
 
     @endpoint
     def answer(self, states: list[TraceState]) -> list[TeacherAction]:
-        """Answers that are in the ledger cost nothing.   Raises InnerError where the replay stopped."""
+        """Return the teachers' actions; those in the ledger cost nothing.   Raises InnerError if the replay stops."""
         options: dict[str, Any] = {"ledger": self._ledger, "progress": False}
         try:
             return list(asyncio.run(replay_trace(states, self._teachers, self._max_usd, **options)))
-        except ReplayStopped as stopped:  # it cannot be pickled with the replay in it, which the ledger has
+        except ReplayStopped as stopped:  # cannot be pickled; the ledger has its replay
             raise InnerError(str(stopped)) from None
 
 
 class TrainerActor(RoleActor):
-    """The inner loop, whose generation and self-teacher are other actors."""
+    """The inner loop; other actors generate, and compute the self-teacher's logits."""
 
     def __init__(self, plan: ReplicaPlan, replica: Any) -> None:
         super().__init__(TRAINER)
@@ -178,7 +178,7 @@ class TrainerActor(RoleActor):
 
 
 def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
-    """Take the loop's completions and its teacher's logits from other actors from now on."""
+    """Replace the loop's generation and self-teacher by other actors."""
     trainer: Any = loop.trainer  # type: ignore[attr-defined]
     config = plan.inner
     casts = casts_products(config.autocast, config.dtype, gpu_has_bfloat16())
@@ -188,16 +188,16 @@ def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
 
 
 class RemoteGenerator:
-    """Stand-in for TRL's `_generate_single_turn`.  Weights go along once per inner step."""
+    """Replacement for TRL's `_generate_single_turn`.  It sends weights once per inner step."""
 
     def __init__(self, trainer: Any, member: Member, casts: bool) -> None:
         self._trainer = trainer
         self._member = member
         self._casts = casts
-        self._loaded: tuple[int, int] | None = None  # the generator's incarnation, and the micro-batch of its weights
+        self._loaded: tuple[int, int] | None = None  # the generator's incarnation, the micro-batch of its weights
 
     def __call__(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **options: Any) -> Any:
-        """-> token ids of each completion, and no log-probs: TRL computes them anew."""
+        """Return each completion's token ids, and None for log-probs: TRL computes them again."""
         if images is not None or fields:
             raise InnerError("a GeneratorActor takes texts, and these prompts have images. Train in one process.")
         asked = Generation(
@@ -222,13 +222,13 @@ class RemoteGenerator:
 
 
 class RemoteTeacher:
-    """A DistillationTeacher whose forward is another actor's.   kind: "round" or "frozen"."""
+    """A DistillationTeacher whose forward runs in another actor.   kind: "round" or "frozen"."""
 
     def __init__(self, kind: str, member: Member, casts: bool) -> None:
         self._kind = kind
         self._member = member
         self._casts = casts
-        self._weights: Weights | None = None  # None: as the model came in
+        self._weights: Weights | None = None  # None: the start weights
         self._at = -1
         self._loaded: tuple[int, int] | None = None
 
@@ -253,9 +253,9 @@ class RemoteTeacher:
 
 
 class ReplayPool:
-    """answers(states) -> actions, in the order of the states: a ConsensusScore's, or the pairs' of replay.
+    """Teachers' answers: states -> actions, in the order of the states, for ConsensusScore or the replay of pairs.
 
-    Each actor asks about every K-th state; the one that dies finds in its ledger what it has asked already."""
+    Each of K actors asks about every K-th state. A restarted one finds its earlier answers in its ledger."""
 
     def __init__(self, replica: Any, size: int) -> None:
         self._members = [Member(replica, replay_role(index)) for index in range(size)]
@@ -281,7 +281,7 @@ _pool: ReplayPool | None = None
 
 
 def ask_pool(states: Sequence[TraceState]) -> list[TeacherAction]:
-    """The replay actors of the replica whose trainer this is: `score = ConsensusScore(ask_pool)` in a process reward.
+    """Ask the replay actors of this trainer's replica. In a process reward: `score = ConsensusScore(ask_pool)`.
 
     Raises InnerError in any other process."""
     if _pool is None:
@@ -295,7 +295,7 @@ def _let_process_rewards_ask(replica: Any, size: int) -> None:
 
 
 def _policy(plan: ReplicaPlan) -> Any:
-    """The start model as the inner loop has it, where it computes fastest."""
+    """Return the start model as in the inner loop, on the GPU if there is one."""
     config = plan.inner
     model = load_start(Path(plan.model_dir), config.dtype, config.lora)[0]
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

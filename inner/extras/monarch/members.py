@@ -1,13 +1,13 @@
-"""An actor by its role, in any process that has it now.
+"""Call an actor by its role, whichever process has the role now.
 
     ask(question) ─▶ the actor ─▶ its answer
-                     └ its process is gone ─▶ the ReplicaActor has, or soon has, the next incarnation ─▶ ask it
+                     └ its process is gone ─▶ the ReplicaActor gives the next incarnation, or soon will ─▶ ask it
 
-Monarch says that a process is gone (SupervisionError), about five seconds later.  Where it says nothing (an exit with 0
-is not a failure to it), the waiting caller looks for the process itself, and tells the ReplicaActor.  An error that an
-actor raises is an answer, and comes out.
+Monarch reports about five seconds later that a process is gone (SupervisionError).  If it reports nothing (an exit with
+0 is not a failure for it), the waiting caller checks the process itself and tells the ReplicaActor.  An error that an
+actor raises is an answer: the caller gets it.
 
-Not promised: an end to a question that an actor never answers though it lives.
+Not promised: an end of the wait if an actor never answers but its process runs.
 """
 
 import os
@@ -26,10 +26,10 @@ from inner.errors import InnerError
 
 TRAINER, GENERATOR, SDPO_TEACHER = "trainer", "generator", "sdpo_teacher"
 PAUSE_S = 0.1
-LOOK_EVERY_S = 5.0  # at the process that has not answered
-TELL_AFTER_S = 20.0  # that an incarnation is lost, if no other one has come by then
-START_S = 600.0  # for a new process to load its model
-PATIENCE_S = 120.0  # for the next incarnation to be there
+LOOK_EVERY_S = 5.0  # seconds between two checks of a process that has not answered
+TELL_AFTER_S = 20.0  # after this, tell the ReplicaActor that the old incarnation is lost
+START_S = 600.0  # longest time for a new process to load its model
+PATIENCE_S = 120.0  # longest wait for the next incarnation
 
 
 def replay_role(index: int) -> str:
@@ -37,10 +37,10 @@ def replay_role(index: int) -> str:
 
 
 class RoleActor(Actor):
-    """One actor in a process of its own, which `ps` and `pkill` know by its role: `pkill -9 -x generator`."""
+    """One actor in its own process, which `ps` and `pkill` show under its role: `pkill -9 -x generator`."""
 
     def __init__(self, role: str) -> None:
-        with suppress(OSError):  # the system may not have such names
+        with suppress(OSError):  # not every system allows it
             Path("/proc/self/comm").write_text(role[:15])
 
     @endpoint
@@ -49,7 +49,7 @@ class RoleActor(Actor):
 
 
 class Member:
-    """replica: a reference to the ReplicaActor.   incarnation: counts the processes of this role, from 1 on."""
+    """One role.   replica: a reference to the ReplicaActor.   incarnation: counts its processes, from 1."""
 
     def __init__(self, replica: Any, role: str) -> None:
         self._replica = replica
@@ -59,9 +59,9 @@ class Member:
         self.incarnation = 0
 
     def ask(self, question: Callable[[Any], Any]) -> Any:
-        """question: (actor) -> answer, with `wait` for every call in it; asking twice must do no harm.
+        """Ask the actor of this role.   question: (actor) -> answer, with `wait` for every call; safe to repeat.
 
-        Raises what the actor raised: its InnerError as such, else Monarch's ActorError around it."""
+        Raises the actor's error: an InnerError as it is, others inside Monarch's ActorError."""
         while True:
             with suppress(SupervisionError, ProcessLookupError), _own_errors():
                 if self._actor is None:
@@ -76,7 +76,7 @@ class Member:
                 return future.get(timeout=LOOK_EVERY_S)
             if not is_running(self._process_id):
                 with suppress(TimeoutError):
-                    return future.get(timeout=0)  # it answered, and then it ended
+                    return future.get(timeout=0)  # it answered before it ended
                 raise ProcessLookupError(self._role)
 
     def _find_next(self) -> None:
@@ -97,7 +97,7 @@ class Member:
             time.sleep(PAUSE_S)
 
     def _look_up(self, lost: int) -> tuple[int, Any]:
-        """The newest incarnation that the ReplicaActor knows; 0 where it has not answered in time."""
+        """Return the newest incarnation from the ReplicaActor; 0 if it does not answer in time."""
         try:
             return self._replica.member.call_one(self._role, lost).get(timeout=TELL_AFTER_S)
         except TimeoutError:
@@ -117,7 +117,7 @@ def _process_of(actor: Any, role: str) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended may stay in the system's table until its parent asks for its exit code."""
+    """Whether the process runs. An ended one may stay in the system's table until its parent reads its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -132,7 +132,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """An actor's InnerError comes out as it was raised there; any other one inside Monarch's, with its traceback."""
+    """Raise an actor's InnerError as it is, and other errors inside Monarch's, with their traceback."""
     try:
         yield
     except ActorError as error:

@@ -1,18 +1,18 @@
-"""The owner of a replica's actors: `__supervise__` starts a killed one again.
+"""The owner of a replica's actors: `__supervise__` starts killed actors again.
 
     ReplicaActor ── spawns ──▶ trainer 1   generator 1   sdpo_teacher 1   replay_client_0 1 …
          ▲                        ✗ kill -9
-         └── __supervise__(failure): mesh "trainer_1-…" ─▶ spawns trainer 2, and names it to
+         └── __supervise__(failure): mesh "trainer_1-…" ─▶ spawns trainer 2, and returns it to
                                                                     callers that ask for the trainer
 
     with Replica(plan) as replica:                  from the outer loop's process
-        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t on, also if actors were killed
+        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t, even if actors were killed
         actions = replica.ask_teachers(states)
 
-A role that has died `restarts` times is not started again: its next caller is told so, with the last reason.
+A role is started again at most `restarts` times; then the next caller gets an error with the last reason.
 
-Not promised: life after the death of the ReplicaActor, or of the process that made it; a replica is then started anew,
-and joins its run at the last outer step.
+Not promised: to survive the death of the ReplicaActor, or of the process that made it. Then start the replica again; it
+joins its run at the last outer step.
 """
 
 import sys
@@ -55,7 +55,7 @@ class ReplicaActor(RoleActor):
 
     @endpoint
     def start(self, itself: Any) -> None:
-        """itself: a reference to this actor, for the trainer's look-ups."""
+        """Start all actors.   itself: a reference to this actor, so that the trainer can look up others."""
         self._itself = itself
         for role in roles_of(self._plan):
             self._spawn(role)
@@ -64,7 +64,7 @@ class ReplicaActor(RoleActor):
     def member(self, role: str, lost: int = 0) -> tuple[int, Any]:
         """Return the role's incarnation, and its actor.   Raises InnerError for a role that has died too often.
 
-        lost: the incarnation of which the caller knows that it is gone, though no failure was reported."""
+        lost: an incarnation that the caller knows to be gone, although no failure was reported."""
         if lost and lost == self._incarnations[role]:
             self._replace(role, "it left without a failure, with exit code 0 perhaps")
         if self._incarnations[role] > self._plan.restarts + 1:
@@ -76,14 +76,14 @@ class ReplicaActor(RoleActor):
 
     @endpoint
     def end(self) -> None:
-        """All actors stop; from now on a failure is an end that was asked for."""
+        """Stop all actors. From now on a failure counts as a requested end."""
         self._ending = True
         for stopping in [processes.stop() for processes in self._processes.values()]:
-            with suppress(Exception):  # it has ended by itself
+            with suppress(Exception):  # it has already ended
                 stopping.get(timeout=STOP_S)
 
     def __supervise__(self, failure: Any) -> bool:
-        """One call for each mesh of the dead process, Monarch's own loggers among them."""
+        """Handle a failure. Monarch calls it for each mesh of the dead process, also for its own loggers."""
         role = next((role for role in self._actors if failure.mesh_name.startswith(f"{self._name(role)}-")), None)
         if role is not None and not self._ending:
             self._replace(role, last_line(str(failure)))
@@ -112,24 +112,24 @@ class ReplicaActor(RoleActor):
 
 
 def roles_of(plan: ReplicaPlan) -> list[str]:
-    """The actors that this plan needs."""
+    """Return the roles that this plan needs."""
     teacher = [SDPO_TEACHER] if plan.inner.sdpo.is_used else []
     return [GENERATOR, *teacher, *map(replay_role, range(plan.replay_actors)), TRAINER]
 
 
 def last_line(text: str) -> str:
-    """A failure in one line: Monarch's texts name the cause last."""
+    """Return a failure's last line, in which Monarch names the cause."""
     lines = [line.strip() for line in text.removesuffix(")").splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
 
 
 class Replica:
-    """A plan's actors, in processes of this host, for the length of a `with`."""
+    """A plan's actors, in processes of this host, during a `with`."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         plan.check()
         self._plan = plan
-        self._carried: Carried | None = None  # of the last round that ended
+        self._carried: Carried | None = None  # of the last finished round
 
     def __enter__(self) -> Self:
         self._processes = this_host().spawn_procs(name="replica_process")
@@ -142,13 +142,13 @@ class Replica:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        monarch.actor.unhandled_fault_hook = _say_fault  # Monarch's own ends this process with exit code 1
-        with suppress(Exception):  # gone already, which is the aim
+        monarch.actor.unhandled_fault_hook = _say_fault  # Monarch's default would exit with code 1
+        with suppress(Exception):  # they may be gone already
             self.actor.end.call_one().get(timeout=STOP_S)
             self._processes.stop().get(timeout=STOP_S)
 
     def run_round(self, t: int, weights: Weights) -> Round:
-        """H inner steps from θ_t on; -> a Round.   weights: θ_t, of every trained parameter, on the CPU."""
+        """Take H inner steps from θ_t; -> a Round.   weights: θ_t of every trained parameter, on the CPU."""
 
         def question(trainer: Any) -> Round:
             carried = self._carried if self._trainer.incarnation != self._asked else None
@@ -159,10 +159,10 @@ class Replica:
         return ended
 
     def ask_teachers(self, states: Sequence[TraceState]) -> list[TeacherAction]:
-        """The actions of the plan's teachers in these states."""
+        """Return the actions of the plan's teachers in these states."""
         return ReplayPool(self.actor, self._plan.replay_actors)(states)
 
 
 def _say_fault(failure: Any) -> None:
-    """Print a fault after the end of a Replica: a process that Monarch misses then is not a fault of the script's."""
+    """Print a fault after a Replica's end: if Monarch then misses a process, that is not the script's fault."""
     print(f"monarch, after the replica's end: {last_line(str(failure))}", file=sys.stderr, flush=True)

@@ -1,17 +1,17 @@
-"""A round of H inner steps as a function of the state that survives the process that computes it.
+"""A round of H inner steps, as a function of state that survives the death of the process that computes it.
 
     (t, θ_t, carried) ── H inner steps ──▶ Round(θ, carried, numbers)
 
     inner step s = t·H + i    its prompts       a function of (seeds, s)                           inner/data/order.py
-                              its random state  set anew from (seeds.noise, s), before anything is drawn
-                              its optimizer     `carried` of the round before: its moments
+                              its random state  seeded from (seeds.noise, s) before the first random number
+                              its optimizer     moments from `carried` of the last round
 
-So another process that is given the same three ends the round with the same bits.  One that has just ended round t − 1
-carries on by itself, and is given θ_t alone.
+So another process with the same three inputs ends the round with the same bits.  A process that has just ended round
+t − 1 needs only θ_t, because it still has the rest.
 
     run ─order─▶ │ loop.train(stop) in a thread: step … step, stop() ─▶ waits │ ─Round─▶
 
-Not promised: bits that are equal on another kind of CPU; state in the user's own code (an environment that remembers).
+Not promised: equal bits on another kind of CPU; state in the user's own code (an environment with a memory).
 """
 
 import threading
@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
 
 @dataclass(frozen=True)
 class Carried:
-    """The needs of the next round beside θ.   moments: of the optimizer, one dict for each trained parameter, in
+    """What the next round needs besides θ.   moments: of the optimizer, one dict per trained parameter, in the model's
     order."""
 
     moments: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Round:
-    """Result of the round of `t`."""
+    """Result of round `t`."""
 
     t: int
     weights: Weights
@@ -60,10 +60,10 @@ class _Order:
 
 
 class RoundTrainer:
-    """run(t, θ_t) -> Round, one after the other.
+    """Compute rounds one after the other: run(t, θ_t) -> Round.
 
-    steps: H.   fit: called with each new loop before it trains, to put stand-ins for parts of it elsewhere.
-    Raises InnerError for a config whose rounds depend on more than they are given."""
+    steps: H.   fit: called with each new loop before it trains, to replace parts of it.
+    Raises InnerError for a config whose rounds depend on more than their inputs."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class RoundTrainer:
         self._ended: Round | None = None
 
     def run(self, t: int, weights: Weights, carried: Carried | None = None) -> Round:
-        """H inner steps from θ_t on.
+        """Take H inner steps from θ_t.
 
-        weights: θ_t, of every trained parameter.   carried: of round t − 1; None: as this trainer has it, which is
-        nothing before its first round.   Errors of the loop come out as they are."""
+        weights: θ_t of every trained parameter.   carried: of round t − 1; None: this trainer's own, which is empty
+        before its first round.   Errors of the loop are raised as they are."""
         if self._session is None or self._ended is None or t != self._ended.t + 1:
             carried = carried or (self._ended.carried if self._ended else None)
             self._open(t)
@@ -102,14 +102,14 @@ class RoundTrainer:
         return self._ended
 
     def close(self) -> None:
-        """The loop ends."""
+        """End the loop."""
         if self._session is not None:
             self._session.close()
         self._session = None
 
     def _open(self, t: int) -> None:
-        """A loop that begins at round t: on a model of its own, since a second trainer on one model nests its
-        forward."""
+        """Open a loop that begins at round t, on a new model: a second trainer on one model would wrap its forward
+        again."""
         self.close()
         seeds = replace(self._seeds, start=t * self._steps)
         loop = build_inner(self._config, self._model_dir, self._files, seeds)
@@ -118,7 +118,7 @@ class RoundTrainer:
 
 
 class _Session:
-    """One loop in a thread that stands still between two rounds."""
+    """One loop in a thread, which waits between two rounds."""
 
     def __init__(self, loop: InnerLoop, noise: int, steps: int) -> None:
         self._loop: Any = loop
@@ -154,7 +154,7 @@ class _Session:
             self._answers.put(error)
 
     def _stop(self) -> bool:
-        """Seed the next inner step, or end the round; asked after every inner step.   -> whether the loop stops."""
+        """Seed the next inner step, or end the round. Called after every inner step; -> whether the loop stops."""
         self._done += 1
         if self._done < self._steps:
             self._seed_step()
@@ -163,7 +163,7 @@ class _Session:
         return not self._begin_round()
 
     def _begin_round(self) -> bool:
-        """Wait for the next order, and stand where it says.  False: there is none."""
+        """Wait for the next order, and set weights, moments and step from it.  False: the loop should end."""
         order = self._orders.get()
         if order is None:
             return False
@@ -192,7 +192,7 @@ class _Session:
 
 
 class _BeforeEachStep(TrainerCallback):
-    """A new trainer draws before its first step (a data loader's seed, say), and that changes nothing."""
+    """Seed each step again, because a new trainer draws random numbers before its first step (a data loader's seed)."""
 
     def __init__(self, seed_step: Callable[[], None]) -> None:
         self._seed_step = seed_step
@@ -223,13 +223,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def read_weights(model: nn.Module) -> Weights:
-    """A copy of the trained parameters, on the CPU."""
+    """Return a copy of the trained parameters, on the CPU."""
     return {name: p.detach().to("cpu", copy=True) for name, p in trained_parameters(model).items()}
 
 
 @torch.no_grad()
 def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights into the model.   Raises InnerError where they are not those of this model."""
+    """Copy the weights into the model.   Raises InnerError if they do not belong to this model."""
     mine = trained_parameters(model)
     if wrong := sorted(set(mine) ^ set(weights)):
         raise InnerError(
@@ -241,7 +241,7 @@ def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def write_moments(optimizer: Optimizer, model: nn.Module, moments: list[dict[str, Any]]) -> None:
-    """Give every trained parameter the optimizer's state of the same place in the list."""
+    """Give each trained parameter the optimizer state at its position in the list."""
     parameters = list(trained_parameters(model).values())
     if len(parameters) != len(moments):
         raise InnerError(f"these moments are of {len(moments)} parameters, and this model trains {len(parameters)}.")
@@ -251,7 +251,7 @@ def write_moments(optimizer: Optimizer, model: nn.Module, moments: list[dict[str
 
 
 def _placed(value: Any, like: Tensor) -> Any:
-    """A moment lies with its parameter; a count of steps, which has no axes, stays on the CPU."""
+    """Copy a moment to its parameter's device; a count of steps (a scalar) stays on the CPU."""
     if not isinstance(value, Tensor):
         return value
     return value.to(like.device, copy=True) if value.ndim else value.clone()

@@ -1,12 +1,12 @@
-"""The questions that a trainer puts to other processes, and the functions that answer them.
+"""The requests of a trainer to other processes, and the functions that answer them.
 
     Generation   prompts as token ids, sampling settings, the random state  ─▶  completions, the random state after it
     Teaching     rows of token ids, the positions that count                ─▶  logits (N, V)
 
-The random state travels in the question and comes back in the answer: the same question has the same answer from every
-process, and a trainer that asks draws the very tokens that it would have drawn itself.
+The request contains the random state, and the answer returns it. So every process gives the same answer to a request,
+and the trainer gets the tokens that it would have drawn itself.
 
-Not promised: images; continuous batching, which TRL does by another way.
+Not promised: images; continuous batching, which TRL does in another way.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ RandomState = list[Tensor]  # the CPU's, and each GPU's
 
 @dataclass(frozen=True)
 class Generation:
-    """prompt_ids: one list per rollout.   sampling: TRL's generation config, as a dict.   training: dropout is on.
-    eos_ids: the ends of a completion.   pad_to: prompts' width is a multiple of it, None for any.
+    """A request.   prompt_ids: one list per rollout.   sampling: TRL's generation config.   training: dropout is on.
+    eos_ids: ids that end a completion.   pad_to: the prompts' width is a multiple of it; None: any width.
     casts: products in bfloat16."""
 
     prompt_ids: list[list[int]]
@@ -41,7 +41,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Completions:
-    """ids: one list per rollout, to the first end inclusive."""
+    """The answer.   ids: one list per rollout, up to and with the first end."""
 
     ids: list[list[int]]
     random_state: RandomState
@@ -49,7 +49,7 @@ class Completions:
 
 @torch.no_grad()
 def generate(model: Any, asked: Generation) -> Completions:
-    """Generate as TRL 1.16 does without an engine (`_generate_single_turn`), token by token."""
+    """Generate token by token, as TRL 1.16 does without an engine (`_generate_single_turn`)."""
     device = next(model.parameters()).device
     pad_id = asked.sampling["pad_token_id"]
     ids_B_T, mask_B_T = pad_left(asked.prompt_ids, pad_id, asked.pad_to)
@@ -67,7 +67,7 @@ def generate(model: Any, asked: Generation) -> Completions:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, multiple: int | None) -> tuple[Tensor, Tensor]:
-    """ids and attention mask, (B, T) each."""
+    """Return ids and attention mask, (B, T) each, padded on the left."""
     width = max(len(row) for row in rows)
     if multiple:
         width = -(-width // multiple) * multiple
@@ -77,14 +77,14 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int, multiple: int | None) -
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Everything up to the first of `ends`, and that one."""
+    """Return the ids up to and with the first of `ends`."""
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
     return ids[: at + 1]
 
 
 @dataclass(frozen=True)
 class Teaching:
-    """rows: token ids, the hint in them.   turns: (row, first position, how many).   casts: products in bfloat16."""
+    """A request.   rows: token ids, with the hint.   turns: (row, first position, how many).   casts: as above."""
 
     rows: list[list[int]]
     turns: Turns
@@ -100,7 +100,7 @@ def read_random_state() -> RandomState:
 
 
 def write_random_state(state: RandomState) -> None:
-    """A process with fewer GPUs takes as many as it has."""
+    """Set the random state. A process with fewer GPUs takes only as many states as it has GPUs."""
     torch.set_rng_state(state[0])
     if torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state[1:], strict=False):

@@ -1,1 +1,1 @@
-"""Environments behind an OpenEnv or MCP server, as the tool loop wants them."""
+"""Environments behind an OpenEnv or MCP server, made usable for the tool loop."""

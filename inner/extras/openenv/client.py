@@ -1,35 +1,35 @@
-"""An OpenEnv server as an environment that TRL can take: one session per rollout, public methods are tools.
+"""An OpenEnv server as an environment for TRL: one session per rollout; public methods are the tools.
 
-    Calc = openenv_environment("http://127.0.0.1:8000")          an MCP server: its own tools, as it describes them
+    Calc = openenv_environment("http://127.0.0.1:8000")          an MCP server: the tools that it describes
     class Calc(OpenEnv):                                         any other server: a method per tool
         _url = "http://127.0.0.1:8000"
         def add(self, a: int, b: int) -> str:
-            ...                                              types and a docstring with Args, as TRL wants them
+            ...                                              types and a docstring with Args, as TRL requires
             return self._call("add", a=a, b=b)
 
-    reset(**row) ──▶ {"type": "reset"} ─┐                            ┌─▶ text, behind the last user message
+    reset(**row) ──▶ {"type": "reset"} ─┐                            ┌─▶ text, after the last user message
     add(a=1, b=2) ─▶ {"type": "step"} ──┴─ one WebSocket, /ws ───────┼─▶ the tool's answer
                                                                      └─▶ ToolFailed: TRL shows the model
                                                                          {'error': …, 'error_kind': …}
-    metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, as they are (spans.py, hints.py)
-    _sites                          every call that failed: t, tool, error, and these two
-    _messages_before(t)             the messages before step t, for a teacher: from the server's `State.history` where
-                                    it keeps one (rfc-openenv-state-replay.md), else from the answers seen here
+    metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, unchanged (spans.py, hints.py)
+    _sites                          every failed call: t, tool, error, and these two
+    _messages_before(t)             the messages before step t, for a teacher: from the server's `State.history` if it
+                                    has one (rfc-openenv-state-replay.md), else from the answers seen here
 
-    reward      _reward_is = "sum"     each observation's reward is what this step earned (OpenEnv's own meaning), or 0
-                                       or None until the end (a delayed reward): they are added
-                             "last"    each is the total so far: the last one counts
+    reward      _reward_is = "sum"     each observation has the reward of its step (OpenEnv's own meaning), or 0 or
+                                       None until the end (a delayed reward): they are added
+                             "last"    each observation has the total so far: the last one counts
                 None                   the session was lost, or the episode ended and the server gave no reward
-                0.0                    the episode did not end, and there was none so far
-                AtMostWorst            a call lost the session, and a fresh one answers at once: the call did it, and
-                                       the reward so far stands, but not above the group's worst (decision 065)
-    done        ends the episode: later calls are not sent, and earn nothing a second time
+                0.0                    the episode has not ended, and there was no reward so far
+                AtMostWorst            a call lost the session, but a new session works at once: the call caused it.
+                                       The reward so far counts, but not above the group's worst (decision 065)
+    done        ends the episode: later calls are not sent, and do not change the reward
 
-A server that is started anew, or is full, is waited for at the next reset, `_patience_s` seconds. Needs no `openenv`
-here, only `websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
+If a server restarts or is full, the next reset waits up to `_patience_s` seconds. This module needs `websockets`, not
+`openenv`: OpenEnv 0.10 requires older pandas and pillow than packages used with TRL.
 
-Not promised: blame for a call that takes the whole server along; a session that survives its connection; more than
-one environment server per class; images.
+Not promised: to blame a call that stops the whole server; a session that survives its connection; more than one
+environment server per class; images.
 """
 
 import json
@@ -48,25 +48,25 @@ from inner.replay.untrusted import load_json
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 URL_ENV = "OPENENV_URL"
-# OpenEnv's names of errors (mcp_types.ToolErrorType) -> ours; others stay as they are. Its execution_error says
-# nothing: a wrong type is one, so the hint reads the text.
+# OpenEnv's names of errors (mcp_types.ToolErrorType) -> ours; others stay. execution_error is too general (a wrong
+# type also gives it), so the hint reads the error's text.
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
-# fastmcp's own words for arguments that do not fit; OpenEnv 0.10 files them under execution_error or invalid_args
+# fastmcp's text for arguments that do not fit; OpenEnv 0.10 reports them as execution_error or invalid_args
 _MISFIT = re.compile(r"\d+ validation errors? for call\[")
-_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up behind these
-_CLOSED = "environment is closed"  # a session that the server let go for being idle, its connection still open
+_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up after these
+_CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # between two attempts to reach a server
-AT_ONCE_S = 10.0  # for each answer of a fresh session behind one that was lost
-MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte on the wire can be 500 megabytes
-_TEXTS = ("text", "message", "result", "output", "content")  # where an observation keeps its words
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
+AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost one
+MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte can unpack to 500 megabytes
+_TEXTS = ("text", "message", "result", "output", "content")  # fields that may hold an observation's text
 
 
 class ToolFailed(Exception):
     """A tool's failure.   record: {"error", "error_kind", "hint_template_key"}
 
-    TRL counts a tool as failed only if it raises, and writes `str({"error": str(exception)})` for the model. So the
-    text brings its own repr, which has the other keys behind it; a failure that is returned would not be counted."""
+    TRL counts a tool as failed only if it raises, and shows the model `str({"error": str(exception)})`. So the text has
+    a repr that appends the other keys."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(record["error"])
@@ -77,7 +77,7 @@ class ToolFailed(Exception):
 
 
 class _ErrorText(str):
-    """The error's text, whose repr is what stands behind "'error': " in the record's."""
+    """The error's text. Its repr is the rest of the record's repr after "'error': "."""
 
     _rest: list[str]
 
@@ -91,13 +91,13 @@ class _ErrorText(str):
 
 
 class OpenEnv:
-    """One session. Everything but tools, reset and get_reward starts with _: TRL takes public methods for tools."""
+    """One session. All names but tools, reset and get_reward begin with _: TRL uses public methods as tools."""
 
     _url: str | None = None
-    _timeout_s: float = 60.0  # for one answer
-    _patience_s: float = 60.0  # for a server that is started anew or full, at a reset
+    _timeout_s: float = 60.0  # seconds to wait for one answer
+    _patience_s: float = 60.0  # longest wait of a reset for a server that restarts or is full
     _reward_is: Literal["sum", "last"] = "sum"
-    _tools: Collection[str] = ()  # the server's, if it said which
+    _tools: Collection[str] = ()  # the server's tools, if known
     _sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class OpenEnv:
         self._begin_episode()
 
     def reset(self, **row: Any) -> str | None:
-        """A new episode. The row's columns are offered to the server's reset, which takes what it knows."""
+        """Begin an episode. The server's reset is offered the row's columns, and takes those that it knows."""
         self._begin_episode()
         given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
         reply = self._send_patiently("reset", given)
@@ -118,7 +118,7 @@ class OpenEnv:
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
-        """Reward of the episode so far; None where the session was lost, or it ended without a reward."""
+        """Return the episode's reward so far; None if the session was lost, or it ended without a reward."""
         if (self._lost and not self._broke) or (self._done and not self._rewards):
             return None
         so_far = float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
@@ -127,21 +127,21 @@ class OpenEnv:
     # methods that a subclass may override
 
     def _action(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's action for a tool call."""
+        """Return the server's action for a tool call."""
         return {"type": "call_tool", "tool_name": tool, "arguments": dict(arguments)}
 
     def _read_action(self, action: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """`_action`, read back."""
+        """Return (tool, arguments) of an action: the inverse of `_action`."""
         return action["tool_name"], dict(action.get("arguments") or {})
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        """The text of an observation, as the model reads it."""
+        """Return an observation's text, as the model reads it."""
         return observation_text(observation)
 
     # one call
 
     def _call(self, tool: str, /, **arguments: Any) -> Any:
-        """The tool's answer. Raises ToolFailed, which TRL shows to the model."""
+        """Return the tool's answer. Raises ToolFailed, which TRL shows to the model."""
         if self._lost or self._done:
             return GONE if self._lost else OVER
         action = self._action(tool, arguments)
@@ -159,7 +159,7 @@ class OpenEnv:
         if failure is None:
             return text
         self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
-        if failure["error_kind"] == "transport_error":  # not the student's fault
+        if failure["error_kind"] == "transport_error":  # the student did not cause it
             return failure["error"]
         raise ToolFailed(failure)
 
@@ -169,7 +169,7 @@ class OpenEnv:
         return GONE
 
     def _answers_at_once(self) -> bool:
-        """Whether the server takes a fresh session, which stays for the next reset, or says that it has no room."""
+        """Whether the server answers a new session (kept for the next reset), or says that it is full."""
         within = min(self._timeout_s, AT_ONCE_S)
         try:
             self._socket = _open_socket(self._url, within)
@@ -193,7 +193,7 @@ class OpenEnv:
     # replay
 
     def _messages_before(self, t: int) -> list[Message]:
-        """The messages behind the prompt, up to the observation of step t - 1. t = 1 is before the first call."""
+        """Return the messages after the prompt up to step t - 1's observation; t = 1: before the first call."""
         history = self._server_history()
         seen = self._observed_steps if history is None else history
         if not 0 < t <= len(seen):
@@ -210,7 +210,7 @@ class OpenEnv:
         return messages
 
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
-        """[(action, text)] as the server remembers it; None where it keeps none of this whole episode."""
+        """Return [(action, text)] from the server's history; None if it has none of this whole episode."""
         if self._lost or self._socket is None:  # another session would have another history
             return None
         try:
@@ -238,12 +238,12 @@ class OpenEnv:
         self._lost = self._done = self._broke = False
 
     def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
-        """One request and its answer. OSError or EOFError: the connection is of no more use."""
+        """Send a request, return its answer. OSError or EOFError: the connection cannot be used any more."""
         self._socket = self._socket or _open_socket(self._url, self._timeout_s)
         return _exchange_message(self._socket, kind, data, self._timeout_s)
 
     def _send_patiently(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """`_send_request`, again while the server is started anew, is full, or has let an idle session go."""
+        """Repeat `_send_request` while the server restarts, is full, or has ended an idle session."""
         pause, waited = 0.0, 0.0
         while True:
             try:
@@ -274,7 +274,7 @@ class OpenEnv:
         self._socket = None
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the socket's threads are gone by then, and closing it waits for them for ever
+        if not sys.is_finalizing():  # else close() waits forever for the socket's threads, which are gone
             self._close()
 
 
@@ -285,9 +285,9 @@ def openenv_environment(
     reward_is: Literal["sum", "last"] = "sum",
     timeout_s: float = OpenEnv._timeout_s,
 ) -> type[OpenEnv]:
-    """A class with a method for each tool of the MCP server at `url` (default: what OPENENV_URL says).
+    """Return a class with a method per tool of the MCP server at `url` (default: the value of OPENENV_URL).
 
-    reward_is   "sum": a step's reward is what it earned; "last": the total so far.   timeout_s: for one answer"""
+    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: for one answer"""
     if reward_is not in ("sum", "last"):
         raise InnerError(f'reward_is = {reward_is!r}: it is "sum" (each step\'s own) or "last" (the total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}
@@ -317,10 +317,10 @@ def openenv_environment(
 
 
 def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[str, Any] | None:
-    """{"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
+    """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
-    It failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
-    tools: those that the server has; one of them cannot be unknown"""
+    A call failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
+    tools: the server's tools; one of these cannot be unknown"""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")
@@ -333,7 +333,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     text = str(text or metadata.get("error") or observation_text(observation) or kind)
     kind = str(kind or ("bad_arguments" if "refused" in reply else "execution_error"))
     if kind == "tool_not_found" and observation.get("tool_name") in tools:
-        kind = "execution_error"  # OpenEnv 0.10 takes every text with "not found" in it for one
+        kind = "execution_error"  # OpenEnv 0.10 calls any text with "not found" tool_not_found
     if kind == "execution_error" and _MISFIT.match(text):
         kind = "invalid_args"
     failure = {"error": text, "error_kind": KINDS.get(kind, kind)}
@@ -342,7 +342,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
 
 
 def observation_text(observation: Mapping[str, Any]) -> str:
-    """The words of an observation: an MCP tool's result, a field that is called like words, else all of it as JSON."""
+    """Return an observation's text: an MCP tool's result, else a field of _TEXTS, else all of it as JSON."""
     result = observation.get("result")
     if isinstance(result, Mapping) and ("content" in result or "data" in result):
         content = result["content"] if isinstance(result.get("content"), list) else []
@@ -360,7 +360,7 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
 
     message = {"type": kind} if data is None else {"type": kind, "data": data}
     try:
-        with suppress(WebSocketException):  # a server that hangs up has said why: that is read below
+        with suppress(WebSocketException):  # if the server has hung up, its reason is read below
             socket.send(json.dumps(message))
         answer = load_json(socket.recv(timeout=timeout_s))
         reply = _checked_object(_checked_object(answer, "").get("data"), "data")
@@ -373,14 +373,14 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
 
 
 def _checked_object(value: Any, name: str) -> dict[str, Any]:
-    """Return the object; {} for a missing one with a name.   Raises ValueError."""
+    """Return the object; {} for a missing one that has a name.   Raises ValueError for other values."""
     if isinstance(value, dict) or (name and value is None):
         return value or {}
     raise ValueError(f"not an OpenEnv server's answer: {name or 'it'} is not an object, but {str(value)[:80]!r}")
 
 
 def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """An error answer of the server as a reply: a wrong action, or a broken tool. EOFError if it ends the session."""
+    """Return the server's error as a reply: a wrong action or a broken tool. EOFError if it ends the session."""
     code = reply.get("code")
     text = str(reply.get("message") or "no reason given")
     if code in _NO_SESSION:

@@ -1,4 +1,4 @@
-"""An MCP tool, which a JSON schema describes, as a Python method, which type hints and a docstring describe.
+"""Make a Python method with type hints and a docstring from an MCP tool with a JSON schema.
 
     {"name": "move", "input_schema":                    def move(self, *, steps: int, to: Literal["up", "down"] = "up"):
        {"properties": {"steps": {"type": "integer"}, ──▶    '''…
@@ -9,15 +9,15 @@
     JSON schema                              hint
     type, a list of types, nullable          int, float, str, bool, None, and unions of them
     enum, const                              Literal
-    anyOf, oneOf, one allOf, $ref            unions, what they point at
+    anyOf, oneOf, one allOf, $ref            unions; the schema that $ref names
     array of X, object of X                  list[X], dict[str, X]
     object with properties                   dict; the schema itself, in the argument's description
-    what is in no row                        Any
+    all others                               Any
 
-The way there and back loses no name: TRL writes the schema again from the hints (transformers' `get_json_schema`), and
-the server gets the arguments by its own names. A name that Python or TRL cannot take gets another one for the model.
+No name is lost on the way: TRL makes a schema from the hints (transformers' `get_json_schema`), and the server gets the
+arguments under its own names. The model sees another name if Python or TRL cannot use the server's.
 
-Not promised: limits (minimum, pattern, …), and that the model keeps to any of it; the server checks.
+Not promised: limits (minimum, pattern, …), or that the model follows the schema; the server checks.
 """
 
 import inspect
@@ -30,15 +30,15 @@ from typing import Any, Literal, Union
 from inner.errors import InnerError
 
 Schema = Mapping[str, Any]
-DEEPEST = 8  # levels of a schema that are read; a recursive one has no end
+DEEPEST = 8  # most levels of a schema to read: a recursive one has no end
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
 }  # fmt: skip
-_SECTION = re.compile(r"\b(Args|Returns|Raises|(?i:choices)):")  # transformers reads more into these words
+_SECTION = re.compile(r"\b(Args|Returns|Raises|(?i:choices)):")  # transformers gives these words a meaning
 
 
 def tool_methods(tools: Sequence[Schema], taken: Collection[str]) -> dict[str, Callable[..., Any]]:
-    """{method's name: method that calls the tool}.   taken: names of the class itself"""
+    """Return {method's name: method that calls the tool}.   taken: names that the class already has."""
     methods: dict[str, Callable[..., Any]] = {}
     for tool in tools:
         name = method_name(tool["name"], taken)
@@ -53,12 +53,12 @@ def tool_methods(tools: Sequence[Schema], taken: Collection[str]) -> dict[str, C
 
 
 def method_name(tool: str, taken: Collection[str]) -> str:
-    """The tool's own name, or "tool_…" where TRL would not see a method of that name, or see something else in it."""
+    """Return the tool's name, or "tool_…" if TRL would ignore or misread a method with that name."""
     return f"tool_{tool.lstrip('_')}" if tool.startswith("_") or tool in taken else tool
 
 
 def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
-    """A method that calls the tool, with the types and the docstring that its JSON schema says."""
+    """Return a method that calls the tool, with types and docstring from its JSON schema."""
     schema: Schema = tool.get("input_schema") or tool.get("inputSchema") or {}
     properties: dict[str, Schema] = {
         given: spec if isinstance(spec, Mapping) else {} for given, spec in (schema.get("properties") or {}).items()
@@ -84,12 +84,12 @@ def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
 
 
 def type_hint(spec: Schema, root: Schema) -> Any:
-    """The hint from which transformers writes the schema again. Any where there is none, and below DEEPEST levels."""
+    """Return the hint for transformers to make the schema again; Any if there is none, or below DEEPEST levels."""
     return _hint_at(spec, root, 0, {})
 
 
 def _hint_at(spec: Schema, root: Schema, depth: int, known: dict[tuple[str, int], Any]) -> Any:
-    """known: hints so far, by schema and depth: one that refers to itself twice would be walked 2^DEEPEST times."""
+    """Return a hint.   known: hints by schema and depth; without it, a doubly recursive schema costs 2^DEEPEST."""
     if depth > DEEPEST:
         return Any
     key = json.dumps(spec, sort_keys=True, default=str), depth
@@ -125,7 +125,7 @@ def _union(hints: Sequence[Any]) -> Any:
 
 
 def _resolve_reference(spec: Schema, root: Schema) -> Schema:
-    """The schema that `{"$ref": "#/$defs/Point"}` points at, with the keys beside it."""
+    """Return the schema that `{"$ref": "#/$defs/Point"}` names, with the keys beside "$ref"."""
     for _ in range(DEEPEST):
         path = spec.get("$ref")
         if not isinstance(path, str):
@@ -138,7 +138,7 @@ def _resolve_reference(spec: Schema, root: Schema) -> Schema:
 
 
 def _argument_names(properties: Schema) -> dict[str, str]:
-    """{an identifier: the server's name}: "from" is "from_" here, "x-y" is "x_y"."""
+    """Return {an identifier: the server's name}: "from" becomes "from_", "x-y" becomes "x_y"."""
     names: dict[str, str] = {}
     for theirs in properties:
         ours = re.sub(r"\W", "_", theirs, flags=re.ASCII)
@@ -150,7 +150,7 @@ def _argument_names(properties: Schema) -> dict[str, str]:
 
 
 def _describe_argument(name: str, spec: Schema) -> str:
-    """One line: transformers' parser takes one that begins with "word:" for the next argument."""
+    """Describe an argument in one line: transformers' parser reads a new line "word:" as the next argument."""
     text = " ".join(str(spec.get("description") or spec.get("title") or name).split())
     text += f" (default {json.dumps(spec['default'], ensure_ascii=False, default=str)})" if spec.get("default") else ""
     nested = _nested_schema(spec)
@@ -158,7 +158,7 @@ def _describe_argument(name: str, spec: Schema) -> str:
 
 
 def _nested_schema(spec: Schema) -> Schema | None:
-    """The schema without its own description, if type hints cannot say all of it."""
+    """Return the schema without its own description, if type hints cannot express it; else None."""
     text = json.dumps(spec, default=str)
     if '"properties"' not in text and '"$ref"' not in text:
         return None

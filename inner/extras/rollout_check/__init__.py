@@ -1,1 +1,1 @@
-"""Whether the policy wrote these rollouts: by its log-probs, or by TOPLOC's proofs."""
+"""Check by log-probs or TOPLOC's proofs whether the policy wrote these rollouts."""

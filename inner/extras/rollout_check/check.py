@@ -1,24 +1,24 @@
-"""Two checks of a rollout: the tokens and log-probs that another party's engine claims to have sampled.
+"""Two checks of a rollout from another party's engine: of its tokens, and of the log-probs that it claims.
 
-    tokens, claimed log-probs ──▶ one forward of the model that they should come from
+    tokens, claimed log-probs ──▶ one forward of the model that should have made them
         agreement   median over 32 positions of exp|log π_claimed − log π| − 1 ≤ .10     are the log-probs the model's?
         surprise    z = Σ (−log π(token) − H(π)) / √Σ Var(log π),  |z| ≤ 5               are the tokens drawn from it?
                     or a chance of more than e^(−5²/2): min over s of Π E[exp s(−log π − H)] · exp(−s·Σ…)    (Chernoff)
 
-Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It finds another model,
-precision or temperature where the worker sends the numbers that it sampled with.  A worker that asks the right model
-for the numbers afterwards passes it, and is found by surprise: tokens drawn from any π have, on average, the entropy of
-π as their surprisal; H and the variance are exact, from the same forward.
+Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It detects another model,
+precision or temperature if the worker sends the log-probs that it sampled with.  A worker that computes log-probs with
+the right model afterwards passes it; surprise detects this: tokens drawn from any π have, on average, a surprisal equal
+to the entropy of π.  H and the variance are exact, from the same forward.
 
-z alone is not enough where π is nearly sure of most tokens: one rare token of an honest worker is then worth many
-standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So a worker beyond 5 is doubted
-if Chernoff's bound, which holds for every π, leaves it no more chance than it leaves a normal variable there, 4e-6.
+z alone is not enough if π is nearly certain of most tokens: then one rare token of an honest worker is worth many
+standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So beyond 5, a worker is doubted
+only if Chernoff's bound, valid for every π, gives its z at most the chance that a normal variable has there, 4e-6.
 
-Positions are chosen by the reader's seed, which a worker must not know before it has answered.
+The reader's seed chooses the positions. A worker must not know the seed before it has answered.
 
-Not promised: a proof.  A worker that samples from the right model and keeps only the rollouts that pay is not found
-(count how many it was asked for), nor is one that changes few tokens; top-p, top-k and greedy decoding are not sampling
-from π, and surprise calls them out.
+Not promised: a proof.  The checks do not find a worker that samples from the right model but keeps only rollouts with
+reward (count how many were requested), or one that changes few tokens.  Top-p, top-k and greedy decoding do not sample
+from π, so surprise reports them.
 """
 
 import math
@@ -32,17 +32,17 @@ import torch
 from torch import Tensor
 
 POSITIONS = 32
-TOLERANCE = 0.10  # grail's; its worst honest rollout of 430,650 on three kinds of GPU had 0.066
+TOLERANCE = 0.10  # grail's; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
 SIGMAS = 5.0
-TILTS = tuple(2.0**k for k in range(-8, 3))  # s, in units of that which is best for a normal variable
+TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best s for a normal variable
 
 
 @dataclass(frozen=True)
 class RolloutCheck:
-    """The findings about one rollout, or about several of one worker together.
+    """The result for one rollout, or for several rollouts of one worker together.
 
-    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many each is of.
-    chance: a bound of how probable such a surprise is for draws from the model; 1 where |z| ≤ sigmas.
+    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many were used for each.
+    chance: upper bound for the probability of such a z with draws from the model; 1 if |z| ≤ sigmas.
     """
 
     disagreement: float
@@ -55,7 +55,7 @@ class RolloutCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the rollout, in words; empty: believed."""
+        """Reasons to doubt the rollout, as texts; []: it is believed."""
         found: list[str] = []
         if not self.disagreement <= self.tolerance:
             found.append(
@@ -84,12 +84,12 @@ def check_rollouts(
     tolerance: float = TOLERANCE,
     sigmas: float = SIGMAS,
 ) -> RolloutCheck:
-    """Check the rollouts of one worker together; one forward each, and a second one where z is beyond `sigmas`.
+    """Check the rollouts of one worker together; one forward each, and a second one if z is beyond `sigmas`.
 
-    model: a causal language model in eval mode, with the weights that the worker was asked to use.
+    model: a causal language model in eval mode, with the weights that the worker should have used.
     rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature).
-    positions: of all completions together, chosen by `seed`.   Raises ValueError where lengths do not fit, a token is
-    none of the model's, or nothing was said.
+    positions: how many, from all completions together; `seed` chooses them.   Raises ValueError if lengths do not fit,
+    a token is not in the vocabulary, or there is no rollout.
     """
     known = _vocabulary(model)
     differences: list[float] = []
@@ -125,7 +125,7 @@ def check_rollouts(
 
 
 def _vocabulary(model: Any) -> float:
-    """Return the vocabulary's size, to refuse other tokens before a GPU sees them; ∞ if the model has no table."""
+    """Return the vocabulary's size, to refuse other tokens before a GPU gets them; ∞ if the model has no table."""
     table = getattr(model, "get_input_embeddings", None)
     return math.inf if table is None else table().weight.shape[0]
 
@@ -138,7 +138,7 @@ def _chance(
     surplus: float,
     variance: float,
 ) -> float:
-    """Chernoff: P(Σ X ≥ x) ≤ exp(Σ log E[exp s·X] − s·x) for each s > 0, X = −log π − H; for x < 0 with s < 0."""
+    """Return Chernoff's bound: P(Σ X ≥ x) ≤ exp(Σ log E[exp s·X] − s·x), s > 0, X = −log π − H; for x < 0, s < 0."""
     if not math.isfinite(surplus):
         return 0.0  # a token that the model never draws
     tilts = torch.tensor(TILTS, dtype=torch.float64) * surplus / max(variance, 1e-12)
@@ -155,7 +155,7 @@ def _chance(
 def _token_statistics(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log π of each completion token, the entropy there, and the variance of log π: (T,) each, fp64."""
+    """Return log π of each completion token, the entropy there, and the variance of log π: (T,) each, fp64."""
     every = _log_softmax(model, prompt, completion, temperature)
     entropy = _entropy(every)
     share = every.exp()
@@ -165,7 +165,7 @@ def _token_statistics(
 
 
 def _log_softmax(model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> Tensor:
-    """log π of every token at each position of the completion: (T, V), fp64."""
+    """Return log π of every token at each position of the completion: (T, V), fp64."""
     ids = torch.tensor([[*prompt, *completion]], device=model.device)
     return (model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
 

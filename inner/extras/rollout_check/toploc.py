@@ -1,21 +1,21 @@
-"""TOPLOC's own proofs (arXiv 2501.16007) of a rollout: an option, where the package `toploc` was built.
+"""TOPLOC's own proofs (arXiv 2501.16007) of a rollout: optional, if the package `toploc` is installed.
 
-    worker    forward ──▶ last hidden states, bf16 ──▶ of each 32 tokens the 128 largest, as a polynomial ──▶ 258 bytes
-    reader    one forward of the model ──▶ its own 128 largest, and what the polynomial says of them ──▶ how many
-              exponents differ, and by how much the mantissas of the others do
+    worker    forward ──▶ last hidden states, bf16 ──▶ per 32 tokens the 128 largest, as a polynomial ──▶ 258 bytes
+    reader    one forward of the model ──▶ its own 128 largest, and the polynomial's values for them ──▶ how many
+              exponents differ, and the difference of the other mantissas
 
-It says whether hidden states are those of this model at this precision, for these tokens, without a log-prob.  It
-says nothing of how tokens were drawn: the temperature is not in a hidden state.  `check_rollouts` looks at that.
+It checks, without log-probs, whether hidden states are those of this model at this precision for these tokens.  It does
+not check how tokens were drawn, because hidden states do not depend on the temperature; `check_rollouts` does.
 
-TOPLOC itself passes an empty list of proofs, and divides by zero at the null proof, which it writes where it failed:
-here both are refused.  Its verification of a list forgets the proof's modulus: of 115,000 values it doubted the same
-ones in 4 cases of 40; that of a tensor does not, and is used.
+TOPLOC accepts an empty list of proofs, and divides by zero for the null proof, which it writes after a failure. This
+module refuses both.  TOPLOC's verification of a list ignores the proof's modulus: with 115,000 values it doubted
+identical ones in 4 cases of 40. Its verification of a tensor does not, so this module uses that one.
 
-The wheel of 0.1.6 is built for an older torch and does not load.  From source it works (docs/weights.md):
+The wheel of 0.1.6 is built for an older torch and does not load.  A build from source works (docs/weights.md):
 
     pip install toploc==0.1.6 --no-binary toploc --no-build-isolation      needs setuptools, g++, three minutes
 
-Not promised: that thresholds of one model and kind of GPU are those of another: look at honest workers first.
+Not promised: that one model's and GPU's thresholds fit others: measure honest workers first.
 """
 
 import math
@@ -30,19 +30,19 @@ from torch import Tensor
 from inner.errors import InnerError
 
 TOPK = 128
-BATCH = 32  # tokens of a proof
-# SmolLM2-135M, checker fp32, worst of 12 proofs: bf16 .03 and 2.8, 8 bits per row .05 and 4.2; noise of 2 % of the
-# weights' size .13 and 8.2, 4 bits per row .65 and 31 (docs/weights.md)
+BATCH = 32  # tokens per proof
+# Measured mismatches and mantissa, SmolLM2-135M, checker fp32, worst of 12 proofs: bf16 .03 and 2.8, 8 bits per row
+# .05 and 4.2; noise of 2 % of the weights' size .13 and 8.2, 4 bits per row .65 and 31 (docs/weights.md)
 MISMATCHES = 0.10  # share of exponents that may differ
-MANTISSA = 6.0  # of 128 steps, in the mean
+MANTISSA = 6.0  # mean difference, of 128 steps
 
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """The findings about one rollout's proofs; each number is that of the worst.
+    """The result for one rollout's proofs; each number is that of the worst proof.
 
     mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
-    mantissas; infinite where no exponent was right.
+    mantissas; infinite if no exponent is right.
     """
 
     mismatches: float
@@ -53,7 +53,7 @@ class ProofCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the proofs, in words; empty: believed."""
+        """Reasons to doubt the proofs, as texts; []: they are believed."""
         if self.mismatches <= self.most_mismatches and self.mantissa <= self.most_mantissa:
             return []
         return [
@@ -64,10 +64,10 @@ class ProofCheck:
 
 
 def prove_rollout(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[str]:
-    """A worker's proofs, base64, from one forward: of the prompt, then of each BATCH tokens.
+    """Make a worker's proofs, base64, with one forward: one for the prompt, then one per BATCH tokens.
 
-    An engine that keeps hidden states as it generates may hand them to toploc's `build_proofs_base64` instead, in the
-    order of `hidden_states`.   Raises InnerError where toploc is missing, ValueError for nothing to prove.
+    An engine that keeps hidden states while it generates may pass them to toploc's `build_proofs_base64` instead, in
+    the order of `hidden_states`.   Raises InnerError if toploc is missing, ValueError if there is nothing to prove.
     """
     states = hidden_states(model, prompt, completion)
     _check_sizes(states)
@@ -85,8 +85,8 @@ def check_proofs(
 ) -> ProofCheck:
     """Compare a worker's proofs with this model's hidden states on the same tokens.
 
-    mismatches, mantissa: the most that is believed.
-    Raises InnerError where toploc is missing, ValueError for texts that are not proofs, or too few or many of them.
+    mismatches, mantissa: the largest values that are believed.
+    Raises InnerError if toploc is missing, ValueError for texts that are not proofs, or a wrong number of them.
     """
     states = hidden_states(model, prompt, completion)
     _check_sizes(states)
@@ -107,7 +107,7 @@ def check_proofs(
 
 
 def _verify(part: Tensor, proof: str) -> Any:
-    """One proof of (n, H), by TOPLOC's verification of a tensor."""
+    """Verify one proof of (n, H) with TOPLOC's verification of a tensor."""
     (found,) = _toploc().verify_proofs(
         part, [_parse(proof)], decode_batching_size=len(part), topk=TOPK, skip_prefill=True
     )
@@ -116,7 +116,7 @@ def _verify(part: Tensor, proof: str) -> Any:
 
 @torch.no_grad()
 def hidden_states(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Tensor]:
-    """The head's inputs, bf16: the prompt's (P, H), then (H,) of each token that was fed back: all but the last."""
+    """Return the head's inputs, bf16: (P, H) of the prompt, then (H,) per completion token except the last."""
     if not prompt or not completion:
         raise ValueError(f"a rollout has {len(prompt)} prompt and {len(completion)} completion tokens; it needs both")
     ids = torch.tensor([[*prompt, *completion[:-1]]], device=model.device)
@@ -133,7 +133,7 @@ def _check_sizes(states: Sequence[Tensor]) -> None:
 
 
 def _parse(proof: str) -> Any:
-    """A worker may send anything: TOPLOC's own parser says why not in errors of several kinds."""
+    """Parse a proof, which may be anything: TOPLOC's parser raises several kinds of errors."""
     poly = _toploc().C.csrc.poly.ProofPoly
     try:
         found = poly.from_base64(proof)

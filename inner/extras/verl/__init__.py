@@ -1,1 +1,1 @@
-"""The channels as an advantage estimator of verl."""
+"""SDPO as an advantage estimator of verl."""

@@ -1,25 +1,25 @@
 """The self-distillation channel as an advantage of verl: `algorithm.adv_estimator=grpo_composer`.
 
-    A = GRPO's, as verl computes it                                        (α = 0: bit for bit)
+    A = GRPO's, computed by verl                                           (α = 0: bit for bit)
       + α · (log π_teacher − log π_old) · error_mask · response_mask       detached: the reverse KL's policy gradient
 
     driver   attach_composer_fields(data, …) ──▶ verl's compute_advantage ──▶ grpo_composer ──▶ data.batch["advantages"]
     worker                                                              ppo_loss: any policy loss of verl's
 
-verl 0.9.1 hands an estimator rewards, mask, uid and config, and drops every other field of the batch without a word
-(only its own GDPO gets the batch; verl-project/verl#7473 would give it to all).  So the fields take another way: they
-are bound beside the batch, and the estimator takes them if they belong to the rows that it was given.  With α > 0 and
-no fields, those of an earlier batch or those of rows that were moved, it raises: it never becomes plain GRPO, or
-learns from another row's teacher, in silence.
+verl 0.9.1 passes rewards, mask, uid and config to an estimator, and silently drops all other fields of the batch (only
+its own GDPO gets the batch; verl-project/verl#7473 would pass it to all).  So the fields are stored beside the batch,
+and the estimator uses them if they belong to the rows that it gets.  If α > 0 and there are no fields, or those of an
+earlier batch or of moved rows, it raises an error. It never silently becomes plain GRPO, or learns from another row's
+teacher.
 
-Installing this project is enough: verl finds the entry point `verl.plugins` in every process, Ray workers too.
+It is enough to install this project: verl finds the entry point `verl.plugins` in every process, also in Ray workers.
 
     python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo_composer +algorithm.alpha_sdpo=0.1 …
 
 Checked with verl 0.9.1, tensordict 0.10, ray 2.60, on a CPU.
 
-Not promised: a whole training run of verl (GPUs and an engine); its v1 trainer fetches a fixed list of fields, so there
-`attach_composer_fields` belongs into a trainer's own `_compute_advantage`.
+Not promised: a whole training run of verl (GPUs and an engine). Its v1 trainer fetches a fixed list of fields; there,
+call `attach_composer_fields` in the trainer's own `_compute_advantage`.
 """
 
 import math
@@ -37,7 +37,7 @@ REWARDS, RESPONSES = "token_level_rewards", "response_mask"
 
 @dataclass(frozen=True)
 class _Attached:
-    """The fields of a batch, and what its rows were then.   rewards, uid: None where the batch had none yet."""
+    """The fields of a batch, and its rows when they were attached.   rewards, uid: None if the batch had none yet."""
 
     fields: Mapping[str, Tensor]
     mask: Tensor
@@ -45,7 +45,7 @@ class _Attached:
     uid: Any
 
     def has_rows(self, mask: Tensor, rewards: Tensor, uid: Any) -> bool:
-        """Whether these are the rows, in their order: by the very tensor, else by rows without two alike."""
+        """Whether these are the same rows in the same order: the same tensor, or equal rows that are all different."""
         if mask is self.mask:
             return True
         if self.rewards is None or self.uid is None or uid is None or len(uid) != len(self.uid):
@@ -61,12 +61,12 @@ _attached: ContextVar[_Attached | None] = ContextVar("composer fields", default=
 
 
 def attach_composer_fields(data: Any, *, teacher_logprobs: Tensor, error_mask: Tensor) -> Any:
-    """Put the fields into the batch, and where the estimator finds them; -> the same DataProto.
+    """Put the fields into the batch, and store them for the estimator; -> the same DataProto.
 
     data: has response_mask and old_log_probs, (B, T) each.   teacher_logprobs: of the sampled tokens, from the policy
-    that has seen the hint, (B, T).   error_mask: 1 (or a weight) where the hint is about the token, (B, T).
+    that has seen the hint, (B, T).   error_mask: 1 (or a weight) for tokens that the hint is about, (B, T).
     Call it in the driver after rows were moved for the last time (verl balances batches), right before the advantage.
-    Raises ValueError for other shapes, KeyError where the batch lacks one of its own.
+    Raises ValueError for other shapes, KeyError if the batch lacks response_mask or old_log_probs.
     """
     fields = {TEACHER: teacher_logprobs, MASK: error_mask}
     shape = data.batch[RESPONSES].shape
@@ -88,10 +88,10 @@ def grpo_composer(
     batch: Mapping[str, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """verl's estimator -> (advantages, returns), (B, T) each.   config: +algorithm.alpha_sdpo, α.
+    """Return (advantages, returns), (B, T) each, as a verl estimator.   config: +algorithm.alpha_sdpo, α.
 
-    Raises KeyError where α > 0 and the fields did not arrive, or are those of other rows; ValueError for an α below 0,
-    and for log-probs that are not numbers where the error mask uses them.
+    Raises KeyError if α > 0 and there are no fields, or those of other rows; ValueError for a negative α, and for
+    log-probs that are not finite where the error mask uses them.
     """
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # pyright: ignore
 
@@ -106,11 +106,11 @@ def grpo_composer(
     if not alpha:
         return advantages, returns
     pull = _pull_of(_fields_of(response_mask, token_level_rewards, index, batch), response_mask)
-    return advantages + alpha * pull.to(advantages), returns  # out of place: both are one tensor
+    return advantages + alpha * pull.to(advantages), returns  # not in place: both are the same tensor
 
 
 def _pull_of(fields: Mapping[str, Tensor], response_mask: Tensor) -> Tensor:
-    """Padding has any log-prob, −∞ too, and 0 · −∞ is not a number: what is not used is left out, not multiplied."""
+    """Return the distillation term. Unused tokens are cut out, not multiplied by 0: padding may hold −∞."""
     used = (fields[MASK] != 0) & (response_mask != 0)
     pull = torch.where(used, (fields[TEACHER] - fields[OLD]) * fields[MASK], 0.0)
     if not torch.isfinite(pull).all():
@@ -141,7 +141,7 @@ def _fields_of(
 
 
 def register() -> None:
-    """Make grpo_composer known to verl in this process; again does no harm."""
+    """Register grpo_composer with verl in this process. A second call does no harm."""
     from verl.trainer.ppo.core_algos import register_adv_est  # pyright: ignore
 
     register_adv_est("grpo_composer")(grpo_composer)

@@ -1,7 +1,7 @@
-"""verl loads this module in each of its processes (entry point `verl.plugins`); loading it registers the estimator.
+"""verl imports this module in each of its processes (entry point `verl.plugins`); the import registers the estimator.
 
-Not promised: a word from verl where this fails; it logs that at DEBUG.  `adv_estimator=grpo_composer` then is unknown,
-which verl says loudly.
+Not promised: a message from verl if the import fails (it logs it at DEBUG). Then verl raises an error that
+`adv_estimator=grpo_composer` is unknown.
 """
 
 from inner.extras.verl.estimator import register
