@@ -39,7 +39,7 @@ OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft",
 
 
 @dataclass(frozen=True)
-class Found:
+class Gathered:
     """config: of the run.   notes: what is sent, and what is not."""
 
     config: ScriptConfig
@@ -54,7 +54,7 @@ def read_script(
     more: Sequence[str],
     fleet: FleetConfig,
     checked: bool = True,
-) -> Found:
+) -> Gathered:
     """Read a script and gather what travels with it.   Raises UsageError.
 
     name: a path, or a module's name.   more: paths that --file names.   checked: refuse a script that never joins.
@@ -79,7 +79,7 @@ def read_script(
     shown = path.resolve().relative_to(base.resolve()).as_posix() if is_here and not is_module else name
     script = Script(shown, tuple(arguments), is_module, packages)
     stem = name.rpartition(".")[2] if is_module else path.stem
-    return Found(
+    return Gathered(
         ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
         tuple(_notes(sent, ignored, packages, arguments)),
     )

@@ -18,7 +18,7 @@ from diloco.run.record import read_run
 from diloco.runlog.reader import read_report
 from executors.preflight import script as script_module
 from executors.preflight.run_url import UsageError
-from executors.preflight.script import Found, packages_of, read_script
+from executors.preflight.script import Gathered, packages_of, read_script
 from rendezvous.agreement.membership import read_control
 from rendezvous.stores.open import open_store
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(name: str = "train.py", *arguments: str, more: tuple[str, ...] = (), is_module: bool = False) -> Found:
+def read(name: str = "train.py", *arguments: str, more: tuple[str, ...] = (), is_module: bool = False) -> Gathered:
     return read_script(name, arguments, is_module=is_module, more=more, fleet=FleetConfig())
 
 
