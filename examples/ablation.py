@@ -14,7 +14,7 @@ An arm × seed that is in results.jsonl already is not run again.
     right pairs    share of the pairs whose chosen call is the right one
     teachers $     the endpoint's token counts at the list prices of the default teachers; nothing was paid
 
-Not promised: anything about language models (docs/ablation.md).
+Not promised: anything about language models (docs/studies/ablation.md).
 """
 
 import argparse

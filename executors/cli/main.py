@@ -21,7 +21,7 @@ from executors.preflight.mistyped import Parser
 from rendezvous.clock import SystemClock
 
 VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
-    "starting": ("train", "plan", "resume", "demo"),
+    "starting": ("train", "launch", "plan", "resume", "demo"),
     "looking": ("status", "watch", "logs", "costs", "report", "diff"),
     "changing": ("scale", "drain", "stop"),
     "writing": ("export", "verify", "explain", "blame", "bisect", "gc", "eval", "traces", "track"),
@@ -30,7 +30,7 @@ VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
 WHOLE = ("completion",)  # verbs that need the parsers of all others
 WITH_COMMAND = ("bisect", "blame")
 SHOWN = {
-    "starting": ("init", "check", "demo", "plan", "train", "resume"),
+    "starting": ("init", "check", "demo", "plan", "train", "launch", "resume"),
     "looking": ("status", "watch", "logs", "report"),
     "changing": ("scale", "stop"),
     "writing": ("export",),
