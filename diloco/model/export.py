@@ -65,6 +65,10 @@ def refuse_merge(run: Run, merge: bool) -> None:
 
 def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to: Path, merge: bool = False) -> None:
     """Write θ like `export`.   at: its outer step."""
+    if run.config.script is not None:
+        from diloco.model.script_model import write_script_model
+
+        return write_script_model(run, record, state, to)
     inner = run.config.inner
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")

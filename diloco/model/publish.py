@@ -115,7 +115,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     if config.lora is not None:
         model = new_adapter(model, config.lora, found.name, found.commit)
         save_adapter(model, scratch / "made" / ADAPTER)
-        files |= _upload_folder(run.store, scratch / "made")
+        files |= upload_folder(run.store, scratch / "made")
     return _describe_model(run, model, files, clock, {"model": found.name, "commit": found.commit})
 
 
@@ -125,7 +125,7 @@ def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) ->
 
     inner.publish_model(config, folder)
     model, _ = load_start(folder, config.dtype, config.lora)
-    return _describe_model(run, model, _upload_folder(run.store, folder), clock)
+    return _describe_model(run, model, upload_folder(run.store, folder), clock)
 
 
 def _describe_model(
@@ -140,7 +140,8 @@ def _describe_model(
     return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
 
 
-def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
+def upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
+    """Put a folder's files into the bucket.   Return name -> key and digest, as a ModelRecord has them."""
     mark = new_nonce()
     files: dict[str, dict[str, str]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from diloco.model.script_model import publish_script_model
 from diloco.outer.loop import TAKEN, OuterLoop
 from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
@@ -89,6 +90,9 @@ class DiLoCoCallback(TrainerCallback):
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
         loop = make_diloco(trainer["model"], optimizer, self.manager, outer, boundary=generation_steps(args))
         self.loop = loop.__enter__()
+        if self.run in LAUNCHED:  # for `diloco export`
+            session = self.manager.session
+            publish_script_model(session.rv.store, session.clock, trainer["model"], trainer.get("processing_class"))
         if self.run not in LAUNCHED:  # there, the replica's process tells its end
             atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import Qwen2ForCausalLM
 
 from diloco.process import exitcodes
 from diloco.run.config import FleetConfig
@@ -186,6 +188,25 @@ def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) ->
     assert len({line for line in logs if line.startswith("weights ")}) == 1
     assert run.config.outer.sync_every == 5 and run.record.config["name"] == "train"
     assert read_control(run.store).steps == 12
+    assert diloco("export", url, "--to", "exported").returncode == 0
+    model = Qwen2ForCausalLM.from_pretrained(folder / "exported")
+    assert f"weights {float(sum(p.detach().double().sum() for p in model.parameters()))}" in logs
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
+    lora = 'LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)'
+    text = TRAIN.replace(
+        "\nargs =", f"\nfrom peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, {lora})\nargs ="
+    )
+    (folder / "train.py").write_text(text.replace("model.parameters()", "model.parameters() if p.requires_grad"))
+    assert diloco("launch", "--replicas", "1", "train.py", "10").returncode == 0
+    done = diloco("export", "runs/train", "--to", "exported")
+    assert done.returncode == 0 and "wrote the adapter after 2 outer steps" in done.stdout
+    weights = load_file(folder / "exported" / "adapter_model.safetensors")
+    assert json.loads((folder / "exported" / "adapter_config.json").read_text())["r"] == 2
+    told = f"weights {float(sum(weight.double().sum() for weight in weights.values()))}"
+    assert told[:16] in diloco("logs", "runs/train", "r00").stdout and len(weights) == 2
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def _export(args: Namespace, run: "Run") -> Answer:
 
     step = export(run.url, best_step(run, args.step) if args.best else args.step, to, args.merge)
     mark_export(to, run.url, step)
-    is_adapter = run.config.inner.lora is not None and not args.merge
+    is_adapter = (to / "adapter_config.json").exists()
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
     text = f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"
     return Answer({"run": run.url, "outer_step": step, "to": args.to}, [text])
