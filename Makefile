@@ -11,6 +11,7 @@
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
 # make test-openenv  servers and clients of OpenEnv against ours, openenv in an environment of its own; test-backends does it too
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
+# make dist     wheel and sdist into dist/, checked with twine, and `diloco demo` of the wheel in an environment of its own
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
 # make bench    all benchmarks into runs/bench/DATE.md, with the machine; ONLY="sync codecs" for some
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
@@ -38,7 +39,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +62,15 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# both archives, checked: twine, the metadata as PyPI shows it, and `diloco demo` of the wheel in an environment of its own
+dist: install
+	@rm -rf dist && $(BIN)/python -m hatchling build -d dist
+	@$(PYTHON) -m venv --clear $(VENV)/dist && $(VENV)/dist/bin/python -m pip install -q --disable-pip-version-check twine
+	@$(VENV)/dist/bin/twine check --strict dist/*
+	@$(BIN)/python -m tests.support.archives dist
+	@$(VENV)/dist/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[local]"
+	@cd $$(mktemp -d) && env -u PYTHONPATH $(abspath $(VENV))/dist/bin/diloco demo && echo "dist/ is whole"
 
 # without the tests marked slow; a process that a test kills with -9 writes no numbers down.  The one that is left out
 # simulates in processes of its own, and waits for ever under the tracer

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.archives import faults_of_wheel
 from tests.support.puppets import PuppetRun
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install hatchling")
@@ -54,6 +55,10 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     if tracked.returncode:
         pytest.skip("this is no checkout of git")
     assert set(tracked.stdout.split()) <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_has_what_pypi_and_type_checkers_want(wheel: Path) -> None:
+    assert not list(faults_of_wheel(wheel))
 
 
 def test_a_report_out_of_the_wheel_is_the_page_of_this_tree(unpacked: Path, tmp_path: Path) -> None:
