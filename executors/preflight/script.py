@@ -16,7 +16,7 @@ import importlib.util
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,13 @@ def read_script(
     source = _source(path)
     is_here = path.resolve().is_relative_to(base.resolve())
     siblings = [path, *find_siblings(path).values()] if is_here else []
+    siblings += _modules_in(arguments, base, path)
     if checked and not any(word in _source(one) for one in siblings or [path] for word in JOINS):
         raise UsageError(
             f"{name} meets neither DiLoCoCallback nor make_diloco, so its replicas would average nothing. Give its "
             "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
         )
-    files = dict(_named(base, siblings, more))
+    files = dict(_named(base, siblings, arguments, more))
     ignored = _ignored_by_git(base, [one for one in files if not is_code(one)]) - {str(Path(one)) for one in more}
     sent = {one: file for one, file in files.items() if one not in ignored}
     _refuse_large(sent)
@@ -122,11 +123,22 @@ def is_code(name: str) -> bool:
     return name.endswith(".py")
 
 
-def _named(base: Path, codes: Sequence[Path], more: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield (path in the run's folder, file) of the code, of files that a string in it names, and of --file."""
+def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
+    """The modules beside us that an argument names, as in `--reward_funcs rewards.score`, with what they import."""
+    words = {part for text in arguments for part in (text, text.partition("=")[2])}
+    names = {word.partition(".")[0] for word in words if re.fullmatch(r"\w+(\.\w+)+", word)}
+    found = [base / f"{name}.py" for name in sorted(names) if (base / f"{name}.py").is_file()]
+    return [one for code in found if code != script for one in (code, *find_siblings(code).values())]
+
+
+def _named(
+    base: Path, codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
+) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of the code, of files that it or an argument names, and of --file."""
     for code in codes:
         yield code.resolve().relative_to(base.resolve()).as_posix(), code
-    for text in sorted({text for code in codes for text in _strings(code)}):
+    typed = {part for text in arguments for part in (text, text.partition("=")[2])}
+    for text in sorted(typed | {text for code in codes for text in _strings(code)}):
         with suppress(OSError, ValueError):  # a string may be anything
             file = base / text
             inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
@@ -176,7 +188,7 @@ def _refuse_large(files: dict[str, Path]) -> None:
 
 
 def _notes(
-    files: Iterable[str], ignored: Iterable[str], packages: Sequence[str], arguments: Sequence[str]
+    files: Collection[str], ignored: Iterable[str], packages: Sequence[str], arguments: Sequence[str]
 ) -> Iterator[str]:
     yield f"sends {', '.join(sorted(files)) or 'no files: the module is installed where replicas run'}"
     for name in sorted(ignored):
@@ -184,6 +196,8 @@ def _notes(
     if packages:
         yield f"rented machines install {', '.join(packages)}"
     for one in arguments:
+        if Path(one).is_dir() and not Path(one).is_absolute() and not any(f.startswith(f"{Path(one)}/") for f in files):
+            yield f"does not send the folder {one}, which an argument names; --file {one} sends it"
         if one.partition("=")[0] in OPTIONS:
             yield f"{one} stands behind the script, which gets it; an option of `diloco launch` stands before it"
 

@@ -76,6 +76,15 @@ def test_a_script_travels_with_what_it_imports_and_names(folder: Path) -> None:
     assert str(found.config.script) == "train.py 20" and found.config.name == "train"
 
 
+def test_what_an_argument_names_is_sent_too(folder: Path) -> None:
+    (folder / "rewards.py").write_text("import shapes\ndef score(completions, **_): ...\n")
+    (folder / "shapes.py").write_text("")
+    (folder / "data").mkdir()
+    found = read("train.py", "--reward_funcs", "rewards.score", "--extra=large.bin", "--dataset_name", "data")
+    assert {"rewards.py", "shapes.py", "large.bin"} <= set(found.config.files)
+    assert "does not send the folder data, which an argument names; --file data sends it" in found.notes
+
+
 def test_a_file_or_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "a.txt").write_text("a")
