@@ -197,7 +197,9 @@ def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) ->
     assert len({line for line in logs if line.startswith("weights ")}) == 1
     assert run.config.outer.sync_every == 5 and run.record.config["name"] == "train"
     assert read_control(run.store).steps == 12
-    assert diloco("export", url, "--to", "exported").returncode == 0
+    assert diloco("export", url, "--to", "exported", "--push", "me/mine", "--dry-run").returncode == 0
+    digest = json.loads(diloco("verify", url, "--step", "12", "--json").stdout)["digests"]["12"]
+    assert f"`{digest}`" in (folder / "exported" / "README.md").read_text()
     model = Qwen2ForCausalLM.from_pretrained(folder / "exported")
     assert f"weights {float(sum(p.detach().double().sum() for p in model.parameters()))}" in logs
 

@@ -32,6 +32,9 @@ def add_verbs(verbs: Any) -> None:
     value(export, "--step", "T", STEP, type=int)
     flag(export, "--best", help="the step with the highest reward on held-out prompts")
     value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
+    value(export, "--push", "OWNER/NAME", "a repository of the Hub, with a model card, the report and rollouts")
+    flag(export, "--public", help="with --push: a new repository is public")
+    flag(export, "--dry-run", help="with --push: write the folder alone")
     flag(export, "--merge", help="of a LoRA run: the whole model, not the adapter alone")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
@@ -89,8 +92,15 @@ def _export(args: Namespace, run: "Run") -> Answer:
     mark_export(to, run.url, step)
     is_adapter = (to / "adapter_config.json").exists()
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
-    text = f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"
-    return Answer({"run": run.url, "outer_step": step, "to": args.to}, [text])
+    lines = [f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"]
+    data = {"run": run.url, "outer_step": step, "to": args.to}
+    if args.push:
+        from executors.cli.writing.push import push, write_bundle
+
+        lines.append(f"beside it: {', '.join(write_bundle(run, step, to))}")
+        data["pushed"] = None if args.dry_run else push(to, args.push, public=args.public)
+        lines.append(f"pushed: {data['pushed']}" if data["pushed"] else "nothing was pushed")
+    return Answer(data, lines)
 
 
 def best_step(run: "Run", step: int | None) -> int:
