@@ -57,7 +57,8 @@ def card(report: Report, step: int, folder: Path, now: float) -> str:
     rows = "\n".join(f"| {name} | {text} |" for name, text in facts.items())
     sample = f" `{ROLLOUTS}` has a sample of the rollouts." if (folder / ROLLOUTS).exists() else ""
     return (
-        f"---\n{_front_matter(base, folder)}---\n\n# {report.name}\n\n{headline(report)}.\n\n| | |\n|---|---|\n{rows}\n\n"
+        f"---\n{_front_matter(base, folder)}---\n\n# {report.name}\n\n{headline(report)}.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n"
         f"```\n{summary(report)}\n```\n\n`report.html` has the curves.{sample}\n"
     )
 
