@@ -56,6 +56,7 @@ class DiLoCoCallback(TrainerCallback):
     def __init__(
         self, run: str | None = None, slot: str | None = None, replicas: int | None = None, **outer: Any
     ) -> None:
+        refuse_other_names(run, slot)
         self.run = run or os.environ.get(URL, "")
         self.slot = slot or os.environ.get(SLOT, "r00")
         self.replicas = replicas or replicas_of(os.environ.get(REPLICAS, "1"))
@@ -181,6 +182,17 @@ class DiLoCoCallback(TrainerCallback):
 
 
 # -------------------------------------------------------------------- what would fight with the run
+
+
+def refuse_other_names(run: str | None, slot: str | None) -> None:
+    """Raise OuterError where the script names another run or slot than its environment, as `diloco launch` sets it."""
+    for name, asked, variable in (("run", run, URL), ("slot", slot, SLOT)):
+        stands = os.environ.get(variable)
+        if asked and stands and asked != stands:
+            raise OuterError(
+                f'DiLoCoCallback has {name} = "{asked}", and {variable} is "{stands}", as `diloco launch` sets it for '
+                f"each replica. Leave {name} out of DiLoCoCallback, or unset {variable}"
+            )
 
 
 def replicas_of(text: str) -> int:

@@ -87,6 +87,18 @@ def test_without_a_run_the_script_trains_alone_and_says_so(tmp_path: Path, monke
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.parametrize("given", [{"run": "runs/other"}, {"slot": "r00"}], ids=str)
+def test_a_script_that_names_another_run_or_slot_than_its_launcher_is_refused(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else three replicas of `diloco launch` would all claim r00, and fence each other."""
+    monkeypatch.setenv("DILOCO_RUN", "runs/mine")
+    monkeypatch.setenv("DILOCO_SLOT", "r01")
+    with pytest.raises(OuterError, match=r'and DILOCO_(RUN|SLOT) is ".*Leave (run|slot) out'):
+        DiLoCoCallback(**given)
+    assert DiLoCoCallback(run="runs/mine").slot == "r01"
+
+
 # -------------------------------------------------------------------- a fleet
 
 
