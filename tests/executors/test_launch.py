@@ -165,6 +165,13 @@ def test_packages_are_those_of_the_block_and_of_requirements_but_not_ours(tmp_pa
     assert packages_of("train.py", "import torch\n", None) == ()
 
 
+def test_a_dry_run_says_what_it_would_send_and_starts_nothing(folder: Path) -> None:
+    done = diloco("launch", "--replicas", "2", "--dry-run", "train.py", "20")
+    assert done.returncode == 0 and not (folder / "runs").exists()
+    assert "sends helper.py, rows.json, train.py" in done.stderr
+    assert "r01: " in done.stdout and done.stdout.endswith("nothing was started\n")
+
+
 # -------------------------------------------------------------------- replicas
 
 

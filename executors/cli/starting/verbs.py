@@ -47,6 +47,7 @@ def add_verbs(verbs: Any) -> None:
     value(launch, "--run", "URL", "where the run lies: s3://… (default: runs/NAME of this folder)", dest="url")
     again(launch, "--file", metavar="PATH", dest="files", help="a file or folder that the script reads, to be sent")
     flag(launch, "--no-preflight", help="do not ask whether the script joins a run")
+    flag(launch, "--dry-run", help="say what would be sent and started, and what it costs; nothing is started")
     resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
     for parser in (train, plan, launch, resume):
         _add_wishes(parser)
@@ -162,6 +163,8 @@ def _launch(args: Namespace) -> Answer:
     for note in found.notes:
         say(note)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
+    if args.dry_run:
+        return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
