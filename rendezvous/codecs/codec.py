@@ -1,4 +1,4 @@
-"""The interface of a codec, and the types of vectors and bodies.   It does not import torch."""
+"""The interfaces of codecs and kernels, and the types of vectors and bodies.   It does not import torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
@@ -64,11 +64,24 @@ class Codec(Protocol):
         """Decode the body into `out` (fp32).   Raise Corrupt for bytes that no encoder wrote."""
         ...
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        """Add fl(weight·decode(body)) to total[start:stop], or store it there if `first`.
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        """Add fl(weight·decode(body)) to total, or store it there if `first`: 0 + (−0) would lose the sign.
 
         Raise Corrupt for bytes that no encoder wrote; `total` then has undefined values.
+        """
+        ...
+
+
+class Kernels(Protocol):
+    """The functions `encode` and `add`, for codecs with rows of a fixed size."""
+
+    def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
+        """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
+        ...
+
+    def add(self, name: str, rows: "Tensor", w: float, target: "Tensor", first: bool) -> bool:
+        """Add fl(w·unpack(rows)) to target, or store it there if `first`.
+
+        Return False if no encoder wrote these rows; `target` then has undefined values.
         """
         ...

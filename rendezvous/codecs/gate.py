@@ -21,14 +21,7 @@ import torch
 from torch import Tensor
 
 from rendezvous.codecs.codec import Array, Body
-from rendezvous.codecs.pieces import (
-    Pieces,
-    add_residual,
-    bytes_of,
-    first_bytes,
-    flat_tensor,
-    tensor_of,
-)
+from rendezvous.codecs.pieces import add_residual, bytes_of, first_bytes, flat_tensor, tensor_of
 from rendezvous.codecs.rows import all_finite, not_finite_error
 from rendezvous.errors import Corrupt
 
@@ -36,7 +29,7 @@ _BLOCK = 1 << 18
 _MORE = 255
 
 
-class Gate(Pieces):
+class Gate:
     name = "bf16-gate"
     align = _BLOCK
     exact = False
@@ -80,7 +73,22 @@ class Gate(Pieces):
     ) -> Iterator[float]:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 
-    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    def decode(self, body: Body, out: Array) -> None:
+        self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
+
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        target = flat_tensor(total, "the sum")
+        w = float(np.float32(weight))
+        for a, b, piece in self._decoded_blocks(body, target.numel(), target.device):
+            if w != 1:
+                piece.mul_(w)
+            if first:
+                target[a:b].copy_(piece)
+            else:
+                target[a:b].add_(piece)
+
+    def _decoded_blocks(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield start, stop and decoded elements of each block.  The caller may overwrite the tensor."""
         rest = bytes_of(body).numpy()
         t = torch.empty(min(n, _BLOCK))
         for a in range(0, n, _BLOCK):

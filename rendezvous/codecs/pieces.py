@@ -13,47 +13,39 @@ thread or in a helper process.
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.codec import Array, Body
-from rendezvous.codecs.kernels import load_kernels
+from rendezvous.codecs.codec import Array, Body, Kernels
 from rendezvous.codecs.rows import SCRATCH, RowFormat, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import BadDelta, Corrupt
 
 _CPU_PIECE, _CUDA_PIECE = SCRATCH, 1 << 24  # elements; multiples of every codec's align
 
 
-class Pieces(ABC):
-    """A codec that decodes a body piece by piece."""
+@cache
+def load_kernels(name: str, device_type: str) -> Kernels | None:
+    """Return the codec's kernels for a type of device ("cpu", "cuda"); None if there are none.
 
-    @abstractmethod
-    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield start, stop and decoded elements of each piece.  The caller may overwrite the tensor."""
+    Without kernels the codecs call torch, operation by operation, and get the same bits.
+    """
+    try:
+        if device_type == "cpu" and name in ("bf16", "int8", "int4"):
+            from rendezvous.codecs.kernels import cpu
 
-    def decode(self, body: Body, out: Array) -> None:
-        target = flat_tensor(out, "the decoded vector")
-        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
-            target[a:b].copy_(piece)
+            return cpu
+        if device_type == "cuda" and name in ("int8", "int4"):
+            from rendezvous.codecs.kernels import cuda
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        """Add fl(weight·decode(body)) to total, or store it if `first`: 0 + (−0) would lose the sign."""
-        target = flat_tensor(total, "the sum")[start:stop]
-        w = float(np.float32(weight))
-        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
-            if w != 1:
-                piece.mul_(w)
-            if first:
-                target[a:b].copy_(piece)
-            else:
-                target[a:b].add_(piece)
+            return cuda
+    except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
+        pass
+    return None
 
 
 class RowCodec:
@@ -128,10 +120,8 @@ class RowCodec:
     def decode(self, body: Body, out: Array) -> None:
         self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        target = flat_tensor(total, "the sum")[start:stop]
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        target = flat_tensor(total, "the sum")
         w = float(np.float32(weight))
         n = target.numel()
         device = target.device

@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 
 from rendezvous.agreement.rules import Rules, Timing, reduces_sharded
 from rendezvous.clock import Clock
-from rendezvous.codecs import nominal_ratio
-from rendezvous.codecs.choose import sync_seconds
+from rendezvous.codecs.choose import nominal_ratio, sync_seconds
 from rendezvous.errors import StoreError
 from rendezvous.store import Store
 from rendezvous.stores.race import (

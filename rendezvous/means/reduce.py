@@ -24,8 +24,7 @@ from rendezvous.agreement import rules
 from rendezvous.agreement.rules import Rules
 from rendezvous.background import Together, in_turn
 from rendezvous.clock import Clock
-from rendezvous.codecs import get_codec
-from rendezvous.codecs.kernels import load_mean_kernel
+from rendezvous.codecs import get_codec, load_mean_kernel
 from rendezvous.errors import BadCommit, Corrupt
 from rendezvous.means.announcements import Announcements
 from rendezvous.means.bodies import BodyReader, OwnBody, Shard, elements_slice, has_shard_digests
