@@ -14,6 +14,8 @@ Not promised: an end before `give_up` while a writer of the bad body lives.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +26,6 @@ from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import Job
 from rendezvous.clock import Clock
 from rendezvous.engine.own_blobs import OwnBlobs
-from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import Corrupt
 from rendezvous.keeping import garbage
 from rendezvous.means.announcements import is_worth_announcing
@@ -32,6 +33,9 @@ from rendezvous.means.bodies import OwnBody
 from rendezvous.means.reduce import Reducer, refuse_misweighed
 from rendezvous.records.records import Commit
 from rendezvous.store import Store
+
+if TYPE_CHECKING:
+    from rendezvous.engine.sharded import ShardedMean
 
 
 class Averager:
@@ -61,8 +65,13 @@ class Averager:
         self._timing = timing
         self._check_before_pause = check_before_pause
         self._refuse_lost = refuse_lost
-        self._sharded_mean = ShardedMean(clock, reducer, members, timing, self._pause, self._on_bad_body)
         self._announcement: Job | None = None
+
+    @cached_property
+    def _sharded_mean(self) -> "ShardedMean":
+        from rendezvous.engine.sharded import ShardedMean
+
+        return ShardedMean(self._clock, self._reducer, self._members, self._timing, self._pause, self._on_bad_body)
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
         """Write the mean of a step in which this replica takes part into `out`."""

@@ -61,7 +61,7 @@ class ShardedMean:
         them back or computes the part.  If no writer has the bytes any more and the part is not announced, raise
         Corrupt after `dead_after`.
         """
-        parts = self._reducer.split_into_parts(commit, out.size)
+        parts = self._reducer.parts.split(commit, out.size)
         missing = set(range(len(parts)))
         wait = StepWait(self._clock, self._timing)
         ours = {j for j in missing if commit.owners[j] == self._members.slot}
@@ -72,7 +72,7 @@ class ShardedMean:
         while True:
             wait.count_time()
             missing -= {j for j in sorted(ours & missing) if made_here(j)}
-            missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
+            missing -= {j for j in sorted(missing) if self._reducer.parts.take(commit, j, parts[j], out)}
             missing -= {j for j in sorted(missing - ours) if self._is_overdue(commit, j, wait.idle) and made_here(j)}
             if not missing:
                 return
@@ -85,10 +85,10 @@ class ShardedMean:
         began = self._clock.now()
         try:
             if part:
-                body = self._reducer.make_part(commit, part, out, mine)
+                body = self._reducer.parts.make(commit, part, out, mine)
                 self._reducer.announcements.announce(commit.t, j, body)
         except Corrupt as error:
-            if self._reducer.take_part(commit, j, part, out):
+            if self._reducer.parts.take(commit, j, part, out):
                 return True
             if waited > (self._timing.give_up if self._on_bad_body(commit, error) else self._timing.dead_after):
                 raise
