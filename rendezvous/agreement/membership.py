@@ -22,17 +22,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rendezvous import layout
 from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.background import Emit, Parts, Together, fetch_together, in_turn, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
-from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Record, Spent, WireError, new_nonce
+from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Spent, decode_or_none, new_nonce
 from rendezvous.store import Readable, Store, put_once
-
-R = TypeVar("R", bound=Record)
 
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
@@ -131,14 +129,6 @@ def _refuse_first(store: Readable, n: int) -> None:
         )
 
 
-def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
-    try:
-        return kind.decode(body)
-    except WireError:
-        return None
-
-
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
 _RESTORE = (
     "Restore the object (from the bucket's versions, or a backup); remove every rule or program that expires, deletes "
@@ -165,8 +155,7 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
 def controls_above(store: Readable, n: int) -> list[Control]:
     """Return the control records with numbers above n, in order; those that LIST does not show are missing."""
     numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
-    bodies = [(m, store.get(layout.control_key(m))) for m in numbers if m > n]
-    found = [(m, decode_or_none(Control, body)) for m, body in bodies if body is not None]
+    found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in numbers if m > n]
     return [control for m, control in found if control is not None and control.n == m]
 
 
@@ -232,19 +221,17 @@ def newest_claim(store: Readable, slot: str) -> Claim | None:
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
     """Return the claim of this generation of the slot; None if there is none."""
-    body = store.get(layout.claim_key(slot, generation))
-    return None if body is None else _claim_in(body, slot, generation)
+    return _claim_in(store.get(layout.claim_key(slot, generation)), slot, generation)
 
 
-def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
+def _claim_in(body: bytes | None, slot: str, generation: int) -> Claim | None:
     found = decode_or_none(Claim, body)
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
 def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     """Return the leave record of this generation; None if there is none."""
-    body = store.get(layout.leave_key(slot, generation))
-    found = None if body is None else decode_or_none(Leave, body)
+    found = decode_or_none(Leave, store.get(layout.leave_key(slot, generation)))
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
@@ -515,7 +502,7 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
     """Raise RecordsLost if this replica's claim is gone or was made by another process: the store is another one."""
     key = layout.claim_key(mine.slot, mine.generation)
     body = store.get(key)
-    found = None if body is None else _claim_in(body, mine.slot, mine.generation)
+    found = _claim_in(body, mine.slot, mine.generation)
     if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
         raise RecordsLost(
             f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another'}: "
@@ -549,8 +536,7 @@ def refuse_forgotten_steps(
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
     """Return a slot's present heartbeat; None if there is none, or if the object is not this slot's heartbeat."""
-    body = store.get(layout.beat_key(slot))
-    beat = None if body is None else decode_or_none(Beat, body)
+    beat = decode_or_none(Beat, store.get(layout.beat_key(slot)))
     return beat if beat is not None and beat.slot == slot else None
 
 

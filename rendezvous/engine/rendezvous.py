@@ -50,7 +50,6 @@ from rendezvous.records.wire import check_shape
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay, write_theta_0
 from rendezvous.store import PatientStore, Store
-from rendezvous.weights.no_weights import NoWeights
 
 if TYPE_CHECKING:
     from rendezvous.weights.writer import WeightsWriter
@@ -104,7 +103,7 @@ class Rendezvous:
         self._background = background or Inline()
         self._uploads = uploads or self._background
         self._together = together
-        self._weights = weights or NoWeights()
+        self._weights = weights
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
         self._joined_at = -1  # the step during which we joined
@@ -207,7 +206,8 @@ class Rendezvous:
 
     def _heal_once(self, upto: int | None) -> None:
         self._snapshots.writer.abandon()
-        self._weights.wait_until_read()
+        if self._weights is not None:
+            self._weights.wait_until_read()
         self.chain.forget_commits()
         replay = StateReplay(
             self.store, self.chain, self.state, self.rules.fragments, self._averager.mean_of_past,
@@ -336,10 +336,13 @@ class Rendezvous:
         """Write the commit's mean into `out`, which may be the vector that was offered."""
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean(commit, out)
-        self._snapshots.writer.release_fragment(
-            commit.t % self.rules.fragments
-        )  # as late as possible: the caller steps the fragment now
-        self._weights.wait_until_read()
+        self._release_fragment(commit.t % self.rules.fragments)
+
+    def _release_fragment(self, fragment: int) -> None:
+        """Let the fragment be stepped now.  Called as late as possible: background jobs still read it."""
+        self._snapshots.writer.release_fragment(fragment)
+        if self._weights is not None:
+            self._weights.wait_until_read()
 
     def advance(self, commit: Commit) -> None:
         """Open the next step.  The caller must have applied the mean."""
@@ -358,9 +361,10 @@ class Rendezvous:
             self.state, self.step, base=self.base, prev=self.chain.commit_digest(commit.t),
             closed=commit.by == self.name, idle=not (self.is_behind or self.is_done),
         )  # fmt: skip
-        self._weights.note_step(
-            self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
-        )
+        if self._weights is not None:
+            self._weights.note_step(
+                self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
+            )
         self.members.status.enter_phase("train", self.step)
         self._times.begin()
         self.members.begin_step(commit.pace, self.own_blobs.readers_of(commit))
@@ -372,8 +376,7 @@ class Rendezvous:
         mean = np.empty(self.state.size(fragment), np.float32)
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean_of_past(commit, mean)
-        self._snapshots.writer.release_fragment(fragment)
-        self._weights.wait_until_read()
+        self._release_fragment(fragment)
         self.state.apply(fragment, mean)
         self.advance(commit)
 
@@ -437,7 +440,7 @@ class Rendezvous:
             self._snapshots.writer.abandon()
         self._uploads.drain()
         self._background.drain()
-        if self.is_done:
+        if self.is_done and self._weights is not None:
             self._weights.drain()
         if self.is_done:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot

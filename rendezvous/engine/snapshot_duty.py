@@ -1,6 +1,6 @@
 """One replica's work on snapshots: it writes them, makes them visible, and deletes the blobs that they replace.
 
-    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
+    commit t−1 applied ──▶ due? (keeping/budget.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
     commit t read      ──▶ its base is ours: the manifest is written    else: the snapshot is abandoned
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
@@ -14,9 +14,8 @@ from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.background import Background, Emit, submit_reported
 from rendezvous.clock import Clock
-from rendezvous.keeping.budget import Sizes, sizes_of
+from rendezvous.keeping.budget import Sizes, SnapshotPace, sizes_of
 from rendezvous.keeping.garbage import Collector
-from rendezvous.keeping.snapshot_pace import SnapshotPace
 from rendezvous.records.records import Commit
 from rendezvous.records.state import ReplicatedState, all_arrays
 from rendezvous.records.tensors import TensorFile

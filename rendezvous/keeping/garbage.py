@@ -28,6 +28,7 @@ Any number of collectors may run, and be killed, at any time: all delete the sam
 Not promised: that all old blobs are deleted.  LIST is a hint, and a writer that was suspended may still upload.
 """
 
+import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -38,13 +39,14 @@ from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.errors import StoreError, Terminal
 from rendezvous.keeping.budget import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
-from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.records.records import Commit, Mean, Snapshot, decode_or_none
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
 T = TypeVar("T")
 _TOLD = 64  # the most older snapshots that a log event names
 _LAST_SWEEP = 1024  # the most steps that the last sweep of a run reads or collects; each needs one or two requests
+_BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")
 _BACK = 16  # earlier commits that are read at a time, each by a request
 
 
@@ -66,19 +68,8 @@ def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
 
 def parse_blob_key(key: str) -> tuple[str, int] | None:
     """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
-    parts = key.split("/")
-    if len(parts) < 3 or not parts[1].isdecimal():
-        return None
-    step = int(parts[1])
-    for kind, some in (
-        ("delta", layout.delta_blob(step, "", 0, "")),
-        ("mean", layout.mean_blob(step, "")),
-        ("snapshot", layout.snapshot_blob(step, "")),
-    ):
-        folder, _, name = some.rpartition("/")
-        if "/".join(parts[:-1]) == folder and parts[-1].endswith(name[name.index(".") :]):
-            return kind, step
-    return None
+    found = _BLOB.fullmatch(key)
+    return (found[2] or "snapshot", int(found[1] or found[3])) if found else None
 
 
 def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
@@ -126,14 +117,8 @@ def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
 
 
 def _part_stands(store: Store, t: int, j: int) -> bool:
-    body = store.get(layout.mean_key(t, j))
-    if body is None:
-        return False
-    try:
-        record = Mean.decode(body)
-    except WireError:
-        return False
-    return record.t == t and blob_stands(store, record.blob, record.size)
+    record = decode_or_none(Mean, store.get(layout.mean_key(t, j)))
+    return record is not None and record.t == t and blob_stands(store, record.blob, record.size)
 
 
 # ---------------------------------------------------------------------- the loop
@@ -178,7 +163,7 @@ class Collector:
 
     def note_commit(self, commit: Commit) -> None:
         """Note a commit that was read.  It needs no request, and any thread may call it."""
-        self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
+        self._news.append((commit.t, self._sizes_of(commit)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
         """Delete blobs of at most `at_most` steps.   Return the number of deleted blobs.
@@ -253,11 +238,8 @@ class Collector:
     def _read_back(self, steps: range) -> None:
         """Read earlier commits that this replica does not know, and note their sizes."""
         for t in reversed(steps):
-            try:
-                body = self._store.get(layout.commit_key(t))
-                self._note_sizes(t, Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body)))
-            except WireError:
-                self._note_sizes(t, Sizes(0, 0))
+            commit = decode_or_none(Commit, self._store.get(layout.commit_key(t)))
+            self._note_sizes(t, Sizes(0, 0) if commit is None else self._sizes_of(commit))
 
     def _note_sizes(self, t: int, sizes: Sizes) -> None:
         self._known[t] = sizes
@@ -283,11 +265,7 @@ class Collector:
 
     def _delete_bodies(self, t: int) -> int:
         """Delete the bodies that commit t names, without a LIST.   Return their number, with those already deleted."""
-        body = self._store.get(layout.commit_key(t))
-        try:
-            commit = None if body is None else Commit.decode(body)
-        except WireError:
-            commit = None
+        commit = decode_or_none(Commit, self._store.get(layout.commit_key(t)))
         if commit is not None and t >= self.floor and not announced_stands(self._store, commit):
             self._unannounced.add(t)
             return 0
@@ -316,21 +294,17 @@ class Collector:
         at = self._next.get(kind, 0)
         gone = 0
         for t in range(at, min(end, at + at_most)):
-            gone += self._delete_keys(blobs_before(self._store.list(_blob_folder(t, kind)), kind, end))
+            gone += self._delete_keys(self._old_blobs(t, kind, end))
             self._next[kind] = t + 1
         return gone
 
     def _first_dirty(self, kind: str, end: int) -> int:
         """Return the first step below `end` with blobs of this kind, by bisection: they go in ascending order."""
-        low = 0
-        high = end
-        while low < high:
-            middle = (low + high) // 2
-            if blobs_before(self._store.list(_blob_folder(middle, kind)), kind, end):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_left(range(end), True, key=lambda t: bool(self._old_blobs(t, kind, end)))
+
+    def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:
+        folder = f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"
+        return blobs_before(self._store.list(folder), kind, end)
 
     def _delete_keys(self, keys: list[str]) -> int:
         if keys:
@@ -355,16 +329,11 @@ def sweep_ended_run(
     Delete nothing if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
-    try:
-        last = Commit.decode(store.get(layout.commit_key(steps - 1)) or b"")
-    except WireError:
+    last = decode_or_none(Commit, store.get(layout.commit_key(steps - 1)))
+    if last is None:
         return 0
     collector.note_commit(last)
     return collector.sweep(steps, at_most=at_most)
-
-
-def _blob_folder(t: int, kind: str) -> str:
-    return layout.commit_key(t).rpartition("/")[0] + f"/{kind}/"
 
 
 def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ They are found by GETs, one LIST and a bisection, because collectors delete in a
 Not promised: that an existing blob is intact.  A reader compares its digest.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from rendezvous import layout
@@ -64,15 +65,7 @@ def _is_there(store: Store, snapshot: Snapshot) -> bool:
 
 def _first_computable(store: Store, end: int) -> int:
     """Return the first step from which on, up to `end`, all means can be computed."""
-    low = 0
-    high = end
-    while low < high:
-        middle = (low + high) // 2
-        if mean_stands(store, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(end), True, key=lambda t: mean_stands(store, t))
 
 
 def mean_stands(store: Store, t: int) -> bool:

@@ -17,7 +17,7 @@ import json
 import secrets
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from rendezvous import layout
 from rendezvous.errors import RendezvousError
@@ -101,6 +101,17 @@ class Record:
 
     def check_consistency(self) -> None:
         """Raise ValueError if fields are valid separately but contradict each other."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+def decode_or_none(kind: type[R], body: Buffer | None) -> R | None:
+    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
+    try:
+        return None if body is None else kind.decode(body)
+    except WireError:
+        return None
 
 
 def check_blob(key: str, pattern: str) -> None:

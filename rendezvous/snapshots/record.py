@@ -24,7 +24,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import Corrupt
 from rendezvous.records import tensors
 from rendezvous.records.digests import digest_of, has_digest_of, required_digest_kind
-from rendezvous.records.records import Snapshot, WireError, new_nonce
+from rendezvous.records.records import Snapshot, decode_or_none, new_nonce
 from rendezvous.records.tensors import TensorFile
 from rendezvous.store import Store, put_once
 
@@ -98,16 +98,12 @@ def steps_of(keys: Iterable[str]) -> list[int]:
 
 def read(store: Store, t: int) -> Snapshot | None:
     """Return the manifest of step t's snapshot; None if there is none."""
-    body = store.get(layout.snapshot_key(t))
-    return None if body is None else _decode_manifest(body, t)
+    return _decode_manifest(store.get(layout.snapshot_key(t)), t)
 
 
-def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
-    try:
-        found = Snapshot.decode(body)
-    except WireError:
-        return None
-    return found if found.t == t else None
+def _decode_manifest(body: bytes | None, t: int) -> Snapshot | None:
+    found = decode_or_none(Snapshot, body)
+    return found if found is not None and found.t == t else None
 
 
 def load(

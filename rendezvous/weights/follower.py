@@ -26,7 +26,7 @@ from rendezvous.background import no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, WrongRun
 from rendezvous.records.digests import has_digest, required_digest_kind
-from rendezvous.records.records import Commit, Weights, WeightsPart, WireError
+from rendezvous.records.records import Commit, Weights, WeightsPart, decode_or_none
 from rendezvous.store import PatientStore, Store
 from rendezvous.stores.signed import open_signed
 from rendezvous.weights.patch import decode, digest_of_bits
@@ -134,11 +134,8 @@ class WeightsFollower:
 
     def _is_right(self, weights: Weights) -> bool:
         """Whether the commit after the weights names the same θ; True while there is none."""
-        body = self._store.get(layout.commit_key(weights.t))
-        try:
-            right = body is None or Commit.decode(body).base == weights.base
-        except WireError:
-            right = True  # the replicas report a bad commit
+        commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad one
+        right = commit is None or commit.base == weights.base
         if not right:
             self._refuse(weights, "their writer had another θ than the commit after them says")
         return right

@@ -27,7 +27,7 @@ from rendezvous.background import Background, Emit, submit_reported
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.records.digests import digest, required_digest_kind
-from rendezvous.records.records import Weights, WeightsPart, WireError, new_nonce
+from rendezvous.records.records import Weights, WeightsPart, decode_or_none, new_nonce
 from rendezvous.records.state import ReplicatedState
 from rendezvous.store import Store, put_once
 from rendezvous.weights.patch import (
@@ -210,11 +210,7 @@ class WeightsWriter:
 
 def read_weights(store: Any, t: int) -> Weights | None:
     """Return the manifest of θ_t's weights; None if there is none that can be read."""
-    body = store.get(layout.weights_key(t))
-    try:
-        found = None if body is None else Weights.decode(body)
-    except WireError:
-        return None
+    found = decode_or_none(Weights, store.get(layout.weights_key(t)))
     return found if found is not None and found.t == t else None
 
 

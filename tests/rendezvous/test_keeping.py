@@ -14,8 +14,10 @@ from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.engine.rendezvous import Rendezvous, no_emit
 from rendezvous.keeping.budget import (
+    RETRY,
     Kept,
     Sizes,
+    SnapshotPace,
     Window,
     choose_kept,
     largest_window,
@@ -25,7 +27,6 @@ from rendezvous.keeping.budget import (
 )
 from rendezvous.keeping.garbage import Collector
 from rendezvous.keeping.reach import Reach, read_reach
-from rendezvous.keeping.snapshot_pace import RETRY, SnapshotPace
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit, Listed, Mean
 from rendezvous.records.tensors import TensorFile

@@ -548,7 +548,7 @@ BUGS: dict[str, Bug] = {
         attr(rendezvous, "write_theta_0", founds_again), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "no record is passed over": Bug(
-        attr(membership, "decode_or_none", lambda kind, body: kind.decode(body)),
+        attr(membership, "decode_or_none", lambda kind, body: None if body is None else kind.decode(body)),
         scribbled,
         without=lambda s: replace(s, malformed=0.0),
     ),
