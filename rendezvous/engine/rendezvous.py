@@ -139,7 +139,7 @@ class Rendezvous:
         )
         self._committer = Committer(
             self.store, self.clock, self.chain, self.members, self.offers,
-            rules_=rules_, timing=self.timing, together=self._together,
+            rules=rules_, timing=self.timing, together=self._together,
         )  # fmt: skip
         self.own_blobs = OwnBlobs(
             self.store, self.clock, self.chain, self.members, rules_, self.timing,

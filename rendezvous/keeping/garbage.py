@@ -32,6 +32,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -124,6 +125,7 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 # ---------------------------------------------------------------------- the loop
 
 
+@dataclass(eq=False)
 class Collector:
     """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
 
@@ -132,20 +134,14 @@ class Collector:
     emit(event, **fields): called for events that people read.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rules: Rules,
-        emit: Callable[..., None],
-        budget: int = 0,
-        elements: Callable[[int], int] = lambda fragment: 0,
-    ) -> None:
-        self._store = store
-        self._rules = rules
-        self._emit = emit
-        self._budget = budget
-        self._elements = elements
-        self.floor = 0
+    store: Store
+    rules: Rules
+    emit: Callable[..., None]
+    budget: int = 0
+    elements: Callable[[int], int] = lambda fragment: 0
+    floor: int = 0
+
+    def __post_init__(self) -> None:
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
         self._steps: list[int] = []  # steps of the manifests among them
@@ -175,21 +171,21 @@ class Collector:
             answer = self._choose_kept(at_most)
             gone = 0 if answer is None else self._delete_beyond(answer, at_most)
         except StoreError as error:
-            self._emit("garbage_stays", trouble=str(error))
+            self.emit("garbage_stays", trouble=str(error))
             return 0
         if gone:
-            self._emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
+            self.emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
         return gone
 
     def _renew_floor(self, snapshot: int) -> None:
         if snapshot <= self._heard:
             return
-        self.floor, newest = two_newest(self._store, snapshot, self.floor)
+        self.floor, newest = two_newest(self.store, snapshot, self.floor)
         if newest is not None and newest.t > self._window.newest:
-            self._snapshots = self._store.list(layout.SNAPSHOTS)
+            self._snapshots = self.store.list(layout.SNAPSHOTS)
             self._steps = snapshots.steps_of(self._snapshots)
-            carry = self._rules.fragments * self._rules.max_carry
-            every = self._rules.snapshot_every
+            carry = self.rules.fragments * self.rules.max_carry
+            every = self.rules.snapshot_every
             self._window = Window(self.floor, newest.t, carry, newest.size, every)
             self._unannounced.clear()
             self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
@@ -204,7 +200,7 @@ class Collector:
             return None
         older = self._steps[: bisect_left(self._steps, self.floor)]
         ask = lambda: choose_kept(  # noqa: E731
-            self._budget, self._head, self._known, self._window, older, most=self._most
+            self.budget, self._head, self._known, self._window, older, most=self._most
         )
         answer = ask()
         first = min(self._known, default=self._head)
@@ -213,7 +209,7 @@ class Collector:
                 break
             self._read_back(range(max(0, start - _BACK), start))
             answer = ask()
-        if answer is not None and answer.over and self._budget:
+        if answer is not None and answer.over and self.budget:
             self._warn_of_excess(answer.over)
         return answer
 
@@ -222,10 +218,10 @@ class Collector:
         newest = self._known.get(self._head - 1, Sizes(0, 0))
         floor = largest_window(1, self._window.snapshot, newest)
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
-        if not self._warned and (self._budget < floor or over > on_their_way):
+        if not self._warned and (self.budget < floor or over > on_their_way):
             self._warned = True
-            text = _excess_text(over, self._budget, floor)
-            self._emit("warning", kind="keep", step=self._head, text=text)
+            text = _excess_text(over, self.budget, floor)
+            self.emit("warning", kind="keep", step=self._head, text=text)
 
     def _learn_sizes(self) -> None:
         while self._news:
@@ -238,7 +234,7 @@ class Collector:
     def _read_back(self, steps: range) -> None:
         """Read earlier commits that this replica does not know, and note their sizes."""
         for t in reversed(steps):
-            commit = decode_or_none(Commit, self._store.get(layout.commit_key(t)))
+            commit = decode_or_none(Commit, self.store.get(layout.commit_key(t)))
             self._note_sizes(t, Sizes(0, 0) if commit is None else self._sizes_of(commit))
 
     def _note_sizes(self, t: int, sizes: Sizes) -> None:
@@ -246,7 +242,7 @@ class Collector:
         self._most = max(self._most, sizes.deltas + sizes.mean)
 
     def _sizes_of(self, commit: Commit) -> Sizes:
-        return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
+        return sizes_of(commit, self.elements(commit.t % self.rules.fragments), self.rules)
 
     # ------------------------------------------------------------------ deleting
 
@@ -265,8 +261,8 @@ class Collector:
 
     def _delete_bodies(self, t: int) -> int:
         """Delete the bodies that commit t names, without a LIST.   Return their number, with those already deleted."""
-        commit = decode_or_none(Commit, self._store.get(layout.commit_key(t)))
-        if commit is not None and t >= self.floor and not announced_stands(self._store, commit):
+        commit = decode_or_none(Commit, self.store.get(layout.commit_key(t)))
+        if commit is not None and t >= self.floor and not announced_stands(self.store, commit):
             self._unannounced.add(t)
             return 0
         self._replaced.add(t)
@@ -284,7 +280,7 @@ class Collector:
 
     def _blob_of(self, t: int) -> str:
         """Return the blob that the manifest of step t names; "" if there is none."""
-        if t not in self._blobs and (found := snapshots.read(self._store, t)) is not None:
+        if t not in self._blobs and (found := snapshots.read(self.store, t)) is not None:
             self._blobs[t] = found.blob
         return self._blobs.get(t, "")
 
@@ -304,11 +300,11 @@ class Collector:
 
     def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:
         folder = f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"
-        return blobs_before(self._store.list(folder), kind, end)
+        return blobs_before(self.store.list(folder), kind, end)
 
     def _delete_keys(self, keys: list[str]) -> int:
         if keys:
-            self._store.delete(keys)
+            self.store.delete(keys)
         return len(keys)
 
 

@@ -607,7 +607,7 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
             c.rv.own_blobs.mend(mine)
         rest(wait, normal)
 
-    a.rv._averager._sharded_mean._pause = later
+    a.rv._averager._sharded_mean.pause = later
     a.rv.mean(commit, out)
     assert out.tolist() == [1.0] * 3 and len(rests) > 2
 

@@ -151,8 +151,8 @@ def no_heal(rv: Any, upto: int | None = None) -> None:
 
 
 def skips_gaps(replay: Any, upto: int | None = None) -> Iterator[Any]:
-    while (upto is None or replay.step < upto) and (commit := replay._chain.read(replay.step)) is not None:
-        if replay._store.get(layout.commit_key(replay.step + 1)) is None:
+    while (upto is None or replay.step < upto) and (commit := replay.chain.read(replay.step)) is not None:
+        if replay.store.get(layout.commit_key(replay.step + 1)) is None:
             replay._apply(commit)
         replay.step += 1
         yield commit
@@ -237,7 +237,7 @@ def moved_snapshot() -> Iterator[None]:
     """The unread rest of θ_t is stepped under the reader's hands, and the writer does not check the bytes it read."""
 
     def trusts(writer: Any, writing: Any) -> None:
-        writer._store.put(writing.mine.blob, writing.file)
+        writer.store.put(writing.mine.blob, writing.file)
 
     with (
         patch.object(LiveFile, "release_fragment", lambda file, fragment: 0),
@@ -303,7 +303,7 @@ def residual_taken_back() -> Iterator[None]:
 
 
 def announces_the_callers_memory(averager: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
-    return lambda: averager._reducer.announcements.announce(commit.t, 0, mean)
+    return lambda: averager.reducer.announcements.announce(commit.t, 0, mean)
 
 
 def one_buffer(reader: Any, listed: Any, group: Any, mine: Any, *, one_by_one: bool) -> list[Any]:
@@ -353,8 +353,8 @@ def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
 def announces_again(announcements: Any, t: int, j: int, body: np.ndarray) -> None:
     n = records.new_nonce()
     record = records.Mean(t, layout.mean_blob(t, n), body.nbytes, digest(body.tobytes()), n)
-    announcements._store.put(record.blob, body.tobytes())
-    announcements._store.put(layout.mean_key(t, j), record.encode())
+    announcements.store.put(record.blob, body.tobytes())
+    announcements.store.put(layout.mean_key(t, j), record.encode())
 
 
 def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> tuple[int, Any]:
