@@ -183,10 +183,7 @@ def snapshot_blob(t: int, nonce: str) -> str:
 
 def snapshot_step(key: str) -> int | None:
     """Return the step of a snapshot's manifest key; None for any other key below `snapshots/`."""
-    parts = key.split("/")
-    if len(parts) != 3 or not _is_number(parts[1]):
-        return None
-    step = int(parts[1])
+    step = _number_after_folder(key)
     return step if key == snapshot_key(step) else None
 
 
@@ -200,9 +197,14 @@ def weights_blob(t: int, nonce: str) -> str:
 
 def weights_step(key: str) -> int | None:
     """Return the step of a weights manifest's key; None for any other key below `weights/`."""
-    parts = key.split("/")
-    step = int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
+    step = _number_after_folder(key)
     return step if key == weights_key(step) else None
+
+
+def _number_after_folder(key: str) -> int:
+    """Return the number in the second part of a key of three parts; -1 if there is none."""
+    parts = key.split("/")
+    return int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
 
 
 def control_number(key: str) -> int | None:

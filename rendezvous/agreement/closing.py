@@ -19,7 +19,7 @@ Not promised: that the closer survives to read its own commit.  The others do no
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 
 from rendezvous import layout
@@ -262,20 +262,11 @@ class Committer:
             offers += self._late_offers(t - age * r.fragments, wishes)
         listed = rules.with_weights([_as_listed(o) for o in offers], t, r)
         return Commit(
-            t=t,
-            prev=self.chain.commit_digest(t - 1),
-            base=self.offers.base,
-            offers=listed,
-            fence=self._raise_fence(listed, wishes),
-            m=wishes.min_replicas,
-            pace=rules.step_pace(fresh.values(), r.sync_every),
-            snapshot=snapshot,
-            by=self.members.name,
-            nonce=new_nonce(),
-            at=self.clock.wall(),
-            mode="sharded" if owners else "direct",
-            owners=owners,
-        )
+            t=t, prev=self.chain.commit_digest(t - 1), base=self.offers.base, offers=listed,
+            fence=self._raise_fence(listed, wishes), m=wishes.min_replicas,
+            pace=rules.step_pace(fresh.values(), r.sync_every), snapshot=snapshot, by=self.members.name,
+            nonce=new_nonce(), at=self.clock.wall(), mode="sharded" if owners else "direct", owners=owners,
+        )  # fmt: skip
 
     def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
         """Return slot -> the newest claimed generation.  After this step, no earlier generation may offer."""
@@ -295,22 +286,7 @@ class Committer:
         return fence
 
 
-def _as_listed(o: Offer) -> Listed:
+def _as_listed(offer: Offer) -> Listed:
     """Return the offer in the form that a commit lists, still without its weight."""
-    return Listed(
-        step=o.step,
-        slot=o.slot,
-        generation=o.generation,
-        nonce=o.nonce,
-        blob=o.blob,
-        size=o.size,
-        digest=o.digest,
-        h=o.h,
-        weight=0.0,
-        zero=o.zero,
-        leaving=o.leaving,
-        shards=o.shards,
-        samples=o.samples,
-        norm=o.norm,
-        scale=o.scale,
-    )
+    names = {f.name for f in fields(Listed)}
+    return Listed(weight=0.0, **{name: value for name, value in vars(offer).items() if name in names})

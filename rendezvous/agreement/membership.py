@@ -245,7 +245,9 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
     generation = 1
     while True:
         while (body := store.get(layout.claim_key(slot, generation))) is not None:
-            _refuse_outdated(slot, host, _claim_in(body, slot, generation))
+            other = _claim_in(body, slot, generation)
+            if other and 0 < launch_of(host, slot) < launch_of(other.host, slot):
+                raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
             generation += 1
         mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
         won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
@@ -264,15 +266,9 @@ def launch_of(host: str, slot: str) -> int:
     return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
 
 
-def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
-    mine = launch_of(host, slot)
-    if mine and other and launch_of(other.host, slot) > mine:
-        raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
-
-
 @dataclass
 class BeatStatus:
-    """Fields of this replica's next beat; its owner overwrites them."""
+    """Those fields of this replica's next beat that its owner overwrites."""
 
     phase: str = "boot"
     step: int = 0
@@ -405,29 +401,17 @@ class Membership:
 
     def _beat(self) -> None:
         self._beats += 1
-        s = self.status
         beat = Beat(
-            slot=self.slot,
-            generation=self.generation,
-            n=self._beats,
-            phase=s.phase,
-            step=s.step,
-            inner=s.inner,
-            rate=s.rate,
-            at=self._clock.wall(),
-            host=self.host,
-            pid=self.pid,
-            note=s.note,
-        )
+            slot=self.slot, generation=self.generation, n=self._beats, at=self._clock.wall(), host=self.host,
+            pid=self.pid, **vars(self.status),
+        )  # fmt: skip
         self._store.put(layout.beat_key(self.slot), beat.encode())
 
     def say_goodbye(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""
         self.status.phase = "left"
-        try:
+        with suppress(StoreError):
             self._beat()
-        except StoreError:
-            return
 
     def _look_for_successor(self) -> None:
         self._do_every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)

@@ -55,7 +55,8 @@ class Gate:
             s = v[a : a + _BLOCK] if e is None else add_residual(v[a : a + _BLOCK], e[a : a + _BLOCK], 1.0)
             if not all_finite(s):
                 raise not_finite_error(s)
-            gate = _bf16_changes(model[a : a + _BLOCK], s)
+            block = model[a : a + _BLOCK]
+            gate = block.bfloat16() != (block - s).bfloat16()
             index = np.flatnonzero(gate.cpu().numpy())
             values = s.index_select(0, tensor_of(index).to(s.device)).cpu().numpy()
             used += _write_block(buffer[used:], index, values, s.numel())
@@ -101,10 +102,6 @@ class Gate:
             raise Corrupt(f"this bf16-gate body has {rest.size} bytes after its last element")
 
 
-def _bf16_changes(theta: Tensor, s: Tensor) -> Tensor:
-    return theta.bfloat16() != (theta - s).bfloat16()
-
-
 def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
     """Write one block of n elements.   Return the number of bytes used."""
     where = _encode_gaps(index)
@@ -129,7 +126,8 @@ def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
     if count > n or where_bytes > _bitmap_bytes(n) or end > body.size:
         raise Corrupt(f"this bf16-gate body announces {count} changes in {n} elements and {where_bytes} index bytes")
     where = body[at : at + where_bytes]
-    index = _from_bitmap(where) if where_bytes == _bitmap_bytes(n) else _from_gaps(where)
+    is_bitmap = where_bytes == _bitmap_bytes(n)
+    index = np.flatnonzero(np.unpackbits(where, bitorder="little")) if is_bitmap else _from_gaps(where)
     values = body[8:at].view("<f4")
     if index.size != count or (count and index[-1] >= n) or not np.isfinite(values).all():
         raise Corrupt(
@@ -158,10 +156,6 @@ def _to_bitmap(index: np.ndarray, n: int) -> np.ndarray:
     bits = np.zeros(n, np.uint8)
     bits[index] = 1
     return np.packbits(bits, bitorder="little")
-
-
-def _from_bitmap(coded: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(coded, bitorder="little"))
 
 
 def _bitmap_bytes(n: int) -> int:

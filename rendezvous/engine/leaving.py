@@ -137,16 +137,9 @@ def write_goodbye(
 ) -> None:
     """Write the leave record.   residual: key and digest of the residual's file."""
     record = Leave(
-        slot=members.slot,
-        generation=members.generation,
-        step=step,
-        base=base,
-        reason=reason,
-        nonce=new_nonce(),
-        at=clock.wall(),
-        residual=residual[0],
-        residual_digest=residual[1],
-    )
+        slot=members.slot, generation=members.generation, step=step, base=base, reason=reason, nonce=new_nonce(),
+        at=clock.wall(), residual=residual[0], residual_digest=residual[1],
+    )  # fmt: skip
     put_once(store, clock, layout.leave_key(members.slot, members.generation), record.encode())
 
 

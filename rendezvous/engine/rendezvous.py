@@ -23,7 +23,7 @@ Not promised: progress with fewer than `min_replicas` replicas: the step stays o
 
 from collections.abc import Callable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from rendezvous.clock import Clock
 from rendezvous.engine import leaving
 from rendezvous.engine.averaging import Averager
 from rendezvous.engine.leaving import Departure
-from rendezvous.engine.own_blobs import OwnBlobs, Upload
+from rendezvous.engine.own_blobs import OwnBlobs
 from rendezvous.engine.snapshot_duty import SnapshotDuty
 from rendezvous.errors import Diverged, GaveUp, Leaving, RendezvousError
 from rendezvous.keeping import garbage
@@ -276,20 +276,14 @@ class Rendezvous:
         self.offers.open_step(self.step, self.base)
         if not self.offers.has_offered(self.slot):
             upload = self.own_blobs.upload(self.step, self.fragment, delta, theta)
-            mine = _offer_of(
-                upload,
-                step=self.step,
-                slot=self.slot,
-                generation=self.generation,
-                base=self.base,
-                h=int(h),
-                took=self._times.took,
-                at=self.clock.wall(),
-                samples=float(samples),
-                leaving=self.is_leaving,
-                codec=self.rules.codec,
-                stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
-            )
+            written = upload.written
+            mine = Offer(
+                step=self.step, slot=self.slot, generation=self.generation, base=self.base, h=int(h),
+                took=self._times.took, at=self.clock.wall(), samples=float(samples), leaving=self.is_leaving,
+                codec=self.rules.codec, stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
+                nonce=upload.nonce, blob=upload.key, size=written.body.size, digest=written.digest,
+                shards=written.shards, norm=written.norm, scale=written.scale, zero=written.norm == 0.0,
+            )  # fmt: skip
             self._times.note_round(self.members.status.inner, self.rules.sync_every // self.rules.fragments)
             stands = self.offers.announce(mine)
             if stands is mine:
@@ -480,19 +474,3 @@ def _refuse_long_wait(step: int, name: str, why_open: str, *, idle: float, limit
             f"step {step} stood open for {idle:.0f} s: {name} {why_open}. Its offers stay valid: run the same "
             "command again to continue, or lower min_replicas with a control record if fewer replicas are enough"
         )
-
-
-def _offer_of(upload: Upload, **rest: Any) -> Offer:
-    """Return the offer that names an uploaded body."""
-    written = upload.written
-    return Offer(
-        nonce=upload.nonce,
-        blob=upload.key,
-        size=written.body.size,
-        digest=written.digest,
-        norm=written.norm,
-        scale=written.scale,
-        zero=written.norm == 0.0,
-        shards=written.shards,
-        **rest,
-    )

@@ -55,10 +55,15 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a run.   most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed."""
+    """One record of a run.
+
+    most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed.
+    later: fields of later releases; they are left out while they are unused, so that old bytes stay equal.
+    """
 
     kind: ClassVar[str]
     most: ClassVar[int] = layout.MOST_OF_OTHERS
+    later: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
@@ -96,8 +101,8 @@ class Record:
         )
 
     def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write.  An unused field of a later release is left out, so that old bytes stay equal."""
-        return vars(self)
+        """Return the fields to write.  One of `later` is unused if it is None or 0."""
+        return {name: value for name, value in vars(self).items() if name not in self.later or value not in (None, 0)}
 
     def check_consistency(self) -> None:
         """Raise ValueError if fields are valid separately but contradict each other."""
@@ -131,6 +136,7 @@ class Claim(Record):
     """
 
     kind = "claim"
+    later = ("started",)
     slot: Holder
     generation: Generation
     nonce: Word
@@ -138,10 +144,6 @@ class Claim(Record):
     host: str = ""
     pid: Pid = 0
     started: Count = 0
-
-    def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write, without `started` if it is unknown."""
-        return {name: value for name, value in vars(self).items() if name != "started" or value}
 
 
 @dataclass(frozen=True)
@@ -398,6 +400,7 @@ class Control(Record):
     """
 
     kind = "control"
+    later = ("keep", "spent")
     n: Count
     nonce: Word
     at: UnixTime
@@ -414,10 +417,6 @@ class Control(Record):
     until: Annotated[float, Within(0, 1e12)] | None = None
     keep: Word | None = None
     spent: Spent | None = None
-
-    def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write, without `keep` and `spent` if they are None."""
-        return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 
 @dataclass(frozen=True)

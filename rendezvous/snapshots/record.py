@@ -37,30 +37,19 @@ def write(
     """Publish these arrays, without a copy.   Return step t's snapshot: ours, or that of a faster writer."""
     n = new_nonce()
     body = TensorFile(arrays)
-    digest = digest_of(body, required_digest_kind(store))
-    store.put(layout.snapshot_blob(t, n), body)
-    return publish_manifest(
-        store,
-        clock,
-        Snapshot(
-            t=t,
-            base=base,
-            prev=prev,
-            blob=layout.snapshot_blob(t, n),
-            size=body.size,
-            digest=digest,
-            nonce=n,
-            confirmed=confirmed,
-        ),
-    )
+    mine = Snapshot(
+        t=t, base=base, prev=prev, blob=layout.snapshot_blob(t, n), size=body.size,
+        digest=digest_of(body, required_digest_kind(store)), nonce=n, confirmed=confirmed,
+    )  # fmt: skip
+    store.put(mine.blob, body)
+    return publish_manifest(store, clock, mine)
 
 
 def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
     """Write snapshot 0, without arrays of zeros.   elsewhere: replicas get θ₀ from another place; then no blob."""
     if elsewhere:
-        return publish_manifest(
-            store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
-        )
+        mine = Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
+        return publish_manifest(store, clock, mine)
     return write(store, clock, 0, {name: a for name, a in arrays.items() if not _is_zero(a)}, base=base, prev=None)
 
 

@@ -81,7 +81,7 @@ class LiveFile(TensorFile):
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
                 rest = self._rest[name][self._at[name] - self._from[name] :]
-                self._rest[name] = _copy_of(rest)
+                self._rest[name] = as_bytes(np.array(np.frombuffer(rest, np.uint8)))
                 self._from[name] = self._at[name]
             self._copied.update(names)
             return sum(len(self._rest[name]) for name in names)
@@ -113,10 +113,6 @@ class LiveFile(TensorFile):
         """Return the state's `base`, computed from the bytes that were read.   each: array name -> digest."""
         fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
         return digest_of_digests(fragments) if self.arrays else UNVERIFIED
-
-
-def _copy_of(view: memoryview) -> memoryview:
-    return as_bytes(np.array(np.frombuffer(view, np.uint8)))
 
 
 @dataclass
@@ -201,19 +197,11 @@ class SnapshotWriter:
         turns = [(t + i) % fragments for i in range(fragments)]
         n = new_nonce()
         file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self.store))
-        return _Writing(
-            Snapshot(
-                t=t,
-                base=base,
-                prev=prev,
-                blob=layout.snapshot_blob(t, n),
-                size=file.size,
-                digest="",
-                nonce=n,
-                confirmed=confirmed,
-            ),
-            file,
-        )
+        mine = Snapshot(
+            t=t, base=base, prev=prev, blob=layout.snapshot_blob(t, n), size=file.size, digest="", nonce=n,
+            confirmed=confirmed,
+        )  # fmt: skip
+        return _Writing(mine, file)
 
     def _upload_blob(self, writing: _Writing) -> None:
         try:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rendezvous import layout
+from rendezvous.background import no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.digests import SHA256
@@ -54,10 +55,6 @@ def warn_on_stderr(event: str, **fields: Any) -> None:
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
 
-def _say_nothing(event: str, **fields: Any) -> None:
-    pass
-
-
 class VerifiedStore:
     """The records of a sealed run, each verified when it is read.   emit: called for records that are ignored."""
 
@@ -80,7 +77,7 @@ class VerifiedStore:
 
     def without_warnings(self) -> "VerifiedStore":
         """Return a store of the same run that ignores forged records without a report; used before a journal exists."""
-        return VerifiedStore(self._store, self._key, self._run, _say_nothing)
+        return VerifiedStore(self._store, self._key, self._run, no_emit)
 
     def get(self, key: str) -> bytes | None:
         body = self._store.get(key)
@@ -89,9 +86,8 @@ class VerifiedStore:
         record = verify_record(body, self._key, self._run, key)
         if record is not None:
             return record
-        if kind in _PASSED_OVER and key != layout.control_key(
-            0
-        ):  # without the first wishes one replica would be a quorum
+        first = layout.control_key(0)  # without the first wishes one replica would be a quorum
+        if kind in _PASSED_OVER and key != first:
             self._pass_over(kind, key)
             return VOID
         raise Forged(
@@ -120,9 +116,8 @@ class SignedStore(VerifiedStore):
         self._bucket = store
 
     def put(self, key: str, body: Body) -> None:
-        self._bucket.put(
-            key, self._sign_if_record(key, body) if isinstance(body, Buffer) else body
-        )  # a Stream is a blob
+        signed = self._sign_if_record(key, body) if isinstance(body, Buffer) else body  # a Stream is a blob
+        self._bucket.put(key, signed)
 
     def create(self, key: str, body: Buffer) -> None:
         self._bucket.create(key, self._sign_if_record(key, body))

@@ -171,14 +171,14 @@ def offer_first() -> Iterator[None]:
 
     def later(blobs: Any, *args: Any) -> Any:
         puts: list[Any] = []
-        with patch.object(blobs._store, "put", lambda *call: puts.append(call)):
-            blobs._store._owed = puts
+        with patch.object(blobs.store, "put", lambda *call: puts.append(call)):
+            blobs.store._owed = puts
             return upload(blobs, *args)
 
     def then(book: Any, mine: Any) -> Any:
         stands = announce(book, mine)
-        for call in book._store._owed:
-            book._store.put(*call)
+        for call in book.store._owed:
+            book.store.put(*call)
         return stands
 
     with patch.object(OwnBlobs, "upload", later), patch.object(OfferBook, "announce", then):
@@ -187,7 +187,7 @@ def offer_first() -> Iterator[None]:
 
 def one_look(book: Any, s: int, slot: str) -> Any:
     if (s, slot) not in book._offers:
-        body = book._store.get(layout.offer_key(s, slot, 0))
+        body = book.store.get(layout.offer_key(s, slot, 0))
         if body is not None:
             book._count_if_eligible(records.Offer.decode(body))
     return book._offers.get((s, slot))
@@ -195,7 +195,7 @@ def one_look(book: Any, s: int, slot: str) -> Any:
 
 def one_attempt(book: Any, mine: Any) -> Any:
     key = layout.offer_key(mine.step, mine.slot, 0)
-    if offers.put_once(book._store, book._clock, key, mine.encode())[0]:
+    if offers.put_once(book.store, book.clock, key, mine.encode())[0]:
         book._offers[mine.step, mine.slot] = mine
     return mine
 
@@ -383,11 +383,11 @@ def a_snapshot_early(keys: Any, kind: str, below: int) -> list[str]:
 
 def waits_for_all(*, fresh: Any, expected_slots: set[str], peers: Any, timing: Any, **_: Any) -> dict[str, str]:
     """Wait for ever for every replica that beats."""
-    return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].dead(timing.dead_after)}
+    return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].is_dead(timing.dead_after)}
 
 
 def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
-    return dict(closer._chain.fence_before(closer.step))
+    return dict(closer.chain.fence_before(closer.offers.step))
 
 
 def sharded(seed: int) -> Schedule:
