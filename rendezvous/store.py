@@ -152,7 +152,7 @@ def body_bytes(body: Body) -> int:
     return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PatientStore:
     """A store that retries failed requests where that is safe.
 

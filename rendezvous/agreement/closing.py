@@ -39,7 +39,7 @@ FEW = 2  # if at most so many offers are missing, a replica that does not lead l
 LED_BEATS = 4  # beats, about `dead_after`, after which it looks anyway; twice as many in a large fleet
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Committer:
     """One replica's attempts to close the open step.
 
@@ -84,18 +84,16 @@ class Committer:
     def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
         """Whether a replica that does not lead looks: few offers are missing, or the leaders had enough time."""
         patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wishes))
-        if wait.idle >= patience or self._nearly_complete(wishes):
+        if wait.idle >= patience or len(self._expected_slots(wishes) - self._listed_slots()) <= FEW:  # reads no beat
             return True
         wait.attempt_in(patience, at_most=patience)
         return False
 
-    def _nearly_complete(self, wishes: Wanted) -> bool:
-        """Whether at most `FEW` of the expected slots are missing.  One request; no beat is read."""
+    def _expected_slots(self, wishes: Wanted) -> set[str]:
+        """Return the slots that the step should wait for, by the beats that were read."""
         recent = self.chain.recent_commits(self._step, 2)
-        dead_after = self.timing.dead_after
         wanted = wishes.slot_names[: wishes.replicas]
-        expected = rules.slots_to_expect(self._step, recent, self.members.peers, dead_after, wanted)
-        return len(expected - self._listed_slots()) <= FEW
+        return rules.slots_to_expect(self._step, recent, self.members.peers, self.timing.dead_after, wanted)
 
     def _listed_slots(self) -> set[str]:
         """Return the slots whose offers LIST shows for the open step; LIST may be out of date."""
@@ -190,15 +188,9 @@ class Committer:
 
     def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
         """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
-        members = self.members
-        wanted = wishes.slot_names[: wishes.replicas]
-        recent = self.chain.recent_commits(self._step, 2)
-        dead_after = self.timing.dead_after
-        needed = set(wanted) if len(fresh) < wishes.min_replicas else set[str]()
-        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
-        members.read_beats((expected | needed) - set(fresh))
-        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
-        return expected - set(fresh) - {members.slot}
+        needed = wishes.slot_names[: wishes.replicas] if len(fresh) < wishes.min_replicas else []
+        self.members.read_beats({*self._expected_slots(wishes), *needed} - set(fresh))
+        return self._expected_slots(wishes) - set(fresh) - {self.members.slot}
 
     def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
         """Return why the step should not be closed now; "" if it may be closed."""
@@ -210,14 +202,9 @@ class Committer:
             missing = self._describe_missing(fresh, wishes)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
         reasons = rules.waiting_for(
-            t=self._step,
-            fresh=fresh,
-            expected_slots=awaited,
-            peers=members.peers,
-            waited=waited,
-            rules=self.rules,
+            t=self._step, fresh=fresh, expected_slots=awaited, peers=members.peers, waited=waited, rules=self.rules,
             timing=self.timing,
-        )
+        )  # fmt: skip
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
@@ -277,12 +264,10 @@ class Committer:
         later = fetch_together(self.together, self.store.get, (layout.claim_key(s, fence.get(s, 0) + 1) for s in slots))
         for slot in slots:
             known = fence.get(slot, 0)
-            taken = later[layout.claim_key(slot, known + 1)] is not None
-            newest = (
-                max((c.generation for c in claims_above(self.store, slot, known)), default=known) if taken else known
-            )
-            if newest:
-                fence[slot] = newest
+            if later[layout.claim_key(slot, known + 1)] is not None:
+                known = max((c.generation for c in claims_above(self.store, slot, known)), default=known)
+            if known:
+                fence[slot] = known
         return fence
 
 

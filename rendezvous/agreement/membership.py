@@ -21,7 +21,7 @@ Not promised: that a slot with a beat makes progress, or that a silent slot is d
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from rendezvous import layout
@@ -284,43 +284,36 @@ class BeatStatus:
             self.inner = 0
 
 
+@dataclass(eq=False, repr=False)
 class Membership:
     """One replica's view of the others; `tick` updates it.   emit: called for errors that are not RendezvousErrors."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        slot: str,
-        generation: int,
-        timing: Timing,
-        *,
-        host: str = "",
-        pid: int = 0,
-        started: int = 0,
-        emit: Emit = no_emit,
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self.slot = slot
-        self.generation = generation
-        self._timing = timing
-        self.host = host
-        self.pid = pid
-        self._started = started
+    store: Store
+    clock: Clock
+    slot: str
+    generation: int
+    timing: Timing
+    _: KW_ONLY
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    emit: Emit = no_emit
+    status: BeatStatus = field(default_factory=BeatStatus)
+    wanted: Wanted = field(default_factory=Wanted)
+    owed: set[str] = field(default_factory=set[str])  # slots that may need this replica's body of the step before
+    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])  # another thread may read it
+    fenced_by: int = 0  # the later generation that claimed the slot; 0 while none is known
+    decided: int = -1  # highest step whose commit a tick has seen
+    heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
+
+    def __post_init__(self) -> None:
         self._beats = 0
-        self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
+        self._ticked = 0.0, self.clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
         self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` at its begin, and its expected seconds
-        self.owed: set[str] = set()  # slots that may still need this replica's body of the step before
-        self.status, self.wanted = BeatStatus(), Wanted()
-        self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._untrusted: dict[str, int] = {}
-        self.fenced_by = 0  # the later generation that claimed the slot; 0 while none is known
-        self.decided = -1  # highest step whose commit a tick has seen
-        self.heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
-        self._parts = Parts(emit)
+        self._parts = Parts(self.emit)
 
     @property
     def name(self) -> str:
@@ -343,7 +336,7 @@ class Membership:
 
     def claim(self, store: Store) -> int:
         """Claim the slot and read the operator's wishes.   Return the generation."""
-        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid, started=self._started)
+        self.generation = claim(store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started)
         self.hear_wishes(store)
         return self.generation
 
@@ -357,7 +350,7 @@ class Membership:
     def note_offer(self, offer: Offer) -> None:
         """Note an offer.  If the beat of its generation had stopped, never trust that generation's beats again."""
         peer = self.peers.get(offer.slot)
-        if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
+        if peer and peer.is_dead(self.timing.dead_after) and peer.beat.generation == offer.generation:
             self._untrusted[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, untrusted_generation=offer.generation)
 
@@ -370,24 +363,24 @@ class Membership:
         self._opened = self.awake_s
         self._pace = pace
         self.owed = owed
-        self._done_at[self._read_commit.__name__] = self._clock.now()  # it was read just now: there is none yet
+        self._done_at[self._read_commit.__name__] = self.clock.now()  # it was read just now: there is none yet
 
     @property
     def awake_s(self) -> float:
         """Seconds since this replica began, without suspensions: at most four beats are counted per tick."""
         awake, ticked = self._ticked
-        return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
+        return awake + min(self.clock.now() - ticked, 4 * self.timing.beat)
 
     def tick(self) -> None:
         """Write a beat; look for a successor, a commit, the other replicas' beats and the operator's wishes."""
-        self._ticked = self.awake_s, self._clock.now()
+        self._ticked = self.awake_s, self.clock.now()
         self._parts.run(
             self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
         )
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
         """Call act() if its last success is at least a period ago.  So after a long pause every look is due."""
-        now = self._clock.now()
+        now = self.clock.now()
         name = act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
             act()
@@ -397,15 +390,15 @@ class Membership:
         """Tick until stopped."""
         while not stopped():
             self.tick()
-            self._clock.sleep(self._timing.beat)
+            self.clock.sleep(self.timing.beat)
 
     def _beat(self) -> None:
         self._beats += 1
         beat = Beat(
-            slot=self.slot, generation=self.generation, n=self._beats, at=self._clock.wall(), host=self.host,
+            slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
             pid=self.pid, **vars(self.status),
         )  # fmt: skip
-        self._store.put(layout.beat_key(self.slot), beat.encode())
+        self.store.put(layout.beat_key(self.slot), beat.encode())
 
     def say_goodbye(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""
@@ -414,21 +407,21 @@ class Membership:
             self._beat()
 
     def _look_for_successor(self) -> None:
-        self._do_every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+        self._do_every(SUCCESSOR_BEATS * self.timing.beat, self._read_claims)
 
     def _read_claims(self) -> None:
-        for successor in claims_above(self._store, self.slot, self.generation):
+        for successor in claims_above(self.store, self.slot, self.generation):
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
         if self.status.phase == "wait" or self.decided >= self.status.step:
             return  # a replica that waits for the decision reads it itself
         often = may_be_decided(self.awake_s - self._opened, self._pace)
-        self._do_every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+        self._do_every(self.timing.beat if often else max(3 * self.timing.beat, self._pace / 2), self._read_commit)
 
     def _read_commit(self) -> None:
         step = self.status.step
-        if self._store.get(layout.commit_key(step)) is not None:
+        if self.store.get(layout.commit_key(step)) is not None:
             self.decided = step
 
     def _look_around(self) -> None:
@@ -443,19 +436,19 @@ class Membership:
 
         Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """
-        a_beat = JITTER * self._timing.beat
+        a_beat = JITTER * self.timing.beat
         now = self.awake_s
         asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
-            when = self.awake_s, self._clock.wall()  # taken before the request, so its duration ages no beat
+            when = self.awake_s, self.clock.wall()  # taken before the request, so its duration ages no beat
             with suppress(RendezvousError):
-                self._observe_beat(slot, read_beat(self._store, slot), when)
+                self._observe_beat(slot, read_beat(self.store, slot), when)
 
     def _is_due(self, slot: str, ago: float, apart: float) -> bool:
         peer = self.peers.get(slot)
-        limit = self._timing.dead_after
+        limit = self.timing.dead_after
         dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
         return dies or ago >= apart
 
@@ -468,7 +461,7 @@ class Membership:
         if beat is None and old is not None:
             beat = old.beat  # the beat is gone or overwritten by another object: count it as unchanged
         if beat is not None:
-            self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
+            self.peers[slot] = updated_peer(old, beat, when, self.timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
         """Return the last observation of a slot's beat, aged to now as if the beat had not changed."""
@@ -476,10 +469,10 @@ class Membership:
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
     def _look_for_wishes(self) -> None:
-        self._do_every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+        self._do_every(CONTROL_BEATS * self.timing.beat, self._read_wishes)
 
     def _read_wishes(self) -> None:
-        self.hear_wishes(self._store)
+        self.hear_wishes(self.store)
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:

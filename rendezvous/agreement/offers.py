@@ -28,7 +28,7 @@ from rendezvous.records.records import Offer, WireError
 from rendezvous.store import VOID, Store, put_once
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OfferBook:
     """Eligible offers of the open step, and of earlier steps whose offers a commit may still list.
 

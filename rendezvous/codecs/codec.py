@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
+Ranges: TypeAlias = Sequence[tuple[int, int]]  # of elements, [start, stop)
 Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
 
 
@@ -45,12 +46,7 @@ class Codec(Protocol):
         ...
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         """Encode range after range, for exact codecs.   Yield ‖x‖² of each range as soon as its bytes are written.
 

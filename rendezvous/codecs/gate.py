@@ -14,13 +14,13 @@ Not promised: byte ranges, because sizes differ; that the mean changes the bf16 
 it is a mean of several bodies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.codec import Array, Body
+from rendezvous.codecs.codec import Array, Body, Ranges
 from rendezvous.codecs.pieces import add_residual, bytes_of, first_bytes, flat_tensor, tensor_of
 from rendezvous.codecs.rows import all_finite, not_finite_error
 from rendezvous.errors import Corrupt
@@ -65,12 +65,7 @@ class Gate:
         return used
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 

@@ -14,14 +14,14 @@ thread or in a helper process.
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.codec import Array, Body, Kernels
+from rendezvous.codecs.codec import Array, Body, Kernels, Ranges
 from rendezvous.codecs.rows import SCRATCH, RowFormat, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import BadDelta, Corrupt
 
@@ -73,12 +73,7 @@ class RowCodec:
         return self.max_body_size(n)
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         v = flat_tensor(x, "the pseudogradient")
         e = None if residual is None else flat_tensor(residual, "the residual", like=v)
@@ -88,9 +83,7 @@ class RowCodec:
             return self._by_address(v, e, rows, ranges)
         return self._piece_by_piece(v, e, ages, rows, ranges)
 
-    def _by_address(
-        self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
-    ) -> Iterator[float]:
+    def _by_address(self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Ranges) -> Iterator[float]:
         from rendezvous.codecs.kernels import cpu
 
         for (a, b), square in zip(ranges, cpu.encode_each(self.name, x, e, rows, ranges), strict=True):
@@ -99,7 +92,7 @@ class RowCodec:
             yield square
 
     def _piece_by_piece(
-        self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
+        self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor, ranges: Ranges
     ) -> Iterator[float]:
         size = max(1, min(x.numel(), piece_size(x.device)))
         outbox = Outbox(rows, -(-size // self.align), x.device)

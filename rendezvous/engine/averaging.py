@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rendezvous.engine.sharded import ShardedMean
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Averager:
     """One replica's means.
 

@@ -32,7 +32,7 @@ from rendezvous.store import Store, put_once
 BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Departure:
     """Requests to this replica to leave.
 

@@ -51,7 +51,7 @@ class Upload:
     written: Written
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OwnBlobs:
     """The bodies that this replica uploads.
 

@@ -30,7 +30,7 @@ _PATIENCE = 0.4  # part of the time between two syncs that an owner may take
 _LEAST = 0.3  # seconds that an owner may always take: a part that is made twice costs a third of a sync's download
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShardedMean:
     """One replica's share of a sharded reduction.
 

@@ -25,7 +25,7 @@ from rendezvous.snapshots.writer import SnapshotWriter
 from rendezvous.store import Store
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SnapshotDuty:
     """One replica's snapshots.
 

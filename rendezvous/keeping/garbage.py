@@ -125,7 +125,7 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 # ---------------------------------------------------------------------- the loop
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Collector:
     """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
 

@@ -24,7 +24,7 @@ from rendezvous.records.wire import as_bytes, fetch_checked
 from rendezvous.store import Store, put_once
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Announcements:
     """The announced means of a run.   emit(event, **fields): called for damaged copies and for repaired ones."""
 

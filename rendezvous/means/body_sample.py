@@ -20,7 +20,7 @@ from rendezvous.codecs import get_codec
 from rendezvous.records.records import Commit, Listed
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BodySample:
     """Elements [start, stop) of a fragment, in the bodies of the newest step that synchronises it.
 

@@ -41,7 +41,7 @@ def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments:
         snapshots.write_first(store, clock, all_arrays(state, fragments), base=base, elsewhere=elsewhere)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StateReplay:
     """Replay of a state from a snapshot to a later step.
 

@@ -125,7 +125,7 @@ class _Writing:
     confirmed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SnapshotWriter:
     """Writer of one replica's snapshots, one at a time.
 
