@@ -221,19 +221,17 @@ class PatientStore:
             except StoreUnclear as error:
                 if not unclear:
                     raise
-                self._wait_or_give_up(error, began, pause)
+                self._give_up_if_late(error, began)
+                self.clock.sleep(pause)
             except StoreRefused as error:
                 if not self.waits_on_refusal:
                     raise
                 if self.clock.now() - said >= SAY_AGAIN_S:
                     said = self.clock.now()
                     self.on_trouble(f"{error}; trying again until {self._patience_for(error):.0f} s have passed")
-                self._wait_or_give_up(error, began, max(pause, 1.0))
+                self._give_up_if_late(error, began)
+                self.clock.sleep(max(pause, 1.0))
         raise AssertionError("the back-off never ends")
-
-    def _wait_or_give_up(self, error: Exception, began: float, pause: float) -> None:
-        self._give_up_if_late(error, began)
-        self.clock.sleep(pause)
 
     def _patience_for(self, error: Exception) -> float:
         """Return the seconds to retry: more for a full store (a person must free space) than for other errors."""

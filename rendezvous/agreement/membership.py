@@ -115,18 +115,14 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
         if control is not None and control.n == wanted.records:
             wanted = wanted.with_control(control)
         else:
-            _refuse_first(store, wanted.records)
+            if wanted.records == 0:
+                raise RecordsLost(
+                    f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another "
+                    f"program wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, "
+                    "delete the object"
+                )
             wanted = replace(wanted, records=wanted.records + 1)
     return wanted
-
-
-def _refuse_first(store: Readable, n: int) -> None:
-    """Raise RecordsLost if n is 0.   n: the number of an object that is not a control record."""
-    if n == 0:
-        raise RecordsLost(
-            f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another program "
-            f"wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
-        )
 
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
@@ -301,7 +297,7 @@ class Membership:
     status: BeatStatus = field(default_factory=BeatStatus)
     wanted: Wanted = field(default_factory=Wanted)
     owed: set[str] = field(default_factory=set[str])  # slots that may need this replica's body of the step before
-    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])  # another thread may read it
+    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])  # each is replaced as a whole: threads read them
     fenced_by: int = 0  # the later generation that claimed the slot; 0 while none is known
     decided: int = -1  # highest step whose commit a tick has seen
     heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it

@@ -124,19 +124,12 @@ class RowCodec:
                 f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
             )
         all_rows = all_rows.view(-1, self.row_bytes)
-        size = max(1, self._piece_size(target))
+        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # a call costs as much as 20,000 elements
+        size = max(1, n if at_once else min(n, piece_size(device)))
         for a in range(0, n, size):
             b = min(a + size, n)
             rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
             self._add_piece(rows, w, target[a:b], first)
-
-    def _piece_size(self, v: Tensor) -> int:
-        """Return the elements per call: all for the CPU's kernels, where a call costs as much as 20,000 elements."""
-        return (
-            v.numel()
-            if v.device.type == "cpu" and load_kernels(self.name, "cpu")
-            else min(v.numel(), piece_size(v.device))
-        )
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         """Set s = x + decay·e, rows ← pack(s), e ← s − unpack(rows).   Return ‖x‖².   age: for codecs with `ages`."""

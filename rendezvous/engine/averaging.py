@@ -29,7 +29,7 @@ from rendezvous.clock import Clock
 from rendezvous.engine.own_blobs import OwnBlobs
 from rendezvous.errors import Corrupt
 from rendezvous.keeping import garbage
-from rendezvous.means.announcements import is_worth_announcing
+from rendezvous.keeping.budget import sizes_of
 from rendezvous.means.bodies import OwnBody
 from rendezvous.means.reduce import Reducer, refuse_misweighed
 from rendezvous.records.records import Commit
@@ -72,8 +72,8 @@ class Averager:
                 self._sharded_mean.mean(commit, out, mine)
             else:
                 self._mean_when_mended(commit, out, mine)
-        direct = commit.mode != "sharded" and commit.by == self.members.name
-        if direct and self.reducer.rules.announce and is_worth_announcing(commit, out):
+        left = sizes_of(commit, out.size, self.reducer.rules)
+        if commit.mode == "direct" and commit.by == self.members.name and left.mean:
             self._announcement = self._prepare_announcement(commit, out, mine)
 
     def mean_of_past(self, commit: Commit, out: np.ndarray) -> None:

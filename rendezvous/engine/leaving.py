@@ -81,14 +81,7 @@ class Departure:
 
 
 def hand_over(
-    store: Store,
-    members: Membership,
-    unsent: Arrays,
-    baggage: Arrays,
-    *,
-    bytes_per_s: float,
-    left_s: float,
-    emit: Emit,
+    store: Store, members: Membership, unsent: Arrays, baggage: Arrays, *, bytes_per_s: float, left_s: float, emit: Emit
 ) -> tuple[str, str]:
     """Write the file for the next generation of this slot.   Return its key and digest, ("", "") without a file.
 

@@ -73,7 +73,7 @@ class Rendezvous:
         rules_: Rules,
         timing: Timing,
         *,
-        emit: Callable[..., None] = no_emit,
+        emit: Emit = no_emit,
         host: str = "",
         pid: int = 0,
         started: int = 0,
@@ -90,14 +90,10 @@ class Rendezvous:
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, started=started, emit=emit)
         self._departure = Departure(clock, self.members, timing.grace)
         self.store = PatientStore(
-            store,
-            clock,
-            timing.store_patience,
-            self._departure.check_before_pause,
-            lambda text: _report_trouble(text, emit, self.members.status),
-            full_s=timing.give_up,
+            store, clock, timing.store_patience, self._departure.check_before_pause,
+            lambda text: _report_trouble(text, emit, self.members.status), full_s=timing.give_up,
             on_recovered=lambda: setattr(self.members.status, "note", ""),
-        )
+        )  # fmt: skip
         self._bucket = store
         self._keep = keep
         self._background = background or Inline()
@@ -129,14 +125,10 @@ class Rendezvous:
         self.timing = timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self.offers = OfferBook(
-            self.store,
-            self.clock,
-            self.chain,
-            rules_,
+            self.store, self.clock, self.chain, rules_, together=self._together,
             on_foreign_base=lambda offer: self._replay_own_state(f"{offer.slot}'s offer", offer.base),
             on_rejected=lambda key, why: self.emit("bad_offer", key=key, text=f"passed over: {why}"),
-            together=self._together,
-        )
+        )  # fmt: skip
         self._committer = Committer(
             self.store, self.clock, self.chain, self.members, self.offers,
             rules=rules_, timing=self.timing, together=self._together,

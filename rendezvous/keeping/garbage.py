@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
+from rendezvous.background import Emit
 from rendezvous.errors import StoreError, Terminal
 from rendezvous.keeping.budget import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
 from rendezvous.records.records import Commit, Mean, Snapshot, decode_or_none
@@ -136,7 +137,7 @@ class Collector:
 
     store: Store
     rules: Rules
-    emit: Callable[..., None]
+    emit: Emit
     budget: int = 0
     elements: Callable[[int], int] = lambda fragment: 0
     floor: int = 0
@@ -248,8 +249,8 @@ class Collector:
 
     def _delete_beyond(self, answer: Kept, at_most: int) -> int:
         gone = self._thin_snapshots(answer)
-        for kind, end in (("delta", min(answer.deltas_from, self._window.first_listable)), ("mean", answer.means_from)):
-            gone += self._delete_steps(kind, end, at_most)
+        gone += self._delete_steps("delta", min(answer.deltas_from, self._window.first_listable), at_most)
+        gone += self._delete_steps("mean", answer.means_from, at_most)
         return gone + self._delete_listed(answer.deltas_from, at_most)
 
     def _delete_listed(self, end: int, at_most: int) -> int:
@@ -311,7 +312,7 @@ class Collector:
 def sweep_ended_run(
     store: Store,
     rules: Rules,
-    emit: Callable[..., None],
+    emit: Emit,
     *,
     steps: int,
     budget: int,
@@ -393,7 +394,7 @@ def _newest_that_commits_name(store: Store, t: int) -> int:
     return newest
 
 
-def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
+def look_again(heal: Callable[[], T], emit: Emit) -> T:
     """Return heal()'s result; call it again while each Collected names a newer snapshot than the one before."""
     newest = -1
     while True:

@@ -11,15 +11,15 @@ be announced, and every reader computes it.
 Not promised: that a mean is announced.  It saves bytes; no agreed value depends on it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.records.digests import digest, has_digest, required_digest_kind
-from rendezvous.records.records import Commit, Mean, WireError, new_nonce
+from rendezvous.records.records import Mean, WireError, new_nonce
 from rendezvous.records.wire import as_bytes, fetch_checked
 from rendezvous.store import Store, put_once
 
@@ -30,7 +30,7 @@ class Announcements:
 
     store: Store
     clock: Clock
-    emit: Callable[..., None]
+    emit: Emit
 
     def announce(self, t: int, j: int, body: np.ndarray) -> None:
         """Announce part j of step t's mean, unless its register is taken.   j: 0 for the mean of a direct step."""
@@ -71,8 +71,3 @@ class Announcements:
         self.store.put(record.blob, as_bytes(body))
         self.emit("repaired", step=record.t, blob=record.blob)
         return True
-
-
-def is_worth_announcing(commit: Commit, mean: np.ndarray) -> bool:
-    """Whether the announced mean has at most half as many bytes as the listed bodies."""
-    return 2 * mean.nbytes <= sum(o.size for o in commit.offers)

@@ -28,7 +28,7 @@ Not promised: long waits (a body that cannot be read is Corrupt after a few seco
 of values that are finite but wrong.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ import numpy as np
 
 from rendezvous.agreement import rules
 from rendezvous.agreement.rules import Rules
-from rendezvous.background import Together, in_turn
+from rendezvous.background import Emit, Together, in_turn
 from rendezvous.clock import Clock
 from rendezvous.codecs import get_codec, load_mean_kernel
 from rendezvous.errors import BadCommit, Corrupt
@@ -59,13 +59,7 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        emit: Callable[..., None],
-        rules: Rules | None = None,
-        *,
-        together: Together = in_turn,
+        self, store: Store, clock: Clock, emit: Emit, rules: Rules | None = None, *, together: Together = in_turn
     ) -> None:
         self._clock = clock
         self.emit = emit

@@ -334,21 +334,16 @@ class Weights(Record):
             check_blob(part.blob, layout.weights_blob(self.t, ""))
         if not self.parent and self.changed != self.values:
             raise ValueError("it has no parent, and not all values")
-        if not self.parent:
-            _check_layout(self.layout, self.values)
+        for name, shape, dtype in [] if self.parent else self.layout:
+            if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
+                raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
+        if not self.parent and sum(prod(shape) for _, shape, _ in self.layout) != self.values:
+            raise ValueError(f"its layout is not one of {self.values} values")
 
     @property
     def size(self) -> int:
         """Bytes of all parts."""
         return sum(part.size for part in self.parts)
-
-
-def _check_layout(parameters: list[Any], values: int) -> None:
-    for name, shape, dtype in parameters:
-        if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
-            raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
-    if sum(prod(shape) for _, shape, _ in parameters) != values:
-        raise ValueError(f"its layout is not one of {values} values")
 
 
 @dataclass(frozen=True)

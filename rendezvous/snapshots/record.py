@@ -15,11 +15,12 @@ The file has the fragments in the order of their turns from step t on: the fragm
 Not promised: that the newest snapshot is intact.  `load` checks the digest; callers then use an older one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Corrupt
 from rendezvous.records import tensors
@@ -96,7 +97,7 @@ def _decode_manifest(body: bytes | None, t: int) -> Snapshot | None:
 
 
 def load(
-    store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays, *, in_place: bool = False
+    store: Store, snapshot: Snapshot, emit: Emit, like: Arrays, *, in_place: bool = False
 ) -> dict[str, np.ndarray] | None:
     """Return the arrays of a snapshot; report and return None if their digest is wrong or if they do not fit.
 

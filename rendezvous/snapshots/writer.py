@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import Background
+from rendezvous.background import Background, Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Diverged, RendezvousError
 from rendezvous.records.digests import Hasher, required_digest_kind
@@ -61,7 +61,10 @@ class LiveFile(TensorFile):
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the file piece by piece.   Raise Abandoned after `stop`, or if its beginning was already stepped."""
-        self._start_again()
+        with self._lock:
+            if any(self._from.values()):
+                raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")
+            self._at = dict(self._from)
         whole = Hasher(self._kind)
         each = dict[str, str]()
         whole.update(self.header)
@@ -91,12 +94,6 @@ class LiveFile(TensorFile):
         with self._lock:
             self._stopped = True
             self._rest.clear()
-
-    def _start_again(self) -> None:
-        with self._lock:
-            if any(self._from.values()):
-                raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")
-            self._at = dict(self._from)
 
     def _next_piece(self, name: str) -> bytes:
         with self._lock:
@@ -137,7 +134,7 @@ class SnapshotWriter:
     clock: Clock
     uploads: Background
     run_in_background: Callable[[Callable[[], None]], None]
-    emit: Callable[..., None]
+    emit: Emit
     on_written: Callable[[int], None]
     owes: bool = False  # whether the last snapshot was given up
     _now: _Writing | None = None

@@ -21,12 +21,12 @@ objects can stop the run.  Beats are overwritten, so such a writer can restore a
 import hmac
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rendezvous import layout
-from rendezvous.background import no_emit
+from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.digests import SHA256
@@ -60,7 +60,7 @@ class VerifiedStore:
 
     digests = SHA256  # kind of the blobs' digests: a writer must not be able to make another blob with the same digest
 
-    def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+    def __init__(self, store: Readable, key: bytes, run: str, emit: Emit = warn_on_stderr) -> None:
         self.url = store.url
         self.emit = emit
         self._store = store
@@ -88,7 +88,9 @@ class VerifiedStore:
             return record
         first = layout.control_key(0)  # without the first wishes one replica would be a quorum
         if kind in _PASSED_OVER and key != first:
-            self._pass_over(kind, key)
+            if key not in self._reported:
+                self._reported.add(key)
+                self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
             return VOID
         raise Forged(
             f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
@@ -102,16 +104,11 @@ class VerifiedStore:
     def list(self, prefix: str) -> list[str]:
         return self._store.list(prefix)
 
-    def _pass_over(self, kind: str, key: str) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
-            self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
-
 
 class SignedStore(VerifiedStore):
     """A store that seals the records that it writes and verifies those that it reads."""
 
-    def __init__(self, store: Store, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+    def __init__(self, store: Store, key: bytes, run: str, emit: Emit = warn_on_stderr) -> None:
         super().__init__(store, key, run, emit)
         self._bucket = store
 

@@ -14,7 +14,7 @@ and all that depend on them.
 Not promised: the weights of every step.  The reader gets the newest available weights, and skips older ones.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import no_emit
+from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, WrongRun
 from rendezvous.records.digests import has_digest, required_digest_kind
@@ -87,7 +87,7 @@ class FollowedWeights:
 class WeightsFollower:
     """The weights of one reader.   emit("weights_refused", step=…, text=…): called for weights that are refused."""
 
-    def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
+    def __init__(self, store: Store, emit: Emit = no_emit) -> None:
         self._store = store
         self._emit = emit
         self._bits = np.empty(0, np.uint16)
@@ -232,7 +232,7 @@ def follow_weights(
     until: int | None = None,
     poll_s: float = 2.0,
     clock: Clock | None = None,
-    emit: Callable[..., None] = no_emit,
+    emit: Emit = no_emit,
 ) -> Iterator[FollowedWeights]:
     """Yield the newest weights of a run as they appear, and wait between them.
 
