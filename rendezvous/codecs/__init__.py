@@ -9,7 +9,7 @@
     fp32        4                     nothing
     bf16        2                     the lower 16 bits                               rows.py
     int8        1   + 4 per 1024      at most half a step of absmax/127 per block     rows.py
-    int4        1/2 + 4 per 512       at most half a step of absmax/7 per block       blocks.py
+    int4        1/2 + 4 per 512       at most half a step of absmax/7 per block       rows.py
     topk        3 per 64 + 4 per 8192  all but the 3 largest of 64; those keep 2 bits  topk.py   SparseLoCo, 2508.15706
     bf16-gate   4 + ~1 per change     changes that do not alter the bf16 model        gate.py   PULSE, 2602.03839
 
