@@ -54,6 +54,8 @@ TOP = (  # names of the files and folders that a run's folder may contain
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
+# delta_blob, mean_blob, snapshot_blob: (step, kind), or the third group for a snapshot's step
+BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")
 _WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20

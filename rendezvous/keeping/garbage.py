@@ -28,7 +28,6 @@ Any number of collectors may run, and be killed, at any time: all delete the sam
 Not promised: that all old blobs are deleted.  LIST is a hint, and a writer that was suspended may still upload.
 """
 
-import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +47,6 @@ from rendezvous.store import Store
 T = TypeVar("T")
 _TOLD = 64  # the most older snapshots that a log event names
 _LAST_SWEEP = 1024  # the most steps that the last sweep of a run reads or collects; each needs one or two requests
-_BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")
 _BACK = 16  # earlier commits that are read at a time, each by a request
 
 
@@ -70,7 +68,7 @@ def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
 
 def parse_blob_key(key: str) -> tuple[str, int] | None:
     """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
-    found = _BLOB.fullmatch(key)
+    found = layout.BLOB.fullmatch(key)
     return (found[2] or "snapshot", int(found[1] or found[3])) if found else None
 
 
