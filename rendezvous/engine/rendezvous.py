@@ -322,11 +322,8 @@ class Rendezvous:
         """Write the commit's mean into `out`, which may be the vector that was offered."""
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean(commit, out)
-        self._release_fragment(commit.t % self.rules.fragments)
-
-    def _release_fragment(self, fragment: int) -> None:
-        """Let the fragment be stepped now.  Called as late as possible: background jobs still read it."""
-        self._snapshots.writer.release_fragment(fragment)
+        fragment = commit.t % self.rules.fragments
+        self._snapshots.writer.release_fragment(fragment)  # as late as possible: the caller steps the fragment now
         if self._weights is not None:
             self._weights.wait_until_read()
 
@@ -362,7 +359,9 @@ class Rendezvous:
         mean = np.empty(self.state.size(fragment), np.float32)
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean_of_past(commit, mean)
-        self._release_fragment(fragment)
+        self._snapshots.writer.release_fragment(fragment)
+        if self._weights is not None:
+            self._weights.wait_until_read()
         self.state.apply(fragment, mean)
         self.advance(commit)
 

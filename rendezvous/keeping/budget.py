@@ -77,7 +77,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 def parts_of(commit: Commit) -> list[int]:
     """Return the numbers of the parts in which its mean may be announced; a part without shards never is.
 
-    The parts are those of `means.parts.Parts.split`.
+    The parts are those of `means.parts.MeanParts.split`.
     """
     if commit.mode != "sharded":
         return [0]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rendezvous.means.reduce import Reducer
 
 
-class Parts:
+class MeanParts:
     """The parts of commits' means, computed by a Reducer, or read as they were announced."""
 
     def __init__(self, reducer: "Reducer") -> None:

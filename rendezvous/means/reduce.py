@@ -47,7 +47,7 @@ from rendezvous.store import Store
 
 if TYPE_CHECKING:
     from rendezvous.means.body_sample import BodySample
-    from rendezvous.means.parts import Parts
+    from rendezvous.means.parts import MeanParts
 
 _CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache, and one between its division and its check
 
@@ -72,11 +72,11 @@ class Reducer:
         self._reported_blobs = set[str]()
 
     @cached_property
-    def parts(self) -> "Parts":
+    def parts(self) -> "MeanParts":
         """The same means in parts, for sharded steps and for audits."""
-        from rendezvous.means.parts import Parts
+        from rendezvous.means.parts import MeanParts
 
-        return Parts(self)
+        return MeanParts(self)
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None = None) -> None:
         """Write the mean of `commit` into `out` (fp32, the fragment's length).
