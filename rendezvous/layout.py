@@ -55,6 +55,8 @@ TOP = (  # names of the files and folders that a run's folder may contain
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
+# delta_blob, mean_blob, snapshot_blob: (step, kind), or the third group for a snapshot's step
+BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")
 _WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", SCRIPT: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -184,10 +186,7 @@ def snapshot_blob(t: int, nonce: str) -> str:
 
 def snapshot_step(key: str) -> int | None:
     """Return the step of a snapshot's manifest key; None for any other key below `snapshots/`."""
-    parts = key.split("/")
-    if len(parts) != 3 or not _is_number(parts[1]):
-        return None
-    step = int(parts[1])
+    step = _number_after_folder(key)
     return step if key == snapshot_key(step) else None
 
 
@@ -201,9 +200,14 @@ def weights_blob(t: int, nonce: str) -> str:
 
 def weights_step(key: str) -> int | None:
     """Return the step of a weights manifest's key; None for any other key below `weights/`."""
-    parts = key.split("/")
-    step = int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
+    step = _number_after_folder(key)
     return step if key == weights_key(step) else None
+
+
+def _number_after_folder(key: str) -> int:
+    """Return the number in the second part of a key of three parts; -1 if there is none."""
+    parts = key.split("/")
+    return int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
 
 
 def control_number(key: str) -> int | None:

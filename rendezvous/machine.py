@@ -22,6 +22,15 @@ def machine_name() -> str:
     return f"{socket.gethostname()}~{_boot_digest()}"
 
 
+@cache
+def name_in_files(pid: int) -> str:
+    """Return a name of this process that no other container or later process has.   pid: os.getpid()"""
+    return f"{machine_name()}-{pid}.{start_ticks(pid) or 0}"
+
+
+os.register_at_fork(after_in_child=name_in_files.cache_clear)
+
+
 def start_ticks(pid: int) -> int | None:
     """Return the start of the process `pid` (or of its zombie), in clock ticks since boot; None if there is none."""
     found = _read_process(pid)

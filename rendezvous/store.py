@@ -18,6 +18,7 @@ Not promised: that a listed key can be read, or that a readable key is listed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Protocol, TypeVar
 
@@ -151,6 +152,7 @@ def body_bytes(body: Body) -> int:
     return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
 
 
+@dataclass(eq=False, repr=False)
 class PatientStore:
     """A store that retries failed requests where that is safe.
 
@@ -164,91 +166,80 @@ class PatientStore:
     before_pause: called before every pause; it may raise, because a replica that is asked to leave must not wait here.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        patience_s: float,
-        before_pause: Callable[[], None] = lambda: None,
-        on_trouble: Callable[[str], None] = lambda text: None,
-        *,
-        full_s: float = 0.0,
-        on_recovered: Callable[[], None] = lambda: None,
-        waits_on_refusal: bool = True,
-    ) -> None:
-        self.url = store.url
-        self._waits_on_refusal = waits_on_refusal
-        self._store = store
-        self._clock = clock
-        self._full_s = max(patience_s, full_s)
-        self._on_recovered = on_recovered
-        self.digests: str | None = getattr(store, "digests", None)  # the kind of digest that blobs need, if given
-        self._patience_s = patience_s
-        self.before_pause = before_pause
-        self._on_trouble = on_trouble
+    store: Store
+    clock: Clock
+    patience_s: float
+    before_pause: Callable[[], None] = lambda: None
+    on_trouble: Callable[[str], None] = lambda text: None
+    _: KW_ONLY
+    full_s: float = 0.0
+    on_recovered: Callable[[], None] = lambda: None
+    waits_on_refusal: bool = True
+
+    def __post_init__(self) -> None:
+        self.url = self.store.url
+        self.digests: str | None = getattr(self.store, "digests", None)  # the kind of digest that blobs need, if given
         self._unclear = "", 0.0  # the last key whose `create` ended in StoreUnclear, and the time when it first did
 
     def put(self, key: str, body: Body) -> None:
-        self._ask_patiently(lambda: self._store.put(key, body))
+        self._ask_patiently(lambda: self.store.put(key, body))
 
     def create(self, key: str, body: Buffer) -> None:
         try:
-            self._ask_patiently(lambda: self._store.create(key, body), unclear=False)
+            self._ask_patiently(lambda: self.store.create(key, body), unclear=False)
         except StoreUnclear as error:
             if self._unclear[0] != key:
-                self._unclear = key, self._clock.now()
+                self._unclear = key, self.clock.now()
             self._give_up_if_late(error, self._unclear[1])
             raise
 
     def get(self, key: str) -> bytes | None:
         try:
-            return self._store.get(key)  # usually it succeeds, without the cost of the loop below
+            return self.store.get(key)  # usually it succeeds, without the cost of the loop below
         except (StoreUnclear, StoreRefused):
-            return self._ask_patiently(lambda: self._store.get(key))
+            return self._ask_patiently(lambda: self.store.get(key))
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        return self._ask_patiently(lambda: self._store.get_into(key, out, start))
+        return self._ask_patiently(lambda: self.store.get_into(key, out, start))
 
     def list(self, prefix: str) -> list[str]:
-        return self._ask_patiently(lambda: self._store.list(prefix))
+        return self._ask_patiently(lambda: self.store.list(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
-        self._ask_patiently(lambda: self._store.delete(keys))
+        self._ask_patiently(lambda: self.store.delete(keys))
 
     def _ask_patiently(self, request: Callable[[], T], unclear: bool = True) -> T:
-        began = self._clock.now()
+        began = self.clock.now()
         said = began - SAY_AGAIN_S
         for pause in _backoff_pauses():
             try:
                 answer = request()
                 if said >= began:
-                    self._on_recovered()
+                    self.on_recovered()
                 return answer
             except StoreUnclear as error:
                 if not unclear:
                     raise
-                self._wait_or_give_up(error, began, pause)
+                self._give_up_if_late(error, began)
+                self.clock.sleep(pause)
             except StoreRefused as error:
-                if not self._waits_on_refusal:
+                if not self.waits_on_refusal:
                     raise
-                if self._clock.now() - said >= SAY_AGAIN_S:
-                    said = self._clock.now()
-                    self._on_trouble(f"{error}; trying again until {self._patience_for(error):.0f} s have passed")
-                self._wait_or_give_up(error, began, max(pause, 1.0))
+                if self.clock.now() - said >= SAY_AGAIN_S:
+                    said = self.clock.now()
+                    self.on_trouble(f"{error}; trying again until {self._patience_for(error):.0f} s have passed")
+                self._give_up_if_late(error, began)
+                self.clock.sleep(max(pause, 1.0))
         raise AssertionError("the back-off never ends")
-
-    def _wait_or_give_up(self, error: Exception, began: float, pause: float) -> None:
-        self._give_up_if_late(error, began)
-        self._clock.sleep(pause)
 
     def _patience_for(self, error: Exception) -> float:
         """Return the seconds to retry: more for a full store (a person must free space) than for other errors."""
-        return self._full_s if isinstance(error, StoreFull) else self._patience_s
+        return max(self.patience_s, self.full_s) if isinstance(error, StoreFull) else self.patience_s
 
     def _give_up_if_late(self, error: Exception, began: float) -> None:
         self.before_pause()
-        if self._clock.now() - began > self._patience_for(error):
+        if self.clock.now() - began > self._patience_for(error):
             raise GaveUp(
                 f"the store gave no usable answer for {self._patience_for(error):.0f} s. Last: {error}. "
                 "No commit is lost: repair the store and run the same command again."

@@ -298,13 +298,13 @@ class _Verification:
 
         Raises _LostMean if neither can be read."""
         try:
-            for part, body in self._reducer.parts_of_bodies(commit, out):
+            for part, body in self._reducer.parts.make_all(commit, out):
                 self._compare_announced(commit, part, body)
             self.found.from_deltas.append(commit.t)
             return
         except Corrupt:
             self._name_bad_bodies(commit, out.size)
-        trouble = self._reducer.read_announced_parts(commit, out)
+        trouble = self._reducer.parts.read_announced(commit, out)
         if trouble is not None:
             self._name_bad_means(commit)
             raise _LostMean(f"neither its deltas nor its mean can be read: {trouble}")

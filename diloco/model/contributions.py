@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rendezvous.codecs import get_codec
-from rendezvous.means.body_checks import is_valid_body
-from rendezvous.means.reduce import Reducer, refuse_misweighed
+from rendezvous.means.reduce import Reducer, is_valid_body, refuse_misweighed
 from rendezvous.records.records import Commit, Listed
 
 
@@ -37,9 +36,9 @@ def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
     Raises BadCommit, Corrupt.
     """
     refuse_misweighed(commit, reducer.rules)
-    if reducer.read_announced_parts(commit, out) is None:
+    if reducer.parts.read_announced(commit, out) is None:
         return "announced"
-    for _ in reducer.parts_of_bodies(commit, out):
+    for _ in reducer.parts.make_all(commit, out):
         pass
     return "deltas"
 

@@ -18,7 +18,6 @@ from diloco.outer.flat import trainable_parameters
 from diloco.outer.safety import Finding, Tracker, replica_findings
 from diloco.process.host import device_name
 from diloco.process.session import Session
-from rendezvous.means.body_sample import BodySample
 from rendezvous.records.records import Commit, Offer
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ class FactorWatch:
         self._reducer = session.rv.reducer
         self._number: float | None = None
         if self._pair is not None:
+            from rendezvous.means.body_sample import BodySample
+
             self._reducer.sample = BodySample(
                 loop.rules.codec, fragments=loop.rules.fragments, start=self._pair.start, stop=self._pair.stop
             )
@@ -98,7 +99,8 @@ class FactorWatch:
     def note_mean(self, commit: Commit) -> None:
         """Compute the cross term before the outer step is taken."""
         self._number = 0.0 if self._is_exact else None
-        if self._pair is None or (sample := self._reducer.sample.take(commit)) is None:
+        kept = self._reducer.sample
+        if self._pair is None or kept is None or (sample := kept.take(commit)) is None:
             return
         weights, deltas = sample
         theta = self._theta.numpy()[self._pair.start : self._pair.stop]

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rendezvous import layout
-from rendezvous.agreement.membership import decode_or_none
 from rendezvous.background import Together, fetch_together
-from rendezvous.records.records import Commit, Listed
+from rendezvous.records.records import Commit, Listed, decode_or_none
 from rendezvous.store import Readable
 
 if TYPE_CHECKING:

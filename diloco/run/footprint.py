@@ -25,9 +25,8 @@ from diloco.run.config import AUTO, RunConfig, keep_bytes
 from diloco.run.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
 from inner.models.naming import is_on_hub
-from rendezvous import codecs
 from rendezvous.agreement.rules import Rules, reduces_sharded
-from rendezvous.codecs.choose import sync_seconds
+from rendezvous.codecs.choose import choose_codec, nominal_ratio, sync_seconds
 from rendezvous.keeping.budget import Sizes, largest_window, snapshot_period
 
 LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, as rented machines have to a bucket of their region
@@ -75,7 +74,7 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
     codec = config.outer.codec
     fragments = config.outer.fragments
     if codec == AUTO:
-        codec, _ = codecs.choose_codec(parameters, replicas, LINK, LINK, compute_s)
+        codec, _ = choose_codec(parameters, replicas, LINK, LINK, compute_s)
     width = DTYPE[config.inner.dtype]
     each_step = step_bytes(parameters, replicas, codec, fragments)
     states = width if trained is None else ADAPTER_WIDTH
@@ -106,7 +105,7 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
 
 def delta_bytes(parameters: int, codec: str) -> int:
     """Return one pseudogradient's bytes; for codecs of fixed size, exact up to a block's padding."""
-    return ceil(4 * parameters / codecs.nominal_ratio(codec))
+    return ceil(4 * parameters / nominal_ratio(codec))
 
 
 def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:

@@ -20,8 +20,8 @@ from diloco.run.config import ConfigError, RunConfig
 from inner import InnerError
 from inner.models.gguf_header import read_gguf_header
 from inner.models.naming import is_gguf_file
-from rendezvous import codecs
 from rendezvous.clock import Clock
+from rendezvous.codecs import choose
 from rendezvous.engine.probe import measure_throughput
 from rendezvous.store import Store
 
@@ -47,7 +47,7 @@ def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, com
 
 def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s: float) -> tuple[str, str]:
     """Return (codec, why).   up, down: bytes per second."""
-    name, why = codecs.choose_codec(parameters, replicas, up, down, compute_s)
+    name, why = choose.choose_codec(parameters, replicas, up, down, compute_s)
     seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
     return name, f"{why} ({seen}; the time between syncs is a guess)"
 

@@ -28,14 +28,13 @@ from rendezvous import layout
 from rendezvous.agreement.membership import (
     Wanted,
     claims_above,
-    decode_or_none,
     launch_of,
     read_beat,
     read_claim,
     read_leave,
 )
 from rendezvous.records.digests import SHA256, digest
-from rendezvous.records.records import Beat, Claim, Offer, WireError
+from rendezvous.records.records import Beat, Claim, Offer, WireError, decode_or_none
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead, Answer
 

@@ -20,9 +20,9 @@ from diloco.runlog.scope import COSTS, SAMPLED, WHOLE, Focus, watch_scope
 from diloco.views.overview import PACE_STEPS
 from diloco.views.pace import BURST_S, LOOK_S, RATE, AskedSoFar, items_of, next_focus
 from rendezvous import layout
-from rendezvous.agreement.membership import decode_or_none, read_beat
+from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import Clock
-from rendezvous.records.records import Beat, Offer, WireError
+from rendezvous.records.records import Beat, Offer, WireError, decode_or_none
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 

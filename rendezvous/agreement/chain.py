@@ -13,7 +13,7 @@ closer finds commit t−1 without t−2; that is why there are two anchors.
 from rendezvous import layout
 from rendezvous.errors import ChainBroken, RecordsLost
 from rendezvous.records.digests import SHA256, digest
-from rendezvous.records.records import Commit, WireError
+from rendezvous.records.records import Commit, WireError, decode_or_none
 from rendezvous.store import Readable
 
 ANCHORS = 2  # commits before the open step that a closer reads again
@@ -118,18 +118,12 @@ def refuse_gap(store: Readable, t: int) -> None:
     here.  An object that is not a commit proves nothing, because any writer of the bucket may have put it there;
     replicas will stop when they reach it.
     """
-    if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
+    later = decode_or_none(Commit, store.get(layout.commit_key(t + 1)))
+    if later is not None and later.t == t + 1 and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(
             f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
             "edited, or lost objects; restore it from a backup. Nothing was written"
         )
-
-
-def _is_commit(body: bytes | None, t: int) -> bool:
-    try:
-        return body is not None and Commit.decode(body).t == t
-    except WireError:
-        return False
 
 
 def first_open_step(store: Readable, known: int = 0) -> int:

@@ -19,6 +19,7 @@ Not promised: that the closer survives to read its own commit.  The others do no
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from statistics import median
 
 from rendezvous import layout
@@ -28,7 +29,7 @@ from rendezvous.agreement.membership import Membership, Wanted, claims_above, re
 from rendezvous.agreement.offers import OfferBook
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.agreement.step_wait import StepWait
-from rendezvous.background import Together, fetch_together, in_turn
+from rendezvous.background import Together, fetch_together
 from rendezvous.clock import Clock
 from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Commit, Listed, Offer, new_nonce
@@ -38,36 +39,25 @@ FEW = 2  # if at most so many offers are missing, a replica that does not lead l
 LED_BEATS = 4  # beats, about `dead_after`, after which it looks anyway; twice as many in a large fleet
 
 
+@dataclass(eq=False, repr=False)
 class Committer:
     """One replica's attempts to close the open step.
 
     offers: the offers that it knows; `offers.step` is the open step.   together: makes several requests at a time.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        chain: Chain,
-        members: Membership,
-        offers: OfferBook,
-        rules_: Rules,
-        timing: Timing,
-        *,
-        together: Together = in_turn,
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._chain = chain
-        self._members = members
-        self._offers = offers
-        self._rules = rules_
-        self._timing = timing
-        self._together = together
+    store: Store
+    clock: Clock
+    chain: Chain
+    members: Membership
+    offers: OfferBook
+    rules: Rules
+    timing: Timing
+    together: Together
 
     @property
     def _step(self) -> int:
-        return self._offers.step
+        return self.offers.step
 
     def try_to_commit(self, wait: StepWait, snapshot: int) -> str:
         """Close the step if it is time.   Return why it stays open, or "" when it is decided.
@@ -76,16 +66,16 @@ class Committer:
         """
         if wait.idle < wait.next_attempt:
             return wait.why
-        wishes = self._members.wanted
+        wishes = self.members.wanted
         first = wait.next_attempt == 0.0  # the replica that offers last sees all other offers at its first look
-        rank = rules.commit_rank(self._step, layout.slot_index(self._members.slot), wishes.replicas or wishes.universe)
+        rank = rules.commit_rank(self._step, layout.slot_index(self.members.slot), wishes.replicas or wishes.universe)
         if rank == rules.LED and not self._looks_though_led(wait, wishes):
             wait.why = "lets others close first"
             return wait.why
         fresh, wait.why = self._look_for_offers(wait, wishes)
         if wait.why:
             wait.not_ripe()
-        elif not first and not wait.ripe_for(rank * self._timing.poll / 2):
+        elif not first and not wait.ripe_for(rank * self.timing.poll / 2):
             wait.why = "lets others close first"
         else:
             wait.why = self._check_wishes(wishes) or self._write_commit(fresh, wishes, snapshot)
@@ -93,24 +83,22 @@ class Committer:
 
     def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
         """Whether a replica that does not lead looks: few offers are missing, or the leaders had enough time."""
-        patience = LED_BEATS * self._timing.beat * (1 + self._is_large_fleet(wishes))
-        if wait.idle >= patience or self._nearly_complete(wishes):
+        patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wishes))
+        if wait.idle >= patience or len(self._expected_slots(wishes) - self._listed_slots()) <= FEW:  # reads no beat
             return True
         wait.attempt_in(patience, at_most=patience)
         return False
 
-    def _nearly_complete(self, wishes: Wanted) -> bool:
-        """Whether at most `FEW` of the expected slots are missing.  One request; no beat is read."""
-        recent = self._chain.recent_commits(self._step, 2)
-        dead_after = self._timing.dead_after
+    def _expected_slots(self, wishes: Wanted) -> set[str]:
+        """Return the slots that the step should wait for, by the beats that were read."""
+        recent = self.chain.recent_commits(self._step, 2)
         wanted = wishes.slot_names[: wishes.replicas]
-        expected = rules.slots_to_expect(self._step, recent, self._members.peers, dead_after, wanted)
-        return len(expected - self._listed_slots()) <= FEW
+        return rules.slots_to_expect(self._step, recent, self.members.peers, self.timing.dead_after, wanted)
 
     def _listed_slots(self) -> set[str]:
         """Return the slots whose offers LIST shows for the open step; LIST may be out of date."""
-        return self._offers.known_slots | {
-            layout.offer_slot(key) for key in self._store.list(layout.offers_prefix(self._step))
+        return self.offers.known_slots | {
+            layout.offer_slot(key) for key in self.store.list(layout.offers_prefix(self._step))
         }
 
     def _look_for_offers(self, wait: StepWait, wishes: Wanted) -> tuple[dict[str, Offer], str]:
@@ -121,7 +109,7 @@ class Committer:
         )
         if crowd and soon == 0.0:
             fresh, why_not, soon = self._assess_offers(self._fresh_offers(wishes), wait, wishes)
-        wait.attempt_in(0.0 if crowd else soon, at_most=2 * self._timing.beat)
+        wait.attempt_in(0.0 if crowd else soon, at_most=2 * self.timing.beat)
         return fresh, why_not
 
     def _assess_offers(
@@ -140,12 +128,12 @@ class Committer:
         return wishes.universe > rules.LARGE_FLEET
 
     def _write_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> str:
-        self._chain.refuse_gap(self._step)
+        self.chain.refuse_gap(self._step)
         self.refuse_lower_quorum()
         commit = self._propose_commit(fresh, wishes, snapshot)
         self.refuse_lost_anchors()
-        _, stands = put_once(self._store, self._clock, layout.commit_key(self._step), commit.encode())
-        self._chain.accept_commit(self._step, stands)
+        _, stands = put_once(self.store, self.clock, layout.commit_key(self._step), commit.encode())
+        self.chain.accept_commit(self._step, stands)
         return ""
 
     def refuse_lost_anchors(self) -> None:
@@ -153,30 +141,30 @@ class Committer:
 
         In the first two steps, which have fewer commits before them, also check this replica's own claim.
         """
-        anchors = self._chain.anchors(self._step)
+        anchors = self.chain.anchors(self._step)
         if self._step < ANCHORS:
-            refuse_lost_claim(self._store, self._members)
-        for key, body in fetch_together(self._together, self._store.get, anchors).items():
+            refuse_lost_claim(self.store, self.members)
+        for key, body in fetch_together(self.together, self.store.get, anchors).items():
             if body is None or digest(body, SHA256) != anchors[key]:
-                raise lost_record(self._store.url, key, self._step, "is gone" if body is None else "is another one")
+                raise lost_record(self.store.url, key, self._step, "is gone" if body is None else "is another one")
 
     def refuse_lower_quorum(self) -> None:
         """Raise RecordsLost if a control record that earlier closers followed is lost."""
-        members = self._members
-        commits = self._chain.recent_commits(self._step, self._rules.window)
+        members = self.members
+        commits = self.chain.recent_commits(self._step, self.rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
-            members.hear_wishes(self._store)
-            refuse_lower_quorum(self._store, members.wanted, commits)
+            members.hear_wishes(self.store)
+            refuse_lower_quorum(self.store, members.wanted, commits)
 
     def _fresh_offers(self, wishes: Wanted) -> dict[str, Offer]:
         """Return slot -> eligible offer for the open step, for all that are durable now."""
         return self._offers_of(self._possible_slots(wishes))
 
     def _offers_of(self, slots: Iterable[str]) -> dict[str, Offer]:
-        known = self._offers.known_slots
-        found = self._offers.standing_offers(self._step, slots)
+        known = self.offers.known_slots
+        found = self.offers.standing_offers(self._step, slots)
         for slot in found.keys() - known:
-            self._members.note_offer(found[slot])
+            self.members.note_offer(found[slot])
         return found
 
     def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
@@ -188,31 +176,25 @@ class Committer:
         """Return the eligible offers for step s that no commit has listed.  The chain lists each at most once."""
         if s < 0:
             return []
-        since = self._chain.recent_commits(self._step, self._step - s)
+        since = self.chain.recent_commits(self._step, self._step - s)
         missing = [slot for slot in self._possible_slots(wishes) if not any(c.lists_offer(s, slot) for c in since)]
-        return [*self._offers.standing_offers(s, missing).values()]
+        return [*self.offers.standing_offers(s, missing).values()]
 
     def _possible_slots(self, wishes: Wanted) -> list[str]:
         """Return all slots that can exist, at least this replica's."""
-        return sorted({*wishes.slot_names, self._members.slot})
+        return sorted({*wishes.slot_names, self.members.slot})
 
     # ------------------------------------------------------------------ is it time?
 
     def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
         """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
-        members = self._members
-        wanted = wishes.slot_names[: wishes.replicas]
-        recent = self._chain.recent_commits(self._step, 2)
-        dead_after = self._timing.dead_after
-        needed = set(wanted) if len(fresh) < wishes.min_replicas else set[str]()
-        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
-        members.read_beats((expected | needed) - set(fresh))
-        expected = rules.slots_to_expect(self._step, recent, members.peers, dead_after, wanted)
-        return expected - set(fresh) - {members.slot}
+        needed = wishes.slot_names[: wishes.replicas] if len(fresh) < wishes.min_replicas else []
+        self.members.read_beats({*self._expected_slots(wishes), *needed} - set(fresh))
+        return self._expected_slots(wishes) - set(fresh) - {self.members.slot}
 
     def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
         """Return why the step should not be closed now; "" if it may be closed."""
-        members = self._members
+        members = self.members
         m = wishes.min_replicas
         if members.slot not in fresh:
             return "has no offer of its own that counts"  # without one its θ may differ from that of this step
@@ -220,34 +202,29 @@ class Committer:
             missing = self._describe_missing(fresh, wishes)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
         reasons = rules.waiting_for(
-            t=self._step,
-            fresh=fresh,
-            expected_slots=awaited,
-            peers=members.peers,
-            waited=waited,
-            rules=self._rules,
-            timing=self._timing,
-        )
+            t=self._step, fresh=fresh, expected_slots=awaited, peers=members.peers, waited=waited, rules=self.rules,
+            timing=self.timing,
+        )  # fmt: skip
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
         """Return the seconds until another look is useful if all replicas go on as now; 0: at once, or unknown."""
-        mine = fresh.get(self._members.slot)
-        status = self._members.status
+        mine = fresh.get(self.members.slot)
+        status = self.members.status
         missing = wishes.min_replicas - len(fresh)
         if self._step == 0 or mine is None or len(awaited) < missing:
             return 0.0
         upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
         so_far = rules.WaitState(wait.waited, median(o.took for o in fresh.values()), upload, wait.least_pause_s)
-        peers = [self._members.by_now(slot) for slot in awaited]
-        times = rules.resolved_in(self._step, peers, so_far, self._rules, self._timing)
+        peers = [self.members.by_now(slot) for slot in awaited]
+        times = rules.resolved_in(self._step, peers, so_far, self.rules, self.timing)
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
     def _describe_missing(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
         """Return a text that names the missing slots, each with its last known state."""
         missing = [s for s in wishes.slot_names[: wishes.replicas] if s not in fresh]
-        peers = self._members.peers
-        limit = self._timing.dead_after
+        peers = self.members.peers
+        limit = self.timing.dead_after
         words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
         return ", ".join(words) or "no other replica is wanted"
 
@@ -256,7 +233,7 @@ class Committer:
 
         A commit follows every wish that was durable before its closer looked.
         """
-        heard = self._members.hear_wishes(self._store)
+        heard = self.members.hear_wishes(self.store)
         return "" if heard.records == wishes.records else "the operator has new wishes"
 
     # ------------------------------------------------------------------ the decision
@@ -264,7 +241,7 @@ class Committer:
     def _propose_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
         t = self._step
         sizes = [o.size for o in fresh.values()]
-        r = self._rules
+        r = self.rules
         sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
         owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
         offers = [o for _, o in sorted(fresh.items())]
@@ -272,57 +249,29 @@ class Committer:
             offers += self._late_offers(t - age * r.fragments, wishes)
         listed = rules.with_weights([_as_listed(o) for o in offers], t, r)
         return Commit(
-            t=t,
-            prev=self._chain.commit_digest(t - 1),
-            base=self._offers.base,
-            offers=listed,
-            fence=self._raise_fence(listed, wishes),
-            m=wishes.min_replicas,
-            pace=rules.step_pace(fresh.values(), r.sync_every),
-            snapshot=snapshot,
-            by=self._members.name,
-            nonce=new_nonce(),
-            at=self._clock.wall(),
-            mode="sharded" if owners else "direct",
-            owners=owners,
-        )
+            t=t, prev=self.chain.commit_digest(t - 1), base=self.offers.base, offers=listed,
+            fence=self._raise_fence(listed, wishes), m=wishes.min_replicas,
+            pace=rules.step_pace(fresh.values(), r.sync_every), snapshot=snapshot, by=self.members.name,
+            nonce=new_nonce(), at=self.clock.wall(), mode="sharded" if owners else "direct", owners=owners,
+        )  # fmt: skip
 
     def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
         """Return slot -> the newest claimed generation.  After this step, no earlier generation may offer."""
-        fence = dict(self._chain.fence_before(self._step))
+        fence = dict(self.chain.fence_before(self._step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
         slots = self._possible_slots(wishes)
-        later = fetch_together(
-            self._together, self._store.get, (layout.claim_key(s, fence.get(s, 0) + 1) for s in slots)
-        )
+        later = fetch_together(self.together, self.store.get, (layout.claim_key(s, fence.get(s, 0) + 1) for s in slots))
         for slot in slots:
             known = fence.get(slot, 0)
-            taken = later[layout.claim_key(slot, known + 1)] is not None
-            newest = (
-                max((c.generation for c in claims_above(self._store, slot, known)), default=known) if taken else known
-            )
-            if newest:
-                fence[slot] = newest
+            if later[layout.claim_key(slot, known + 1)] is not None:
+                known = max((c.generation for c in claims_above(self.store, slot, known)), default=known)
+            if known:
+                fence[slot] = known
         return fence
 
 
-def _as_listed(o: Offer) -> Listed:
+def _as_listed(offer: Offer) -> Listed:
     """Return the offer in the form that a commit lists, still without its weight."""
-    return Listed(
-        step=o.step,
-        slot=o.slot,
-        generation=o.generation,
-        nonce=o.nonce,
-        blob=o.blob,
-        size=o.size,
-        digest=o.digest,
-        h=o.h,
-        weight=0.0,
-        zero=o.zero,
-        leaving=o.leaving,
-        shards=o.shards,
-        samples=o.samples,
-        norm=o.norm,
-        scale=o.scale,
-    )
+    names = {f.name for f in fields(Listed)}
+    return Listed(weight=0.0, **{name: value for name, value in vars(offer).items() if name in names})

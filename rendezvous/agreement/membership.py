@@ -21,18 +21,16 @@ Not promised: that a slot with a beat makes progress, or that a silent slot is d
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 from rendezvous import layout
 from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.background import Emit, Parts, Together, fetch_together, in_turn, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
-from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Record, Spent, WireError, new_nonce
+from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Spent, decode_or_none, new_nonce
 from rendezvous.store import Readable, Store, put_once
-
-R = TypeVar("R", bound=Record)
 
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
@@ -117,26 +115,14 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
         if control is not None and control.n == wanted.records:
             wanted = wanted.with_control(control)
         else:
-            _refuse_first(store, wanted.records)
+            if wanted.records == 0:
+                raise RecordsLost(
+                    f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another "
+                    f"program wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, "
+                    "delete the object"
+                )
             wanted = replace(wanted, records=wanted.records + 1)
     return wanted
-
-
-def _refuse_first(store: Readable, n: int) -> None:
-    """Raise RecordsLost if n is 0.   n: the number of an object that is not a control record."""
-    if n == 0:
-        raise RecordsLost(
-            f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another program "
-            f"wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
-        )
-
-
-def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
-    try:
-        return kind.decode(body)
-    except WireError:
-        return None
 
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
@@ -165,8 +151,7 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
 def controls_above(store: Readable, n: int) -> list[Control]:
     """Return the control records with numbers above n, in order; those that LIST does not show are missing."""
     numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
-    bodies = [(m, store.get(layout.control_key(m))) for m in numbers if m > n]
-    found = [(m, decode_or_none(Control, body)) for m, body in bodies if body is not None]
+    found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in numbers if m > n]
     return [control for m, control in found if control is not None and control.n == m]
 
 
@@ -232,19 +217,17 @@ def newest_claim(store: Readable, slot: str) -> Claim | None:
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
     """Return the claim of this generation of the slot; None if there is none."""
-    body = store.get(layout.claim_key(slot, generation))
-    return None if body is None else _claim_in(body, slot, generation)
+    return _claim_in(store.get(layout.claim_key(slot, generation)), slot, generation)
 
 
-def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
+def _claim_in(body: bytes | None, slot: str, generation: int) -> Claim | None:
     found = decode_or_none(Claim, body)
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
 def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     """Return the leave record of this generation; None if there is none."""
-    body = store.get(layout.leave_key(slot, generation))
-    found = None if body is None else decode_or_none(Leave, body)
+    found = decode_or_none(Leave, store.get(layout.leave_key(slot, generation)))
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
@@ -258,7 +241,9 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
     generation = 1
     while True:
         while (body := store.get(layout.claim_key(slot, generation))) is not None:
-            _refuse_outdated(slot, host, _claim_in(body, slot, generation))
+            other = _claim_in(body, slot, generation)
+            if other and 0 < launch_of(host, slot) < launch_of(other.host, slot):
+                raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
             generation += 1
         mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
         won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
@@ -277,15 +262,9 @@ def launch_of(host: str, slot: str) -> int:
     return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
 
 
-def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
-    mine = launch_of(host, slot)
-    if mine and other and launch_of(other.host, slot) > mine:
-        raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
-
-
 @dataclass
 class BeatStatus:
-    """Fields of this replica's next beat; its owner overwrites them."""
+    """Those fields of this replica's next beat that its owner overwrites."""
 
     phase: str = "boot"
     step: int = 0
@@ -301,43 +280,36 @@ class BeatStatus:
             self.inner = 0
 
 
+@dataclass(eq=False, repr=False)
 class Membership:
     """One replica's view of the others; `tick` updates it.   emit: called for errors that are not RendezvousErrors."""
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        slot: str,
-        generation: int,
-        timing: Timing,
-        *,
-        host: str = "",
-        pid: int = 0,
-        started: int = 0,
-        emit: Emit = no_emit,
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self.slot = slot
-        self.generation = generation
-        self._timing = timing
-        self.host = host
-        self.pid = pid
-        self._started = started
+    store: Store
+    clock: Clock
+    slot: str
+    generation: int
+    timing: Timing
+    _: KW_ONLY
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    emit: Emit = no_emit
+    status: BeatStatus = field(default_factory=BeatStatus)
+    wanted: Wanted = field(default_factory=Wanted)
+    owed: set[str] = field(default_factory=set[str])  # slots that may need this replica's body of the step before
+    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])  # each is replaced as a whole: threads read them
+    fenced_by: int = 0  # the later generation that claimed the slot; 0 while none is known
+    decided: int = -1  # highest step whose commit a tick has seen
+    heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
+
+    def __post_init__(self) -> None:
         self._beats = 0
-        self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
+        self._ticked = 0.0, self.clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
         self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` at its begin, and its expected seconds
-        self.owed: set[str] = set()  # slots that may still need this replica's body of the step before
-        self.status, self.wanted = BeatStatus(), Wanted()
-        self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._untrusted: dict[str, int] = {}
-        self.fenced_by = 0  # the later generation that claimed the slot; 0 while none is known
-        self.decided = -1  # highest step whose commit a tick has seen
-        self.heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
-        self._parts = Parts(emit)
+        self._parts = Parts(self.emit)
 
     @property
     def name(self) -> str:
@@ -360,7 +332,7 @@ class Membership:
 
     def claim(self, store: Store) -> int:
         """Claim the slot and read the operator's wishes.   Return the generation."""
-        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid, started=self._started)
+        self.generation = claim(store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started)
         self.hear_wishes(store)
         return self.generation
 
@@ -374,7 +346,7 @@ class Membership:
     def note_offer(self, offer: Offer) -> None:
         """Note an offer.  If the beat of its generation had stopped, never trust that generation's beats again."""
         peer = self.peers.get(offer.slot)
-        if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
+        if peer and peer.is_dead(self.timing.dead_after) and peer.beat.generation == offer.generation:
             self._untrusted[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, untrusted_generation=offer.generation)
 
@@ -387,24 +359,24 @@ class Membership:
         self._opened = self.awake_s
         self._pace = pace
         self.owed = owed
-        self._done_at[self._read_commit.__name__] = self._clock.now()  # it was read just now: there is none yet
+        self._done_at[self._read_commit.__name__] = self.clock.now()  # it was read just now: there is none yet
 
     @property
     def awake_s(self) -> float:
         """Seconds since this replica began, without suspensions: at most four beats are counted per tick."""
         awake, ticked = self._ticked
-        return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
+        return awake + min(self.clock.now() - ticked, 4 * self.timing.beat)
 
     def tick(self) -> None:
         """Write a beat; look for a successor, a commit, the other replicas' beats and the operator's wishes."""
-        self._ticked = self.awake_s, self._clock.now()
+        self._ticked = self.awake_s, self.clock.now()
         self._parts.run(
             self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
         )
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
         """Call act() if its last success is at least a period ago.  So after a long pause every look is due."""
-        now = self._clock.now()
+        now = self.clock.now()
         name = act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
             act()
@@ -414,50 +386,38 @@ class Membership:
         """Tick until stopped."""
         while not stopped():
             self.tick()
-            self._clock.sleep(self._timing.beat)
+            self.clock.sleep(self.timing.beat)
 
     def _beat(self) -> None:
         self._beats += 1
-        s = self.status
         beat = Beat(
-            slot=self.slot,
-            generation=self.generation,
-            n=self._beats,
-            phase=s.phase,
-            step=s.step,
-            inner=s.inner,
-            rate=s.rate,
-            at=self._clock.wall(),
-            host=self.host,
-            pid=self.pid,
-            note=s.note,
-        )
-        self._store.put(layout.beat_key(self.slot), beat.encode())
+            slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
+            pid=self.pid, **vars(self.status),
+        )  # fmt: skip
+        self.store.put(layout.beat_key(self.slot), beat.encode())
 
     def say_goodbye(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""
         self.status.phase = "left"
-        try:
+        with suppress(StoreError):
             self._beat()
-        except StoreError:
-            return
 
     def _look_for_successor(self) -> None:
-        self._do_every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+        self._do_every(SUCCESSOR_BEATS * self.timing.beat, self._read_claims)
 
     def _read_claims(self) -> None:
-        for successor in claims_above(self._store, self.slot, self.generation):
+        for successor in claims_above(self.store, self.slot, self.generation):
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
         if self.status.phase == "wait" or self.decided >= self.status.step:
             return  # a replica that waits for the decision reads it itself
         often = may_be_decided(self.awake_s - self._opened, self._pace)
-        self._do_every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+        self._do_every(self.timing.beat if often else max(3 * self.timing.beat, self._pace / 2), self._read_commit)
 
     def _read_commit(self) -> None:
         step = self.status.step
-        if self._store.get(layout.commit_key(step)) is not None:
+        if self.store.get(layout.commit_key(step)) is not None:
             self.decided = step
 
     def _look_around(self) -> None:
@@ -472,19 +432,19 @@ class Membership:
 
         Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """
-        a_beat = JITTER * self._timing.beat
+        a_beat = JITTER * self.timing.beat
         now = self.awake_s
         asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
-            when = self.awake_s, self._clock.wall()  # taken before the request, so its duration ages no beat
+            when = self.awake_s, self.clock.wall()  # taken before the request, so its duration ages no beat
             with suppress(RendezvousError):
-                self._observe_beat(slot, read_beat(self._store, slot), when)
+                self._observe_beat(slot, read_beat(self.store, slot), when)
 
     def _is_due(self, slot: str, ago: float, apart: float) -> bool:
         peer = self.peers.get(slot)
-        limit = self._timing.dead_after
+        limit = self.timing.dead_after
         dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
         return dies or ago >= apart
 
@@ -497,7 +457,7 @@ class Membership:
         if beat is None and old is not None:
             beat = old.beat  # the beat is gone or overwritten by another object: count it as unchanged
         if beat is not None:
-            self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
+            self.peers[slot] = updated_peer(old, beat, when, self.timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
         """Return the last observation of a slot's beat, aged to now as if the beat had not changed."""
@@ -505,17 +465,17 @@ class Membership:
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
     def _look_for_wishes(self) -> None:
-        self._do_every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+        self._do_every(CONTROL_BEATS * self.timing.beat, self._read_wishes)
 
     def _read_wishes(self) -> None:
-        self.hear_wishes(self._store)
+        self.hear_wishes(self.store)
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
     """Raise RecordsLost if this replica's claim is gone or was made by another process: the store is another one."""
     key = layout.claim_key(mine.slot, mine.generation)
     body = store.get(key)
-    found = None if body is None else _claim_in(body, mine.slot, mine.generation)
+    found = _claim_in(body, mine.slot, mine.generation)
     if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
         raise RecordsLost(
             f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another'}: "
@@ -549,8 +509,7 @@ def refuse_forgotten_steps(
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
     """Return a slot's present heartbeat; None if there is none, or if the object is not this slot's heartbeat."""
-    body = store.get(layout.beat_key(slot))
-    beat = None if body is None else decode_or_none(Beat, body)
+    beat = decode_or_none(Beat, store.get(layout.beat_key(slot)))
     return beat if beat is not None and beat.slot == slot else None
 
 

@@ -14,19 +14,21 @@ Not promised: that an unknown offer does not exist.  Only a new GET shows that.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from rendezvous import layout
 from rendezvous.agreement import rules
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import read_claim
 from rendezvous.agreement.rules import Rules
-from rendezvous.background import Together, fetch_together, in_turn
+from rendezvous.background import Together, fetch_together
 from rendezvous.clock import Clock
 from rendezvous.records.digests import is_digest, required_digest_kind
 from rendezvous.records.records import Offer, WireError
 from rendezvous.store import VOID, Store, put_once
 
 
+@dataclass(eq=False, repr=False)
 class OfferBook:
     """Eligible offers of the open step, and of earlier steps whose offers a commit may still list.
 
@@ -35,35 +37,24 @@ class OfferBook:
     together: makes several requests at the same time.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        chain: Chain,
-        rules_: Rules,
-        *,
-        on_foreign_base: Callable[[Offer], None],
-        on_rejected: Callable[[str, str], None],
-        together: Together = in_turn,
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._chain = chain
-        self._rules = rules_
-        self._on_foreign_base = on_foreign_base
-        self._on_rejected = on_rejected
-        self._together = together
-        self._rejected_keys = set[str]()
-        self._known_claims = set[tuple[str, int]]()
-        self._offers: dict[tuple[int, str], Offer] = {}  # (step, slot) -> its eligible offer, which never changes
-        self.step = 0
-        self.base = ""
+    store: Store
+    clock: Clock
+    chain: Chain
+    rules: Rules
+    on_foreign_base: Callable[[Offer], None]
+    on_rejected: Callable[[str, str], None]
+    together: Together
+    step: int = 0
+    base: str = ""
+    _rejected_keys: set[str] = field(default_factory=set[str])
+    _known_claims: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    _offers: dict[tuple[int, str], Offer] = field(default_factory=dict[tuple[int, str], Offer])  # never change
 
     def open_step(self, step: int, base: str) -> None:
         """Make `step` the open step.   base: digest of the θ from which it starts."""
         self.step = step
         self.base = base
-        self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self._rules.window}
+        self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self.rules.window}
 
     @property
     def known_slots(self) -> set[str]:
@@ -85,7 +76,7 @@ class OfferBook:
         attempt = 0
         while True:
             key = layout.offer_key(mine.step, mine.slot, attempt)
-            won, value = put_once(self._store, self._clock, key, body)
+            won, value = put_once(self.store, self.clock, key, body)
             if won:
                 self._offers[mine.step, mine.slot] = mine
                 return mine
@@ -104,7 +95,7 @@ class OfferBook:
         """Return slot -> offer for step s, for the slots that have one.  Their first records are read together."""
         slots = list(slots)
         first = [layout.offer_key(s, slot, 0) for slot in slots if (s, slot) not in self._offers]
-        bodies = fetch_together(self._together, self._store.get, first)
+        bodies = fetch_together(self.together, self.store.get, first)
         found = {slot: self._first_eligible(s, slot, bodies) for slot in slots}
         return {slot: offer for slot, offer in found.items() if offer is not None}
 
@@ -112,7 +103,7 @@ class OfferBook:
         attempt = 0
         while (s, slot) not in self._offers:
             key = layout.offer_key(s, slot, attempt)
-            body = bodies[key] if key in bodies else self._store.get(key)
+            body = bodies[key] if key in bodies else self.store.get(key)
             if body is None:
                 return None
             if (offer := self.read_offer(key, body, s, slot)) is not None:
@@ -124,14 +115,14 @@ class OfferBook:
         if self.is_eligible(offer):
             self._offers[offer.step, offer.slot] = offer
         elif offer.step == self.step and offer.base != self.base:
-            self._on_foreign_base(offer)
+            self.on_foreign_base(offer)
 
     def is_eligible(self, offer: Offer) -> bool:
         base = self.base
         if offer.step != self.step:
-            commit = self._chain.known_commit(offer.step)
+            commit = self.chain.known_commit(offer.step)
             base = commit.base if commit else ""
-        return rules.is_eligible(offer, base, self._chain.fence_before(offer.step))
+        return rules.is_eligible(offer, base, self.chain.fence_before(offer.step))
 
     # ------------------------------------------------------------------ is it an offer at all?
 
@@ -144,7 +135,7 @@ class OfferBook:
             return None
         try:
             offer = Offer.decode(body)
-            why = rules.offer_flaw(offer, s, slot, self._rules) or self._digest_flaw(offer) or self._claim_flaw(offer)
+            why = rules.offer_flaw(offer, s, slot, self.rules) or self._digest_flaw(offer) or self._claim_flaw(offer)
         except WireError as error:
             why = str(error)
         else:
@@ -152,12 +143,12 @@ class OfferBook:
                 return offer
         if key not in self._rejected_keys:
             self._rejected_keys.add(key)
-            self._on_rejected(key, why)
+            self.on_rejected(key, why)
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
         """Return why a digest of the offer is refused, "" if none is: not a digest, or not of the run's kind."""
-        kind = required_digest_kind(self._store)
+        kind = required_digest_kind(self.store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""
 
@@ -165,7 +156,7 @@ class OfferBook:
         """Return why its generation is refused, "" if it was claimed: an invented number would fence the holder."""
         name = offer.slot, offer.generation
         if name not in self._known_claims:
-            if read_claim(self._store, *name) is None:
+            if read_claim(self.store, *name) is None:
                 return f"no session claimed generation {offer.generation} of {offer.slot}"
             self._known_claims.add(name)
         return ""

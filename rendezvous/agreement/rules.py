@@ -211,11 +211,6 @@ def patience_s(tooks: Iterable[float], poll: float) -> float:
     return max(2 * poll, 0.5 * median(tooks))
 
 
-def full_round_s(offer: Offer, sync_every: int) -> float:
-    """Return the seconds that a full round takes the offer's replica: took·H/h."""
-    return offer.took * sync_every / offer.h
-
-
 def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
     """Return the seconds of a full round, by the slowest replica of the fastest quarter.
 
@@ -223,7 +218,7 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
     out, unless all are zero: they do not show how long training takes.
     """
     offers = [*fresh]
-    rounds = sorted(full_round_s(o, sync_every) for o in [o for o in offers if not o.zero] or offers)
+    rounds = sorted(o.took * sync_every / o.h for o in [o for o in offers if not o.zero] or offers)
     return rounds[(len(rounds) - 1) // 4]
 
 

@@ -51,15 +51,10 @@ def write_stop(store: Store, clock: Clock) -> str:
     try:
         write_control(store, clock, stop=True)
     except (RecordsLost, Forged) as lost:
-        _append_stop(store, clock, _what_stands(store).records)
+        won, n = False, _what_stands(store).records  # never 0, which is the run's first record
+        while not won:
+            record = Control(n, new_nonce(), clock.wall(), stop=True)
+            won, _ = put_once(store, clock, layout.control_key(n), record.encode())
+            n += 1
         return str(lost)
     return ""
-
-
-def _append_stop(store: Store, clock: Clock, n: int) -> None:
-    """Write a stop under the first free number from n on.  n is never 0, which is the run's first record."""
-    won = False
-    while not won:
-        record = Control(n, new_nonce(), clock.wall(), stop=True)
-        won, _ = put_once(store, clock, layout.control_key(n), record.encode())
-        n += 1

@@ -14,6 +14,8 @@ is made and stored for the run.
 from dataclasses import dataclass
 from math import isfinite
 
+from rendezvous.codecs import DENSE, NAMES
+
 _SHARE = 0.1  # part of the time between syncs that a sync may take
 
 
@@ -22,14 +24,12 @@ class Traits:
     """Costs of a codec.   ratio: fp32 bytes per sent byte, as papers count.
 
     encode_ns, decode_ns: nanoseconds per element on one CPU thread, with a residual.
-    dense: whether a sum of bodies is as small as one body, so that the mean can be reduced in shards.
     """
 
     ratio: float
     encode_ns: float
     decode_ns: float
     why: str
-    dense: bool = True
 
 
 _TRAITS = {
@@ -42,12 +42,9 @@ _TRAITS = {
         5,
         0.8,
         "5 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
-        dense=False,
     ),
-    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model", dense=False),
+    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
 }
-NAMES = tuple(_TRAITS)
-DENSE = tuple(name for name, traits in _TRAITS.items() if traits.dense)
 _FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 
 
@@ -67,7 +64,7 @@ def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: flo
     coding = parameters * 1e-9 * (codec.encode_ns + (n - 1) * codec.decode_ns)
     direct = size / up + (n - 1) * size / down
     sharded = (size + size / n) / up + 2 * (n - 1) / n * size / down
-    return coding + (min(direct, sharded) if codec.dense else direct)
+    return coding + (min(direct, sharded) if name in DENSE else direct)
 
 
 def choose_codec(

@@ -1,4 +1,4 @@
-"""The interface of a codec, and the types of vectors and bodies.   It does not import torch."""
+"""The interfaces of codecs and kernels, and the types of vectors and bodies.   It does not import torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
+Ranges: TypeAlias = Sequence[tuple[int, int]]  # of elements, [start, stop)
 Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
 
 
@@ -45,12 +46,7 @@ class Codec(Protocol):
         ...
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         """Encode range after range, for exact codecs.   Yield ‖x‖² of each range as soon as its bytes are written.
 
@@ -64,11 +60,24 @@ class Codec(Protocol):
         """Decode the body into `out` (fp32).   Raise Corrupt for bytes that no encoder wrote."""
         ...
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        """Add fl(weight·decode(body)) to total[start:stop], or store it there if `first`.
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        """Add fl(weight·decode(body)) to total, or store it there if `first`: 0 + (−0) would lose the sign.
 
         Raise Corrupt for bytes that no encoder wrote; `total` then has undefined values.
+        """
+        ...
+
+
+class Kernels(Protocol):
+    """The functions `encode` and `add`, for codecs with rows of a fixed size."""
+
+    def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
+        """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
+        ...
+
+    def add(self, name: str, rows: "Tensor", w: float, target: "Tensor", first: bool) -> bool:
+        """Add fl(w·unpack(rows)) to target, or store it there if `first`.
+
+        Return False if no encoder wrote these rows; `target` then has undefined values.
         """
         ...

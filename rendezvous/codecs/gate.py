@@ -14,21 +14,14 @@ Not promised: byte ranges, because sizes differ; that the mean changes the bf16 
 it is a mean of several bodies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.codec import Array, Body
-from rendezvous.codecs.pieces import (
-    Pieces,
-    add_residual,
-    bytes_of,
-    first_bytes,
-    flat_tensor,
-    tensor_of,
-)
+from rendezvous.codecs.codec import Array, Body, Ranges
+from rendezvous.codecs.pieces import add_residual, bytes_of, first_bytes, flat_tensor, tensor_of
 from rendezvous.codecs.rows import all_finite, not_finite_error
 from rendezvous.errors import Corrupt
 
@@ -36,7 +29,7 @@ _BLOCK = 1 << 18
 _MORE = 255
 
 
-class Gate(Pieces):
+class Gate:
     name = "bf16-gate"
     align = _BLOCK
     exact = False
@@ -62,7 +55,8 @@ class Gate(Pieces):
             s = v[a : a + _BLOCK] if e is None else add_residual(v[a : a + _BLOCK], e[a : a + _BLOCK], 1.0)
             if not all_finite(s):
                 raise not_finite_error(s)
-            gate = _bf16_changes(model[a : a + _BLOCK], s)
+            block = model[a : a + _BLOCK]
+            gate = block.bfloat16() != (block - s).bfloat16()
             index = np.flatnonzero(gate.cpu().numpy())
             values = s.index_select(0, tensor_of(index).to(s.device)).cpu().numpy()
             used += _write_block(buffer[used:], index, values, s.numel())
@@ -71,16 +65,26 @@ class Gate(Pieces):
         return used
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 
-    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    def decode(self, body: Body, out: Array) -> None:
+        self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
+
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        target = flat_tensor(total, "the sum")
+        w = float(np.float32(weight))
+        for a, b, piece in self._decoded_blocks(body, target.numel(), target.device):
+            if w != 1:
+                piece.mul_(w)
+            if first:
+                target[a:b].copy_(piece)
+            else:
+                target[a:b].add_(piece)
+
+    def _decoded_blocks(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield start, stop and decoded elements of each block.  The caller may overwrite the tensor."""
         rest = bytes_of(body).numpy()
         t = torch.empty(min(n, _BLOCK))
         for a in range(0, n, _BLOCK):
@@ -91,10 +95,6 @@ class Gate(Pieces):
             rest = rest[used:]
         if rest.size:
             raise Corrupt(f"this bf16-gate body has {rest.size} bytes after its last element")
-
-
-def _bf16_changes(theta: Tensor, s: Tensor) -> Tensor:
-    return theta.bfloat16() != (theta - s).bfloat16()
 
 
 def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
@@ -121,7 +121,8 @@ def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
     if count > n or where_bytes > _bitmap_bytes(n) or end > body.size:
         raise Corrupt(f"this bf16-gate body announces {count} changes in {n} elements and {where_bytes} index bytes")
     where = body[at : at + where_bytes]
-    index = _from_bitmap(where) if where_bytes == _bitmap_bytes(n) else _from_gaps(where)
+    is_bitmap = where_bytes == _bitmap_bytes(n)
+    index = np.flatnonzero(np.unpackbits(where, bitorder="little")) if is_bitmap else _from_gaps(where)
     values = body[8:at].view("<f4")
     if index.size != count or (count and index[-1] >= n) or not np.isfinite(values).all():
         raise Corrupt(
@@ -150,10 +151,6 @@ def _to_bitmap(index: np.ndarray, n: int) -> np.ndarray:
     bits = np.zeros(n, np.uint8)
     bits[index] = 1
     return np.packbits(bits, bitorder="little")
-
-
-def _from_bitmap(coded: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(coded, bitorder="little"))
 
 
 def _bitmap_bytes(n: int) -> int:

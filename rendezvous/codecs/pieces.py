@@ -13,47 +13,39 @@ thread or in a helper process.
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.codec import Array, Body
-from rendezvous.codecs.kernels import load_kernels
+from rendezvous.codecs.codec import Array, Body, Kernels, Ranges
 from rendezvous.codecs.rows import SCRATCH, RowFormat, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import BadDelta, Corrupt
 
 _CPU_PIECE, _CUDA_PIECE = SCRATCH, 1 << 24  # elements; multiples of every codec's align
 
 
-class Pieces(ABC):
-    """A codec that decodes a body piece by piece."""
+@cache
+def load_kernels(name: str, device_type: str) -> Kernels | None:
+    """Return the codec's kernels for a type of device ("cpu", "cuda"); None if there are none.
 
-    @abstractmethod
-    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield start, stop and decoded elements of each piece.  The caller may overwrite the tensor."""
+    Without kernels the codecs call torch, operation by operation, and get the same bits.
+    """
+    try:
+        if device_type == "cpu" and name in ("bf16", "int8", "int4"):
+            from rendezvous.codecs.kernels import cpu
 
-    def decode(self, body: Body, out: Array) -> None:
-        target = flat_tensor(out, "the decoded vector")
-        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
-            target[a:b].copy_(piece)
+            return cpu
+        if device_type == "cuda" and name in ("int8", "int4"):
+            from rendezvous.codecs.kernels import cuda
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        """Add fl(weight·decode(body)) to total, or store it if `first`: 0 + (−0) would lose the sign."""
-        target = flat_tensor(total, "the sum")[start:stop]
-        w = float(np.float32(weight))
-        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
-            if w != 1:
-                piece.mul_(w)
-            if first:
-                target[a:b].copy_(piece)
-            else:
-                target[a:b].add_(piece)
+            return cuda
+    except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
+        pass
+    return None
 
 
 class RowCodec:
@@ -81,12 +73,7 @@ class RowCodec:
         return self.max_body_size(n)
 
     def encode_each(
-        self,
-        x: Array,
-        out: Array,
-        ranges: Sequence[tuple[int, int]],
-        residual: Array | None = None,
-        age: Array | None = None,
+        self, x: Array, out: Array, ranges: Ranges, residual: Array | None = None, age: Array | None = None
     ) -> Iterator[float]:
         v = flat_tensor(x, "the pseudogradient")
         e = None if residual is None else flat_tensor(residual, "the residual", like=v)
@@ -96,9 +83,7 @@ class RowCodec:
             return self._by_address(v, e, rows, ranges)
         return self._piece_by_piece(v, e, ages, rows, ranges)
 
-    def _by_address(
-        self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
-    ) -> Iterator[float]:
+    def _by_address(self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Ranges) -> Iterator[float]:
         from rendezvous.codecs.kernels import cpu
 
         for (a, b), square in zip(ranges, cpu.encode_each(self.name, x, e, rows, ranges), strict=True):
@@ -107,7 +92,7 @@ class RowCodec:
             yield square
 
     def _piece_by_piece(
-        self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
+        self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor, ranges: Ranges
     ) -> Iterator[float]:
         size = max(1, min(x.numel(), piece_size(x.device)))
         outbox = Outbox(rows, -(-size // self.align), x.device)
@@ -128,10 +113,8 @@ class RowCodec:
     def decode(self, body: Body, out: Array) -> None:
         self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
 
-    def accumulate(
-        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
-    ) -> None:
-        target = flat_tensor(total, "the sum")[start:stop]
+    def accumulate(self, body: Body, weight: float, total: Array, first: bool) -> None:
+        target = flat_tensor(total, "the sum")
         w = float(np.float32(weight))
         n = target.numel()
         device = target.device
@@ -141,19 +124,12 @@ class RowCodec:
                 f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
             )
         all_rows = all_rows.view(-1, self.row_bytes)
-        size = max(1, self._piece_size(target))
+        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # a call costs as much as 20,000 elements
+        size = max(1, n if at_once else min(n, piece_size(device)))
         for a in range(0, n, size):
             b = min(a + size, n)
             rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
             self._add_piece(rows, w, target[a:b], first)
-
-    def _piece_size(self, v: Tensor) -> int:
-        """Return the elements per call: all for the CPU's kernels, where a call costs as much as 20,000 elements."""
-        return (
-            v.numel()
-            if v.device.type == "cpu" and load_kernels(self.name, "cpu")
-            else min(v.numel(), piece_size(v.device))
-        )
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         """Set s = x + decay·e, rows ← pack(s), e ← s − unpack(rows).   Return ‖x‖².   age: for codecs with `ages`."""

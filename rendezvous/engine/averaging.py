@@ -14,6 +14,9 @@ Not promised: an end before `give_up` while a writer of the bad body lives.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,16 +27,19 @@ from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import Job
 from rendezvous.clock import Clock
 from rendezvous.engine.own_blobs import OwnBlobs
-from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import Corrupt
 from rendezvous.keeping import garbage
-from rendezvous.means.announcements import is_worth_announcing
+from rendezvous.keeping.budget import sizes_of
 from rendezvous.means.bodies import OwnBody
 from rendezvous.means.reduce import Reducer, refuse_misweighed
 from rendezvous.records.records import Commit
 from rendezvous.store import Store
 
+if TYPE_CHECKING:
+    from rendezvous.engine.sharded import ShardedMean
 
+
+@dataclass(eq=False, repr=False)
 class Averager:
     """One replica's means.
 
@@ -41,45 +47,38 @@ class Averager:
     refuse_lost(): raises RecordsLost if the store is not the run's any more, so that a missing body never comes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        reducer: Reducer,
-        members: Membership,
-        own_blobs: OwnBlobs,
-        timing: Timing,
-        *,
-        check_before_pause: Callable[[], None],
-        refuse_lost: Callable[[], None],
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._reducer = reducer
-        self._members = members
-        self._own_blobs = own_blobs
-        self._timing = timing
-        self._check_before_pause = check_before_pause
-        self._refuse_lost = refuse_lost
-        self._sharded_mean = ShardedMean(clock, reducer, members, timing, self._pause, self._on_bad_body)
-        self._announcement: Job | None = None
+    store: Store
+    clock: Clock
+    reducer: Reducer
+    members: Membership
+    own_blobs: OwnBlobs
+    timing: Timing
+    check_before_pause: Callable[[], None]
+    refuse_lost: Callable[[], None]
+    _announcement: Job | None = None
+
+    @cached_property
+    def _sharded_mean(self) -> "ShardedMean":
+        from rendezvous.engine.sharded import ShardedMean
+
+        return ShardedMean(self.clock, self.reducer, self.members, self.timing, self._pause, self._on_bad_body)
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
         """Write the mean of a step in which this replica takes part into `out`."""
-        refuse_misweighed(commit, self._reducer.rules)
-        mine = self._own_blobs.body_of(commit.t)
+        refuse_misweighed(commit, self.reducer.rules)
+        mine = self.own_blobs.body_of(commit.t)
         with self._or_collected(commit):
             if commit.mode == "sharded":
                 self._sharded_mean.mean(commit, out, mine)
             else:
                 self._mean_when_mended(commit, out, mine)
-        direct = commit.mode != "sharded" and commit.by == self._members.name
-        if direct and self._reducer.rules.announce and is_worth_announcing(commit, out):
+        left = sizes_of(commit, out.size, self.reducer.rules)
+        if commit.mode == "direct" and commit.by == self.members.name and left.mean:
             self._announcement = self._prepare_announcement(commit, out, mine)
 
     def mean_of_past(self, commit: Commit, out: np.ndarray) -> None:
         """Write the mean of a step that was decided without this replica into `out`."""
-        refuse_misweighed(commit, self._reducer.rules)
+        refuse_misweighed(commit, self.reducer.rules)
         with self._or_collected(commit):
             self._mean_when_mended(commit, out, None)
 
@@ -90,11 +89,11 @@ class Averager:
         return job
 
     def _prepare_announcement(self, commit: Commit, mean: np.ndarray, mine: OwnBody | None) -> Job:
-        copy = self._own_blobs.lend_memory(mine, mean)
+        copy = self.own_blobs.lend_memory(mine, mean)
 
         def announce() -> None:
-            self._reducer.announcements.announce(commit.t, 0, copy)
-            self._own_blobs.return_memory(copy)
+            self.reducer.announcements.announce(commit.t, 0, copy)
+            self.own_blobs.return_memory(copy)
 
         return announce
 
@@ -102,38 +101,38 @@ class Averager:
 
     def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the mean as soon as its blobs are intact.   Raise Corrupt if no writer can repair them any more."""
-        began = self._clock.now()
+        began = self.clock.now()
         while True:
             try:
-                return self._reducer.mean(commit, out, mine)
+                return self.reducer.mean(commit, out, mine)
             except Corrupt as error:
-                if not self._on_bad_body(commit, error) or self._clock.now() - began > self._timing.give_up:
+                if not self._on_bad_body(commit, error) or self.clock.now() - began > self.timing.give_up:
                     raise
-                self._check_before_pause()
+                self.check_before_pause()
 
     def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
         """Repair our own bodies after a listed body was found bad; else two replicas could wait for each other.
 
         Return whether a writer may still put the bad body back.
         """
-        self._members.status.note = str(error)
-        self._refuse_lost()
-        self._own_blobs.mend_all()
+        self.members.status.note = str(error)
+        self.refuse_lost()
+        self.own_blobs.mend_all()
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
         """Whether a writer may still have its body in memory: while it lives, until the step after the next."""
-        self._members.read_beats(o.slot for o in commit.offers)
-        peers = [self._members.peers.get(o.slot) for o in commit.offers]
-        alive = any(p and p.is_beating(self._timing.dead_after) for p in peers)
-        return alive and self._store.get(layout.commit_key(commit.t + 2)) is None
+        self.members.read_beats(o.slot for o in commit.offers)
+        peers = [self.members.peers.get(o.slot) for o in commit.offers]
+        alive = any(p and p.is_beating(self.timing.dead_after) for p in peers)
+        return alive and self.store.get(layout.commit_key(commit.t + 2)) is None
 
     def _pause(self, wait: StepWait, normal: float) -> None:
         """Pause between two looks for a decided step's missing parts.   normal: seconds of a normal wait."""
-        self._check_before_pause()
+        self.check_before_pause()
         if wait.is_overdue(normal):
-            self._refuse_lost()
-            self._own_blobs.mend_missed()
+            self.refuse_lost()
+            self.own_blobs.mend_missed()
         wait.sleep()
 
     @contextmanager
@@ -141,5 +140,5 @@ class Averager:
         try:
             yield
         except Corrupt:
-            garbage.refuse_collected(self._store, commit.t)
+            garbage.refuse_collected(self.store, commit.t)
             raise

@@ -15,6 +15,7 @@ Not promised: a leave record.  A replica that is killed writes none, and the run
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,39 +32,39 @@ from rendezvous.store import Store, put_once
 BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
+@dataclass(eq=False, repr=False)
 class Departure:
     """Requests to this replica to leave.
 
     grace_s: seconds that it may take, from the end of the inner step during which the request came.
     """
 
-    def __init__(self, clock: Clock, members: Membership, grace_s: float) -> None:
-        self._clock = clock
-        self._members = members
-        self._grace_s = grace_s
-        self.asked_at: float | None = None  # when the platform or a person asked this process to leave
-        self._heard_at: float | None = None  # when the inner step of that time had ended
+    clock: Clock
+    members: Membership
+    grace_s: float
+    asked_at: float | None = None  # when the platform or a person asked this process to leave
+    _heard_at: float | None = None  # when the inner step of that time had ended
 
     def ask(self) -> None:
         """Ask this replica to leave.  Safe in a signal handler."""
         if self.asked_at is None:
-            self.asked_at = self._clock.now()
+            self.asked_at = self.clock.now()
 
     def hear(self) -> None:
         """Note that the inner step has ended, so that the grace begins now."""
         if self.asked_at is not None and self._heard_at is None:
-            self._heard_at = self._clock.now()
+            self._heard_at = self.clock.now()
 
     @property
     def is_asked(self) -> bool:
         """Whether this replica was asked to leave, by `ask` or by a control record."""
-        return self.asked_at is not None or self._members.wanted.is_to_leave(self._members.slot)
+        return self.asked_at is not None or self.members.wanted.is_to_leave(self.members.slot)
 
     @property
     def left_s(self) -> float:
         """Seconds of the grace that are left."""
-        now = self._clock.now()
-        return self._began(now) + self._grace_s - now
+        now = self.clock.now()
+        return self._began(now) + self.grace_s - now
 
     def _began(self, now: float) -> float:
         """Return the time at which the grace began, or `now` if `ask` was not called."""
@@ -72,22 +73,15 @@ class Departure:
 
     def check_before_pause(self) -> None:
         """Raise Fenced, HeartbeatLost or Leaving if this replica must end.  Called before every pause."""
-        self._members.refuse_if_fenced()
+        self.members.refuse_if_fenced()
         if not self.is_asked:
             return
-        if self.left_s < 0 or self._members.status.phase in ("wait", "heal"):
-            raise Leaving(f"{self._members.name} was asked to go; its offers are durable")
+        if self.left_s < 0 or self.members.status.phase in ("wait", "heal"):
+            raise Leaving(f"{self.members.name} was asked to go; its offers are durable")
 
 
 def hand_over(
-    store: Store,
-    members: Membership,
-    unsent: Arrays,
-    baggage: Arrays,
-    *,
-    bytes_per_s: float,
-    left_s: float,
-    emit: Emit,
+    store: Store, members: Membership, unsent: Arrays, baggage: Arrays, *, bytes_per_s: float, left_s: float, emit: Emit
 ) -> tuple[str, str]:
     """Write the file for the next generation of this slot.   Return its key and digest, ("", "") without a file.
 
@@ -136,16 +130,9 @@ def write_goodbye(
 ) -> None:
     """Write the leave record.   residual: key and digest of the residual's file."""
     record = Leave(
-        slot=members.slot,
-        generation=members.generation,
-        step=step,
-        base=base,
-        reason=reason,
-        nonce=new_nonce(),
-        at=clock.wall(),
-        residual=residual[0],
-        residual_digest=residual[1],
-    )
+        slot=members.slot, generation=members.generation, step=step, base=base, reason=reason, nonce=new_nonce(),
+        at=clock.wall(), residual=residual[0], residual_digest=residual[1],
+    )  # fmt: skip
     put_once(store, clock, layout.leave_key(members.slot, members.generation), record.encode())
 
 

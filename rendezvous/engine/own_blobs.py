@@ -13,7 +13,7 @@ Not promised: that a body outlives its process.  Readers then use the announced 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,49 +51,39 @@ class Upload:
     written: Written
 
 
+@dataclass(eq=False, repr=False)
 class OwnBlobs:
     """The bodies that this replica uploads.
 
     collects: whether old blobs are deleted in this run.   newest_snapshot(): the newest step that may have a snapshot.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        chain: Chain,
-        members: Membership,
-        rules_: Rules,
-        timing: Timing,
-        *,
-        emit: Emit,
-        collects: bool,
-        newest_snapshot: Callable[[], int],
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._chain = chain
-        self._members = members
-        self._rules = rules_
-        self._timing = timing
-        self._emit = emit
-        self._collects = collects
-        self._newest_snapshot = newest_snapshot
-        self.encoder = Encoder(rules_.codec, digests=required_digest_kind(store))
-        self.bodies: list[OwnBody] = []  # the last body, and the one before if a replica may still need it
-        self.bytes_per_s = 0.0  # rate of the last upload
+    store: Store
+    clock: Clock
+    chain: Chain
+    members: Membership
+    rules: Rules
+    timing: Timing
+    emit: Emit
+    collects: bool
+    newest_snapshot: Callable[[], int]
+    bodies: list[OwnBody] = field(default_factory=list[OwnBody])  # the last one, and the one before if it may be needed
+    bytes_per_s: float = 0.0  # rate of the last upload
+
+    def __post_init__(self) -> None:
+        self.encoder = Encoder(self.rules.codec, digests=required_digest_kind(self.store))
 
     def upload(self, step: int, fragment: int, delta: np.ndarray, theta: np.ndarray | None) -> Upload:
         """Upload Δ.  Afterwards the caller may overwrite `delta`."""
         self._keep_last()
-        codec = self._rules.codec
-        ranges = shard_grid(delta.size, codec_alignment(codec), self._rules.shard_elements)
+        codec = self.rules.codec
+        ranges = shard_grid(delta.size, codec_alignment(codec), self.rules.shard_elements)
         nonce = new_nonce()
         written = self.encoder.encode_in_shards(fragment, delta, ranges, theta)
-        key = layout.delta_blob(step, self._members.slot, self._members.generation, nonce)
-        began = self._clock.now()
-        self._store.put(key, as_bytes(written.body))
-        self.bytes_per_s = written.body.nbytes / max(self._clock.now() - began, 1e-6)
+        key = layout.delta_blob(step, self.members.slot, self.members.generation, nonce)
+        began = self.clock.now()
+        self.store.put(key, as_bytes(written.body))
+        self.bytes_per_s = written.body.nbytes / max(self.clock.now() - began, 1e-6)
         self.bodies.append(OwnBody(step, key, written.body, digested_pieces(written, codec, ranges)))
         return Upload(key, nonce, written)
 
@@ -127,14 +117,14 @@ class OwnBlobs:
         Return none in a large fleet, where no replica reads all beats.  In a sharded step all parts are announced by
         now, so only the three replicas that lead the next step watch the others, to notice a dead one sooner.
         """
-        wanted = self._members.wanted
+        wanted = self.members.wanted
         if not self.bodies or wanted.universe > rules.LARGE_FLEET:
             return set()
         slots = wanted.replicas or wanted.universe
-        rank = rules.commit_rank(commit.t + 1, layout.slot_index(self._members.slot), slots)
+        rank = rules.commit_rank(commit.t + 1, layout.slot_index(self.members.slot), slots)
         if commit.mode == "sharded" and rank == rules.LED:
             return set()
-        return {o.slot for o in commit.fresh_offers} - {self._members.slot}
+        return {o.slot for o in commit.fresh_offers} - {self.members.slot}
 
     # ------------------------------------------------------------------ the bodies that are still needed
 
@@ -155,26 +145,26 @@ class OwnBlobs:
         direct step             yes if a slot that the commit lists is not known to be dead or past the step
         direct, large fleet     yes: no replica reads all beats, and direct bodies are small
         """
-        commit = self._chain.known_commit(mine.step)
-        if commit is None or not commit.lists_offer(mine.step, self._members.slot):
+        commit = self.chain.known_commit(mine.step)
+        if commit is None or not commit.lists_offer(mine.step, self.members.slot):
             return False
-        if commit.mode == "sharded" or self._members.wanted.universe > rules.LARGE_FLEET:
+        if commit.mode == "sharded" or self.members.wanted.universe > rules.LARGE_FLEET:
             return commit.mode == "direct"
-        peers = [self._members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self._members.slot]
-        return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)
+        peers = [self.members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self.members.slot]
+        return any(p is None or not (p.is_dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
     def _is_replayed(self, step: int) -> bool:
         """Whether a replica that heals still has to apply this step; it then reads every body that the step lists."""
-        peers = [*self._members.peers.values()]
-        limit = self._timing.dead_after
+        peers = [*self.members.peers.values()]
+        limit = self.timing.dead_after
         return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
     def _may_be_collected(self, mine: OwnBody) -> bool:
         """Whether a collector may have deleted the blob.  If it were put back, no collector would delete it again."""
-        commit = self._chain.known_commit(mine.step)
-        if not self._collects or commit is None:
+        commit = self.chain.known_commit(mine.step)
+        if not self.collects or commit is None:
             return False
-        return garbage.may_be_collected(self._store, commit, self._newest_snapshot())
+        return garbage.may_be_collected(self.store, commit, self.newest_snapshot())
 
     # ------------------------------------------------------------------ putting back
 
@@ -191,8 +181,8 @@ class OwnBlobs:
     def mend(self, mine: OwnBody) -> None:
         """Check our blob in the store.  If it is missing or damaged and our copy is intact, upload it again."""
         found = page_aligned(mine.body.size)
-        trouble = fetch_checked(self._store, self._clock, mine.key, mine.pieces, found)
-        intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self._store)) is None
+        trouble = fetch_checked(self.store, self.clock, mine.key, mine.pieces, found)
+        intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self.store)) is None
         if trouble is not None and intact:
-            self._store.put(mine.key, as_bytes(mine.body))
-            self._emit("repaired", step=mine.step, blob=mine.key)
+            self.store.put(mine.key, as_bytes(mine.body))
+            self.emit("repaired", step=mine.step, blob=mine.key)

@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 
 from rendezvous.agreement.rules import Rules, Timing, reduces_sharded
 from rendezvous.clock import Clock
-from rendezvous.codecs import nominal_ratio
-from rendezvous.codecs.choose import sync_seconds
+from rendezvous.codecs.choose import nominal_ratio, sync_seconds
 from rendezvous.errors import StoreError
 from rendezvous.store import Store
 from rendezvous.stores.race import (
@@ -155,9 +154,7 @@ def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, ra
             return unknown
 
     ranges, notices_end = measure_or_note("ranges", lambda: _check_ranges(store, f"{at}range", clock), (False, False))
-    gets, creates = measure_or_note(
-        "latencies", lambda: _measure_latencies(store, clock, f"{at}small/"), ([0.0], [0.0])
-    )
+    small = measure_or_note("latencies", lambda: _measure_latencies(store, clock, f"{at}small/"), ([0.0], [0.0]))
     up, down = measure_or_note("rates", lambda: _measure_rates(store, clock, f"{at}blob", size), (0.0, 0.0))
     return Probe(
         url=store.url,
@@ -169,8 +166,8 @@ def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, ra
         ranges=ranges,
         notices_end=notices_end,
         list_lag_s=measure_or_note("list", lambda: _list_lag(store, clock, f"{at}listed/"), None),
-        get_s=median(gets),
-        create_s=median(creates),
+        get_s=median(small[0]),
+        create_s=median(small[1]),
         size=size,
         put_bytes_s=up,
         get_bytes_s=down,
@@ -276,15 +273,9 @@ def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp
     dollars = None if price is None else puts * price[0] + gets * price[1]
     egress = None if price is None else n * down / 1e9 * price[2]
     return Estimate(
-        seconds=seconds,
-        puts=puts,
-        gets=gets,
-        upload_bytes=n * up,
-        download_bytes=n * down,
-        dollars=dollars,
-        egress_dollars=egress,
+        seconds, puts, gets, upload_bytes=n * up, download_bytes=n * down, dollars=dollars, egress_dollars=egress,
         mode="sharded" if sharded else "direct",
-    )
+    )  # fmt: skip
 
 
 def _requests_to_put(blob: int) -> int:
@@ -313,30 +304,26 @@ def doctor_table(
     """Return a text table of a probe.   why: name of the codec that `auto` would choose, and the reason."""
     raced = probe.race
     lag = probe.list_lag_s
-    rates = (
-        f"{_format_rate(probe.put_bytes_s)}, {_format_rate(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"
-    )
-
-    def row_of(name: str, measurement: str, verdict: str, remark: str) -> tuple[str, str, str]:
-        trouble = probe.troubles.get(measurement)
-        return (name, verdict, remark) if trouble is None else (name, "NO", trouble)
-
+    lagged = f"not within {LIST_PATIENCE_S:.0f} s (a list is only a hint)" if lag is None else f"after {lag:.1f} s"
+    deletes = "and accepts missing ones" if probe.deletes else 'set fleet.keep = "all": nothing can be collected here'
+    rates = f"{probe.put_bytes_s / 1e6:.0f} MB/s, {probe.get_bytes_s / 1e6:.0f} MB/s"
     winners = f"{max(raced.winners)} winner" + ("" if max(raced.winners) == 1 else "s")
+    raced_by = f"{raced.racers} at once, {len(raced.winners)} rounds: {winners}"
+
+    def row_of(name: str, measurement: str, verdict: bool | str, remark: str) -> tuple[str, str, str]:
+        word = verdict if isinstance(verdict, str) else "ok" if verdict else "NO"
+        trouble = probe.troubles.get(measurement)
+        return (name, word, remark) if trouble is None else (name, "NO", trouble)
+
     rows = [
-        (
-            "only one writer wins",
-            _ok_or_no(not raced.why_unfit()),
-            f"{raced.racers} at once, {len(raced.winners)} rounds: {winners}",
-        ),
-        row_of("the first body stays", "keeps_first", _ok_or_no(probe.keeps_first), "created twice"),
-        row_of("reads what was written", "reads_its_writes", _ok_or_no(probe.reads_its_writes), "at once"),
-        row_of(
-            "reads parts of objects", "ranges", _ok_or_no(probe.ranges and probe.notices_end), "and notices their end"
-        ),
-        row_of("lists new objects", "list", "ok" if lag is not None else "slow", _lag_remark(lag)),
-        row_of("deletes objects", "delete", _ok_or_no(probe.deletes), _delete_remark(probe.deletes)),
+        row_of("only one writer wins", "race", not raced.why_unfit(), raced_by),
+        row_of("the first body stays", "keeps_first", probe.keeps_first, "created twice"),
+        row_of("reads what was written", "reads_its_writes", probe.reads_its_writes, "at once"),
+        row_of("reads parts of objects", "ranges", probe.ranges and probe.notices_end, "and notices their end"),
+        row_of("lists new objects", "list", "ok" if lag is not None else "slow", lagged),
+        row_of("deletes objects", "delete", probe.deletes, deletes),
         row_of("small read, create", "latencies", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
-        row_of("up, down", "rates", "", rates),
+        row_of("up, down", "rates", "", f"{rates} (one blob of {probe.size / 1e6:.0f} MB)"),
     ]
     if parameters is not None and probe.put_bytes_s:
         rows += _sync_rows(sync_estimate(probe, parameters, replicas, codec), parameters, replicas, codec)
@@ -348,40 +335,16 @@ def doctor_table(
 
 def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -> list[tuple[str, str, str]]:
     what = f"{parameters / 1e6:,.0f} M parameters, {replicas} replicas, {codec}, {estimate.mode}"
+    moved = f"{estimate.upload_bytes / 1e9:.2f} GB up, {estimate.download_bytes / 1e9:.2f} GB down"
     rows = [
         ("one outer sync (estimate)", "", what),
         ("  takes about", "", f"{estimate.seconds:.1f} s and {estimate.requests:,} requests"),
-        (
-            "  moves, all together",
-            "",
-            f"{estimate.upload_bytes / 1e9:.2f} GB up, {estimate.download_bytes / 1e9:.2f} GB down",
-        ),
+        ("  moves, all together", "", moved),
     ]
     if estimate.seconds > Timing.give_up:
-        rows.append(
-            (
-                "  is too slow",
-                "NO",
-                f"replicas give up after {Timing.give_up:.0f} s: use a smaller codec or a faster link",
-            )
-        )
+        slow = f"replicas give up after {Timing.give_up:.0f} s: use a smaller codec or a faster link"
+        rows.append(("  is too slow", "NO", slow))
     if estimate.dollars is not None:
         outside = f"; ${estimate.egress_dollars:.2f} more from outside that cloud" if estimate.egress_dollars else ""
         rows.append(("  costs about", "", f"${estimate.dollars:.5f} for requests{outside}"))
     return rows
-
-
-def _ok_or_no(good: bool) -> str:
-    return "ok" if good else "NO"
-
-
-def _delete_remark(works: bool) -> str:
-    return "and accepts missing ones" if works else 'set fleet.keep = "all": nothing can be collected here'
-
-
-def _lag_remark(lag: float | None) -> str:
-    return f"after {lag:.1f} s" if lag is not None else f"not within {LIST_PATIENCE_S:.0f} s (a list is only a hint)"
-
-
-def _format_rate(rate: float) -> str:
-    return f"{rate / 1e6:.0f} MB/s"

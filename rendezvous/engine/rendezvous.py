@@ -23,7 +23,7 @@ Not promised: progress with fewer than `min_replicas` replicas: the step stays o
 
 from collections.abc import Callable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from rendezvous.clock import Clock
 from rendezvous.engine import leaving
 from rendezvous.engine.averaging import Averager
 from rendezvous.engine.leaving import Departure
-from rendezvous.engine.own_blobs import OwnBlobs, Upload
+from rendezvous.engine.own_blobs import OwnBlobs
 from rendezvous.engine.snapshot_duty import SnapshotDuty
 from rendezvous.errors import Diverged, GaveUp, Leaving, RendezvousError
 from rendezvous.keeping import garbage
@@ -50,7 +50,6 @@ from rendezvous.records.wire import check_shape
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay, write_theta_0
 from rendezvous.store import PatientStore, Store
-from rendezvous.weights.no_weights import NoWeights
 
 if TYPE_CHECKING:
     from rendezvous.weights.writer import WeightsWriter
@@ -74,7 +73,7 @@ class Rendezvous:
         rules_: Rules,
         timing: Timing,
         *,
-        emit: Callable[..., None] = no_emit,
+        emit: Emit = no_emit,
         host: str = "",
         pid: int = 0,
         started: int = 0,
@@ -91,20 +90,16 @@ class Rendezvous:
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, started=started, emit=emit)
         self._departure = Departure(clock, self.members, timing.grace)
         self.store = PatientStore(
-            store,
-            clock,
-            timing.store_patience,
-            self._departure.check_before_pause,
-            lambda text: _report_trouble(text, emit, self.members.status),
-            full_s=timing.give_up,
+            store, clock, timing.store_patience, self._departure.check_before_pause,
+            lambda text: _report_trouble(text, emit, self.members.status), full_s=timing.give_up,
             on_recovered=lambda: setattr(self.members.status, "note", ""),
-        )
+        )  # fmt: skip
         self._bucket = store
         self._keep = keep
         self._background = background or Inline()
         self._uploads = uploads or self._background
         self._together = together
-        self._weights = weights or NoWeights()
+        self._weights = weights
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
         self._joined_at = -1  # the step during which we joined
@@ -130,17 +125,13 @@ class Rendezvous:
         self.timing = timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self.offers = OfferBook(
-            self.store,
-            self.clock,
-            self.chain,
-            rules_,
+            self.store, self.clock, self.chain, rules_, together=self._together,
             on_foreign_base=lambda offer: self._replay_own_state(f"{offer.slot}'s offer", offer.base),
             on_rejected=lambda key, why: self.emit("bad_offer", key=key, text=f"passed over: {why}"),
-            together=self._together,
-        )
+        )  # fmt: skip
         self._committer = Committer(
             self.store, self.clock, self.chain, self.members, self.offers,
-            rules_=rules_, timing=self.timing, together=self._together,
+            rules=rules_, timing=self.timing, together=self._together,
         )  # fmt: skip
         self.own_blobs = OwnBlobs(
             self.store, self.clock, self.chain, self.members, rules_, self.timing,
@@ -207,7 +198,8 @@ class Rendezvous:
 
     def _heal_once(self, upto: int | None) -> None:
         self._snapshots.writer.abandon()
-        self._weights.wait_until_read()
+        if self._weights is not None:
+            self._weights.wait_until_read()
         self.chain.forget_commits()
         replay = StateReplay(
             self.store, self.chain, self.state, self.rules.fragments, self._averager.mean_of_past,
@@ -276,20 +268,14 @@ class Rendezvous:
         self.offers.open_step(self.step, self.base)
         if not self.offers.has_offered(self.slot):
             upload = self.own_blobs.upload(self.step, self.fragment, delta, theta)
-            mine = _offer_of(
-                upload,
-                step=self.step,
-                slot=self.slot,
-                generation=self.generation,
-                base=self.base,
-                h=int(h),
-                took=self._times.took,
-                at=self.clock.wall(),
-                samples=float(samples),
-                leaving=self.is_leaving,
-                codec=self.rules.codec,
-                stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
-            )
+            written = upload.written
+            mine = Offer(
+                step=self.step, slot=self.slot, generation=self.generation, base=self.base, h=int(h),
+                took=self._times.took, at=self.clock.wall(), samples=float(samples), leaving=self.is_leaving,
+                codec=self.rules.codec, stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
+                nonce=upload.nonce, blob=upload.key, size=written.body.size, digest=written.digest,
+                shards=written.shards, norm=written.norm, scale=written.scale, zero=written.norm == 0.0,
+            )  # fmt: skip
             self._times.note_round(self.members.status.inner, self.rules.sync_every // self.rules.fragments)
             stands = self.offers.announce(mine)
             if stands is mine:
@@ -336,10 +322,10 @@ class Rendezvous:
         """Write the commit's mean into `out`, which may be the vector that was offered."""
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean(commit, out)
-        self._snapshots.writer.release_fragment(
-            commit.t % self.rules.fragments
-        )  # as late as possible: the caller steps the fragment now
-        self._weights.wait_until_read()
+        fragment = commit.t % self.rules.fragments
+        self._snapshots.writer.release_fragment(fragment)  # as late as possible: the caller steps the fragment now
+        if self._weights is not None:
+            self._weights.wait_until_read()
 
     def advance(self, commit: Commit) -> None:
         """Open the next step.  The caller must have applied the mean."""
@@ -358,9 +344,10 @@ class Rendezvous:
             self.state, self.step, base=self.base, prev=self.chain.commit_digest(commit.t),
             closed=commit.by == self.name, idle=not (self.is_behind or self.is_done),
         )  # fmt: skip
-        self._weights.note_step(
-            self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
-        )
+        if self._weights is not None:
+            self._weights.note_step(
+                self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
+            )
         self.members.status.enter_phase("train", self.step)
         self._times.begin()
         self.members.begin_step(commit.pace, self.own_blobs.readers_of(commit))
@@ -373,7 +360,8 @@ class Rendezvous:
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean_of_past(commit, mean)
         self._snapshots.writer.release_fragment(fragment)
-        self._weights.wait_until_read()
+        if self._weights is not None:
+            self._weights.wait_until_read()
         self.state.apply(fragment, mean)
         self.advance(commit)
 
@@ -437,7 +425,7 @@ class Rendezvous:
             self._snapshots.writer.abandon()
         self._uploads.drain()
         self._background.drain()
-        if self.is_done:
+        if self.is_done and self._weights is not None:
             self._weights.drain()
         if self.is_done:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot
@@ -477,19 +465,3 @@ def _refuse_long_wait(step: int, name: str, why_open: str, *, idle: float, limit
             f"step {step} stood open for {idle:.0f} s: {name} {why_open}. Its offers stay valid: run the same "
             "command again to continue, or lower min_replicas with a control record if fewer replicas are enough"
         )
-
-
-def _offer_of(upload: Upload, **rest: Any) -> Offer:
-    """Return the offer that names an uploaded body."""
-    written = upload.written
-    return Offer(
-        nonce=upload.nonce,
-        blob=upload.key,
-        size=written.body.size,
-        digest=written.digest,
-        norm=written.norm,
-        scale=written.scale,
-        zero=written.norm == 0.0,
-        shards=written.shards,
-        **rest,
-    )

@@ -13,6 +13,7 @@ Not promised: that a part is computed once.  Its register names the copy that re
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _PATIENCE = 0.4  # part of the time between two syncs that an owner may take
 _LEAST = 0.3  # seconds that an owner may always take: a part that is made twice costs a third of a sync's download
 
 
+@dataclass(eq=False, repr=False)
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
@@ -36,23 +38,14 @@ class ShardedMean:
     on_bad_body(commit, error): called for a bad listed body; returns whether its writer may still put it back.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        reducer: Reducer,
-        members: Membership,
-        timing: Timing,
-        pause: Callable[[StepWait, float], None],
-        on_bad_body: Callable[[Commit, Corrupt], bool],
-    ) -> None:
-        self._clock = clock
-        self._reducer = reducer
-        self._members = members
-        self._timing = timing
-        self._pause = pause
-        self._on_bad_body = on_bad_body
-        self._took = math.inf  # seconds for the last part that this replica made
-        self._needed = 0.0  # the smaller of the last two, so that one slow request does not count
+    clock: Clock
+    reducer: Reducer
+    members: Membership
+    timing: Timing
+    pause: Callable[[StepWait, float], None]
+    on_bad_body: Callable[[Commit, Corrupt], bool]
+    _took: float = math.inf  # seconds for the last part that this replica made
+    _needed: float = 0.0  # the smaller of the last two, so that one slow request does not count
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the commit's mean into `out`, and announce the parts that this replica owns.
@@ -61,10 +54,10 @@ class ShardedMean:
         them back or computes the part.  If no writer has the bytes any more and the part is not announced, raise
         Corrupt after `dead_after`.
         """
-        parts = self._reducer.split_into_parts(commit, out.size)
+        parts = self.reducer.parts.split(commit, out.size)
         missing = set(range(len(parts)))
-        wait = StepWait(self._clock, self._timing)
-        ours = {j for j in missing if commit.owners[j] == self._members.slot}
+        wait = StepWait(self.clock, self.timing)
+        ours = {j for j in missing if commit.owners[j] == self.members.slot}
 
         def made_here(j: int) -> bool:
             return self._make_part(commit, j, parts[j], out, mine, wait.idle)
@@ -72,38 +65,38 @@ class ShardedMean:
         while True:
             wait.count_time()
             missing -= {j for j in sorted(ours & missing) if made_here(j)}
-            missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
+            missing -= {j for j in sorted(missing) if self.reducer.parts.take(commit, j, parts[j], out)}
             missing -= {j for j in sorted(missing - ours) if self._is_overdue(commit, j, wait.idle) and made_here(j)}
             if not missing:
                 return
             self._read_owner_beats(commit, missing, wait.idle)
-            self._pause(wait, _PATIENCE * commit.pace)
+            self.pause(wait, _PATIENCE * commit.pace)
 
     def _make_part(
         self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, mine: OwnBody | None, waited: float
     ) -> bool:
-        began = self._clock.now()
+        began = self.clock.now()
         try:
             if part:
-                body = self._reducer.make_part(commit, part, out, mine)
-                self._reducer.announcements.announce(commit.t, j, body)
+                body = self.reducer.parts.make(commit, part, out, mine)
+                self.reducer.announcements.announce(commit.t, j, body)
         except Corrupt as error:
-            if self._reducer.take_part(commit, j, part, out):
+            if self.reducer.parts.take(commit, j, part, out):
                 return True
-            if waited > (self._timing.give_up if self._on_bad_body(commit, error) else self._timing.dead_after):
+            if waited > (self.timing.give_up if self.on_bad_body(commit, error) else self.timing.dead_after):
                 raise
             return False
         if part:
-            took = self._clock.now() - began
+            took = self.clock.now() - began
             self._needed = min(took, self._took)
             self._took = took
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
         """Read the beats of owners that take longer than this replica did: every two beats, or if one may be dead."""
-        owners = {commit.owners[j] for j in missing} - {self._members.slot}
-        if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
-            self._members.read_beats(owners, apart=2 * self._timing.beat)
+        owners = {commit.owners[j] for j in missing} - {self.members.slot}
+        if waited > min(self._needed + 4 * self.timing.poll, self._owner_patience(commit) / 2):
+            self.members.read_beats(owners, apart=2 * self.timing.beat)
 
     def _is_overdue(self, commit: Commit, j: int, waited: float) -> bool:
         """Whether this replica should compute a part of another owner.
@@ -115,12 +108,12 @@ class ShardedMean:
 
     def _owner_patience(self, commit: Commit) -> float:
         """Return the seconds that an owner may take for a part before the others compute it."""
-        return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
+        return max(_LEAST, 4 * self.timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:
         """Whether that slot will not announce a part of step t any more.
 
         It will not if it is dead, nor if it is at a later step: it has announced its parts, or has replayed step t.
         """
-        peer = self._members.peers.get(slot)
-        return peer is not None and (peer.is_dead(self._timing.dead_after) or peer.beat.step > t)
+        peer = self.members.peers.get(slot)
+        return peer is not None and (peer.is_dead(self.timing.dead_after) or peer.beat.step > t)

@@ -1,6 +1,6 @@
 """One replica's work on snapshots: it writes them, makes them visible, and deletes the blobs that they replace.
 
-    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
+    commit t−1 applied ──▶ due? (keeping/budget.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
     commit t read      ──▶ its base is ours: the manifest is written    else: the snapshot is abandoned
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
@@ -9,14 +9,14 @@ Not promised: that this replica knows the newest snapshot.  Its writer knows it 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.background import Background, Emit, submit_reported
 from rendezvous.clock import Clock
-from rendezvous.keeping.budget import Sizes, sizes_of
+from rendezvous.keeping.budget import Sizes, SnapshotPace, sizes_of
 from rendezvous.keeping.garbage import Collector
-from rendezvous.keeping.snapshot_pace import SnapshotPace
 from rendezvous.records.records import Commit
 from rendezvous.records.state import ReplicatedState, all_arrays
 from rendezvous.records.tensors import TensorFile
@@ -25,6 +25,7 @@ from rendezvous.snapshots.writer import SnapshotWriter
 from rendezvous.store import Store
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotDuty:
     """One replica's snapshots.
 
@@ -34,44 +35,38 @@ class SnapshotDuty:
     elements(fragment): number of elements in the fragment's vector.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        bucket: Store,
-        clock: Clock,
-        rules_: Rules,
-        *,
-        keep: int | None,
-        background: Background,
-        uploads: Background,
-        elements: Callable[[int], int],
-        emit: Emit,
-    ) -> None:
-        self._store = store
-        self._rules = rules_
-        self._keep = keep
-        self._background = background
-        self._emit = emit
-        self._pace = SnapshotPace(rules_.snapshot_every, keep or 0)
-        self._collector = Collector(bucket, rules_, emit, keep or 0, elements)
+    store: Store
+    bucket: Store
+    clock: Clock
+    rules: Rules
+    keep: int | None
+    background: Background
+    uploads: Background
+    elements: Callable[[int], int]
+    emit: Emit
+    newest: int = 0  # the newest snapshot known
+
+    def __post_init__(self) -> None:
+        budget = self.keep or 0
+        self._pace = SnapshotPace(self.rules.snapshot_every, budget)
+        self._collector = Collector(self.bucket, self.rules, self.emit, budget, self.elements)
         self.writer = SnapshotWriter(
-            store, clock, uploads, run_in_background=self._submit, emit=emit, on_written=self.note_snapshot
+            self.store, self.clock, self.uploads, self._submit, emit=self.emit, on_written=self.note_snapshot
         )
-        self.newest = 0  # the newest snapshot known
 
     def note_commit(self, commit: Commit, state: ReplicatedState) -> None:
         """Note that a commit was applied: plan the next snapshot, and inform the collector.
 
         For a state without arrays, plan without the budget.
         """
-        if self._keep is not None:
+        if self.keep is not None:
             self._collector.note_commit(commit)
         self.note_snapshot(commit.snapshot)
         size = 0
         left = Sizes(0, 0)
-        if self._keep and (arrays := all_arrays(state, self._rules.fragments)):
+        if self.keep and (arrays := all_arrays(state, self.rules.fragments)):
             size = TensorFile(arrays).size
-            left = sizes_of(commit, state.size(commit.t % self._rules.fragments), self._rules)
+            left = sizes_of(commit, state.size(commit.t % self.rules.fragments), self.rules)
         self._pace.take_step(commit.t, left, snapshot=size, newest=self.newest)
 
     def confirm(self, commit: Commit, *, closed: bool) -> None:
@@ -80,7 +75,7 @@ class SnapshotDuty:
         closed: this replica wrote the commit.  Then it also deletes old blobs, if the run collects them.
         """
         self.writer.confirm_base(commit.t, commit.base)
-        if closed and self._keep is not None:
+        if closed and self.keep is not None:
             self._submit(self.sweep)
 
     def start_if_due(
@@ -92,7 +87,7 @@ class SnapshotDuty:
         """
         due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
         if due and idle and not self.writer.is_busy:
-            self.writer.start(state, self._rules.fragments, step, base=base, prev=prev)
+            self.writer.start(state, self.rules.fragments, step, base=base, prev=prev)
 
     def write_last(
         self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
@@ -102,15 +97,15 @@ class SnapshotDuty:
         No replica closes a later step, and the writer of this snapshot may be killed before it deletes old blobs.  So
         every replica that ends deletes them once more.
         """
-        if self._store.get(layout.snapshot_key(step)) is None:
+        if self.store.get(layout.snapshot_key(step)) is None:
             confirmed = agree()
             if not confirmed and m > 1:
                 return
-            self.writer.write(state, self._rules.fragments, step, base=base, prev=prev, confirmed=confirmed)
-        if self._keep is not None:
+            self.writer.write(state, self.rules.fragments, step, base=base, prev=prev, confirmed=confirmed)
+        if self.keep is not None:
             self.note_snapshot(step)
             self._submit(self.sweep)
-            self._background.drain()
+            self.background.drain()
 
     def sweep(self) -> None:
         """Delete the blobs that exceed the budget and that no reader of the newest snapshots needs."""
@@ -119,11 +114,11 @@ class SnapshotDuty:
         self._collector.sweep(self.newest)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        submit_reported(self._background, job, self._emit)
+        submit_reported(self.background, job, self.emit)
 
     def _hear_of_snapshot(self, step: int) -> bool:
         """Whether the snapshot of this step exists.  (Only its writer knows without a request.)"""
-        found = snapshots.read(self._store, step) is not None
+        found = snapshots.read(self.store, step) is not None
         if found:
             self.note_snapshot(step)
         return found

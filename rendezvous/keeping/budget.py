@@ -1,4 +1,4 @@
-"""The blobs that a run keeps: a budget of bytes, used first for the needed blobs and then for older ones.
+"""The blobs that a run keeps by its budget of bytes, and the plan of the next snapshot.
 
     snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
     means                                   ├───────────────────▶       as far back as the budget allows: means_from
@@ -18,11 +18,26 @@ The size of the window follows the budget: `snapshot_period` chooses the steps t
 window fits.  `largest_window` with one step between snapshots is the floor; a run exceeds a smaller budget (decision
 033).
 
-Not promised: exact bytes.  The budget counts only bodies that a commit lists.  A body without an offer (its replica was
-killed), or with an expired offer, is deleted with its step.  If steps are faster than deletions, deletions come later.
+SnapshotPace plans a snapshot every snapshot_every steps, or sooner if the budget requires it:
+
+    the budget has room for snapshot_every steps   ●─────────────●─────────────●     every snapshot_every steps
+    it has room for p < snapshot_every of them     ●──p──●──p──●──p──●──p──●         p: snapshot_period
+    it has room for less than one step             ●─●─●─●─●─●─●─●─●─●─●─●─●─●       at every step
+
+    planned ●  the closer begins ─▶ the next commit confirms it ─▶ visible     planned + RETRY: a closer looks for it,
+                                                                               and begins one itself if it is missing
+
+Every replica computes p from the commits that it applies, so all plan the same steps without communication.  The closer
+of the step before writes the snapshot.  Only the writer knows that it has begun; the others assume it until RETRY steps
+have passed.  If two replicas plan different steps (one has just joined), both snapshots are written.  Each has its own
+step and manifest, so this costs only bytes.
+
+Not promised: the budget, if the upload of a snapshot takes longer than a round of training.  Exact bytes: the budget
+counts only bodies that a commit lists.  A body without an offer (its replica was killed), or with an expired offer, is
+deleted with its step.  If steps are faster than deletions, deletions come later.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -34,6 +49,7 @@ _SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, a
 LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
 COMPLETE = 3  # snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
+RETRY = 2  # steps: one to write a snapshot, one for its manifest
 ALWAYS = 64  # level of the oldest snapshot, which stays: no run lasts for 2^64 periods
 _RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
 
@@ -61,7 +77,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 def parts_of(commit: Commit) -> list[int]:
     """Return the numbers of the parts in which its mean may be announced; a part without shards never is.
 
-    The parts are those of `Reducer.split_into_parts`.
+    The parts are those of `means.parts.MeanParts.split`.
     """
     if commit.mode != "sharded":
         return [0]
@@ -230,3 +246,60 @@ def _at_most(share: int, lowest: int, periods: int) -> int:
 def _snapshot_level(before: int, t: int, every: int) -> int:
     """Return the highest bit in which the period numbers of steps `before` and `t` differ; -1 if they are equal."""
     return ((before // every) ^ (t // every)).bit_length() - 1
+
+
+# ---------------------------------------------------------------------- when the next snapshot is due
+
+
+class SnapshotPace:
+    """One replica's plan.   every: the rules' snapshot_every.   budget: bytes; 0: `every` alone decides.
+
+    planned: the newest step for which a snapshot was due.   period: steps from one snapshot to the next.
+    """
+
+    def __init__(self, every: int, budget: int) -> None:
+        self._every = every
+        self._budget = budget
+        self.planned = 0
+        self.period = every
+        self._largest = Sizes(0, 0)  # the largest sizes of a step since the planned one
+
+    def take_step(self, t: int, step: Sizes, *, snapshot: int, newest: int) -> None:
+        """Note that commit t was applied.
+
+        step: bytes that it left in the bucket.   snapshot: bytes of a snapshot.   newest: step of the newest known one.
+        """
+        if newest > self.planned:
+            self._plan(newest)
+        self._largest = Sizes(max(self._largest.deltas, step.deltas), max(self._largest.mean, step.mean))
+        self.period = snapshot_period(self._budget, self._every, snapshot, self._largest)
+        if self._is_period_over(t + 1):
+            self._plan(t + 1)
+
+    def _is_period_over(self, t: int) -> bool:
+        """Whether a snapshot is due at step t.
+
+        If the period is `every`, snapshots are due at its multiples, so that one late snapshot does not delay the next.
+        """
+        if self.period < self._every:
+            return t - self.planned >= self.period
+        return t // self._every > self.planned // self._every
+
+    def _plan(self, t: int) -> None:
+        self.planned = t
+        self._largest = Sizes(0, 0)
+
+    def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
+        """Whether this replica must write θ_t.
+
+        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: it gave up the
+        last snapshot that it began.   stands(step): whether that snapshot exists (a request).
+
+        If there was no snapshot for 2·every steps, every replica writes one.
+        """
+        if t - newest >= 2 * self._every:
+            return True
+        if newest >= self.planned:
+            return False
+        is_missing = closed and t - self.planned >= RETRY and not stands(self.planned)
+        return owes or is_missing or (closed and t == self.planned)

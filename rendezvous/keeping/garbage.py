@@ -31,14 +31,16 @@ Not promised: that all old blobs are deleted.  LIST is a hint, and a writer that
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
+from rendezvous.background import Emit
 from rendezvous.errors import StoreError, Terminal
 from rendezvous.keeping.budget import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
-from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.records.records import Commit, Mean, Snapshot, decode_or_none
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
@@ -66,19 +68,8 @@ def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
 
 def parse_blob_key(key: str) -> tuple[str, int] | None:
     """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
-    parts = key.split("/")
-    if len(parts) < 3 or not parts[1].isdecimal():
-        return None
-    step = int(parts[1])
-    for kind, some in (
-        ("delta", layout.delta_blob(step, "", 0, "")),
-        ("mean", layout.mean_blob(step, "")),
-        ("snapshot", layout.snapshot_blob(step, "")),
-    ):
-        folder, _, name = some.rpartition("/")
-        if "/".join(parts[:-1]) == folder and parts[-1].endswith(name[name.index(".") :]):
-            return kind, step
-    return None
+    found = layout.BLOB.fullmatch(key)
+    return (found[2] or "snapshot", int(found[1] or found[3])) if found else None
 
 
 def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
@@ -126,19 +117,14 @@ def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
 
 
 def _part_stands(store: Store, t: int, j: int) -> bool:
-    body = store.get(layout.mean_key(t, j))
-    if body is None:
-        return False
-    try:
-        record = Mean.decode(body)
-    except WireError:
-        return False
-    return record.t == t and blob_stands(store, record.blob, record.size)
+    record = decode_or_none(Mean, store.get(layout.mean_key(t, j)))
+    return record is not None and record.t == t and blob_stands(store, record.blob, record.size)
 
 
 # ---------------------------------------------------------------------- the loop
 
 
+@dataclass(eq=False, repr=False)
 class Collector:
     """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
 
@@ -147,20 +133,14 @@ class Collector:
     emit(event, **fields): called for events that people read.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rules: Rules,
-        emit: Callable[..., None],
-        budget: int = 0,
-        elements: Callable[[int], int] = lambda fragment: 0,
-    ) -> None:
-        self._store = store
-        self._rules = rules
-        self._emit = emit
-        self._budget = budget
-        self._elements = elements
-        self.floor = 0
+    store: Store
+    rules: Rules
+    emit: Emit
+    budget: int = 0
+    elements: Callable[[int], int] = lambda fragment: 0
+    floor: int = 0
+
+    def __post_init__(self) -> None:
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
         self._steps: list[int] = []  # steps of the manifests among them
@@ -178,7 +158,7 @@ class Collector:
 
     def note_commit(self, commit: Commit) -> None:
         """Note a commit that was read.  It needs no request, and any thread may call it."""
-        self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
+        self._news.append((commit.t, self._sizes_of(commit)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
         """Delete blobs of at most `at_most` steps.   Return the number of deleted blobs.
@@ -190,21 +170,21 @@ class Collector:
             answer = self._choose_kept(at_most)
             gone = 0 if answer is None else self._delete_beyond(answer, at_most)
         except StoreError as error:
-            self._emit("garbage_stays", trouble=str(error))
+            self.emit("garbage_stays", trouble=str(error))
             return 0
         if gone:
-            self._emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
+            self.emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
         return gone
 
     def _renew_floor(self, snapshot: int) -> None:
         if snapshot <= self._heard:
             return
-        self.floor, newest = two_newest(self._store, snapshot, self.floor)
+        self.floor, newest = two_newest(self.store, snapshot, self.floor)
         if newest is not None and newest.t > self._window.newest:
-            self._snapshots = self._store.list(layout.SNAPSHOTS)
+            self._snapshots = self.store.list(layout.SNAPSHOTS)
             self._steps = snapshots.steps_of(self._snapshots)
-            carry = self._rules.fragments * self._rules.max_carry
-            every = self._rules.snapshot_every
+            carry = self.rules.fragments * self.rules.max_carry
+            every = self.rules.snapshot_every
             self._window = Window(self.floor, newest.t, carry, newest.size, every)
             self._unannounced.clear()
             self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
@@ -219,7 +199,7 @@ class Collector:
             return None
         older = self._steps[: bisect_left(self._steps, self.floor)]
         ask = lambda: choose_kept(  # noqa: E731
-            self._budget, self._head, self._known, self._window, older, most=self._most
+            self.budget, self._head, self._known, self._window, older, most=self._most
         )
         answer = ask()
         first = min(self._known, default=self._head)
@@ -228,7 +208,7 @@ class Collector:
                 break
             self._read_back(range(max(0, start - _BACK), start))
             answer = ask()
-        if answer is not None and answer.over and self._budget:
+        if answer is not None and answer.over and self.budget:
             self._warn_of_excess(answer.over)
         return answer
 
@@ -237,10 +217,10 @@ class Collector:
         newest = self._known.get(self._head - 1, Sizes(0, 0))
         floor = largest_window(1, self._window.snapshot, newest)
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
-        if not self._warned and (self._budget < floor or over > on_their_way):
+        if not self._warned and (self.budget < floor or over > on_their_way):
             self._warned = True
-            text = _excess_text(over, self._budget, floor)
-            self._emit("warning", kind="keep", step=self._head, text=text)
+            text = _excess_text(over, self.budget, floor)
+            self.emit("warning", kind="keep", step=self._head, text=text)
 
     def _learn_sizes(self) -> None:
         while self._news:
@@ -253,25 +233,22 @@ class Collector:
     def _read_back(self, steps: range) -> None:
         """Read earlier commits that this replica does not know, and note their sizes."""
         for t in reversed(steps):
-            try:
-                body = self._store.get(layout.commit_key(t))
-                self._note_sizes(t, Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body)))
-            except WireError:
-                self._note_sizes(t, Sizes(0, 0))
+            commit = decode_or_none(Commit, self.store.get(layout.commit_key(t)))
+            self._note_sizes(t, Sizes(0, 0) if commit is None else self._sizes_of(commit))
 
     def _note_sizes(self, t: int, sizes: Sizes) -> None:
         self._known[t] = sizes
         self._most = max(self._most, sizes.deltas + sizes.mean)
 
     def _sizes_of(self, commit: Commit) -> Sizes:
-        return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
+        return sizes_of(commit, self.elements(commit.t % self.rules.fragments), self.rules)
 
     # ------------------------------------------------------------------ deleting
 
     def _delete_beyond(self, answer: Kept, at_most: int) -> int:
         gone = self._thin_snapshots(answer)
-        for kind, end in (("delta", min(answer.deltas_from, self._window.first_listable)), ("mean", answer.means_from)):
-            gone += self._delete_steps(kind, end, at_most)
+        gone += self._delete_steps("delta", min(answer.deltas_from, self._window.first_listable), at_most)
+        gone += self._delete_steps("mean", answer.means_from, at_most)
         return gone + self._delete_listed(answer.deltas_from, at_most)
 
     def _delete_listed(self, end: int, at_most: int) -> int:
@@ -283,12 +260,8 @@ class Collector:
 
     def _delete_bodies(self, t: int) -> int:
         """Delete the bodies that commit t names, without a LIST.   Return their number, with those already deleted."""
-        body = self._store.get(layout.commit_key(t))
-        try:
-            commit = None if body is None else Commit.decode(body)
-        except WireError:
-            commit = None
-        if commit is not None and t >= self.floor and not announced_stands(self._store, commit):
+        commit = decode_or_none(Commit, self.store.get(layout.commit_key(t)))
+        if commit is not None and t >= self.floor and not announced_stands(self.store, commit):
             self._unannounced.add(t)
             return 0
         self._replaced.add(t)
@@ -306,7 +279,7 @@ class Collector:
 
     def _blob_of(self, t: int) -> str:
         """Return the blob that the manifest of step t names; "" if there is none."""
-        if t not in self._blobs and (found := snapshots.read(self._store, t)) is not None:
+        if t not in self._blobs and (found := snapshots.read(self.store, t)) is not None:
             self._blobs[t] = found.blob
         return self._blobs.get(t, "")
 
@@ -316,32 +289,28 @@ class Collector:
         at = self._next.get(kind, 0)
         gone = 0
         for t in range(at, min(end, at + at_most)):
-            gone += self._delete_keys(blobs_before(self._store.list(_blob_folder(t, kind)), kind, end))
+            gone += self._delete_keys(self._old_blobs(t, kind, end))
             self._next[kind] = t + 1
         return gone
 
     def _first_dirty(self, kind: str, end: int) -> int:
         """Return the first step below `end` with blobs of this kind, by bisection: they go in ascending order."""
-        low = 0
-        high = end
-        while low < high:
-            middle = (low + high) // 2
-            if blobs_before(self._store.list(_blob_folder(middle, kind)), kind, end):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_left(range(end), True, key=lambda t: bool(self._old_blobs(t, kind, end)))
+
+    def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:
+        folder = f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"
+        return blobs_before(self.store.list(folder), kind, end)
 
     def _delete_keys(self, keys: list[str]) -> int:
         if keys:
-            self._store.delete(keys)
+            self.store.delete(keys)
         return len(keys)
 
 
 def sweep_ended_run(
     store: Store,
     rules: Rules,
-    emit: Callable[..., None],
+    emit: Emit,
     *,
     steps: int,
     budget: int,
@@ -355,16 +324,11 @@ def sweep_ended_run(
     Delete nothing if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
-    try:
-        last = Commit.decode(store.get(layout.commit_key(steps - 1)) or b"")
-    except WireError:
+    last = decode_or_none(Commit, store.get(layout.commit_key(steps - 1)))
+    if last is None:
         return 0
     collector.note_commit(last)
     return collector.sweep(steps, at_most=at_most)
-
-
-def _blob_folder(t: int, kind: str) -> str:
-    return layout.commit_key(t).rpartition("/")[0] + f"/{kind}/"
 
 
 def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
@@ -428,7 +392,7 @@ def _newest_that_commits_name(store: Store, t: int) -> int:
     return newest
 
 
-def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
+def look_again(heal: Callable[[], T], emit: Emit) -> T:
     """Return heal()'s result; call it again while each Collected names a newer snapshot than the one before."""
     newest = -1
     while True:

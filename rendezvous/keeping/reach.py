@@ -11,11 +11,12 @@ They are found by GETs, one LIST and a bisection, because collectors delete in a
 Not promised: that an existing blob is intact.  A reader compares its digest.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from rendezvous import layout
 from rendezvous.keeping.garbage import announced_stands, blob_stands
-from rendezvous.records.records import Commit, Snapshot
+from rendezvous.records.records import Commit
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
@@ -41,7 +42,7 @@ def read_reach(store: Store) -> Reach:
     found = _readable_snapshots(store)
     if not found:
         return Reach(0)
-    first = _first_computable(store, found[-1])
+    first = bisect_left(range(found[-1]), True, key=lambda t: mean_stands(store, t))  # all means from here on
     since = min((t for t in found if t >= first), default=found[-1])
     return Reach(since, tuple(t for t in found if t < since))
 
@@ -55,24 +56,7 @@ def _readable_snapshots(store: Store) -> list[int]:
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
     steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot_key(t).rpartition("/")[0] in with_blob]
     found = ((t, snapshots.read(store, t)) for t in steps)
-    return [t for t, snapshot in found if snapshot is not None and _is_there(store, snapshot)]
-
-
-def _is_there(store: Store, snapshot: Snapshot) -> bool:
-    return not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size)
-
-
-def _first_computable(store: Store, end: int) -> int:
-    """Return the first step from which on, up to `end`, all means can be computed."""
-    low = 0
-    high = end
-    while low < high:
-        middle = (low + high) // 2
-        if mean_stands(store, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return [t for t, s in found if s is not None and (not s.blob or blob_stands(store, s.blob, s.size))]
 
 
 def mean_stands(store: Store, t: int) -> bool:

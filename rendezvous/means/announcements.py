@@ -11,39 +11,40 @@ be announced, and every reader computes it.
 Not promised: that a mean is announced.  It saves bytes; no agreed value depends on it.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.records.digests import digest, has_digest, required_digest_kind
-from rendezvous.records.records import Commit, Mean, WireError, new_nonce
+from rendezvous.records.records import Mean, WireError, new_nonce
 from rendezvous.records.wire import as_bytes, fetch_checked
 from rendezvous.store import Store, put_once
 
 
+@dataclass(eq=False, repr=False)
 class Announcements:
     """The announced means of a run.   emit(event, **fields): called for damaged copies and for repaired ones."""
 
-    def __init__(self, store: Store, clock: Clock, emit: Callable[..., None]) -> None:
-        self._store = store
-        self._clock = clock
-        self._emit = emit
+    store: Store
+    clock: Clock
+    emit: Emit
 
     def announce(self, t: int, j: int, body: np.ndarray) -> None:
         """Announce part j of step t's mean, unless its register is taken.   j: 0 for the mean of a direct step."""
-        if self._store.get(layout.mean_key(t, j)) is not None:
+        if self.store.get(layout.mean_key(t, j)) is not None:
             return
         n = new_nonce()
-        found = digest(as_bytes(body), required_digest_kind(self._store))
+        found = digest(as_bytes(body), required_digest_kind(self.store))
         record = Mean(t, layout.mean_blob(t, n), body.nbytes, found, n)
-        self._store.put(record.blob, as_bytes(body))
-        put_once(self._store, self._clock, layout.mean_key(t, j), record.encode())
+        self.store.put(record.blob, as_bytes(body))
+        put_once(self.store, self.clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
         """Return whether the register is taken, and its announcement, None if it has none.  Report other contents."""
-        register = self._store.get(layout.mean_key(t, j))
+        register = self.store.get(layout.mean_key(t, j))
         if register is None:
             return False, None
         try:
@@ -53,25 +54,20 @@ class Announcements:
             record = None
             why = str(error)
         if why:
-            self._emit("bad_blob", step=t, trouble=f"an announced mean is passed over: {why}")
+            self.emit("bad_blob", step=t, trouble=f"an announced mean is passed over: {why}")
         return True, None if why else record
 
     def fetch(self, record: Mean, out: np.ndarray) -> str | None:
         """Read the announced bytes into `out`.   Return None, or the flaw in the bytes, which is also reported."""
-        trouble = fetch_checked(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
+        trouble = fetch_checked(self.store, self.clock, record.blob, [(record.size, record.digest)], out)
         if trouble is not None:
-            self._emit("bad_blob", step=record.t, trouble=trouble)
+            self.emit("bad_blob", step=record.t, trouble=trouble)
         return trouble
 
     def put_back(self, record: Mean, body: np.ndarray) -> bool:
         """Upload a damaged copy again from a computed mean.   Return False if `body` has not the announced digest."""
-        if not has_digest(as_bytes(body), record.digest, required_digest_kind(self._store)):
+        if not has_digest(as_bytes(body), record.digest, required_digest_kind(self.store)):
             return False
-        self._store.put(record.blob, as_bytes(body))
-        self._emit("repaired", step=record.t, blob=record.blob)
+        self.store.put(record.blob, as_bytes(body))
+        self.emit("repaired", step=record.t, blob=record.blob)
         return True
-
-
-def is_worth_announcing(commit: Commit, mean: np.ndarray) -> bool:
-    """Whether the announced mean has at most half as many bytes as the listed bodies."""
-    return 2 * mean.nbytes <= sum(o.size for o in commit.offers)

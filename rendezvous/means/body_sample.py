@@ -12,6 +12,7 @@ cut; `take` then returns None.
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -19,20 +20,21 @@ from rendezvous.codecs import get_codec
 from rendezvous.records.records import Commit, Listed
 
 
+@dataclass(eq=False, repr=False)
 class BodySample:
     """Elements [start, stop) of a fragment, in the bodies of the newest step that synchronises it.
 
     fragments: number of fragments of the run.
     """
 
-    def __init__(self, codec: str, *, fragment: int = 0, fragments: int = 1, start: int = 0, stop: int = 0) -> None:
-        self._codec = codec
-        self._fragment = fragment
-        self._fragments = fragments
-        self._start = start
-        self._stop = stop
-        self._step = -1
-        self._values: dict[str, np.ndarray] = {}
+    codec: str
+    _: KW_ONLY
+    fragment: int = 0
+    fragments: int = 1
+    start: int = 0
+    stop: int = 0
+    _step: int = -1
+    _values: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
     def begin(self, commit: Commit) -> None:
         """Begin the sample of this commit; forget the bodies of another one."""
@@ -45,19 +47,19 @@ class BodySample:
 
         Raise Corrupt for bytes that no encoder wrote.
         """
-        first = max(start, self._start)
-        last = min(stop, self._stop)
-        if first >= last or self._step % self._fragments != self._fragment:
+        first = max(start, self.start)
+        last = min(stop, self.stop)
+        if first >= last or self._step % self.fragments != self.fragment:
             return
-        codec = get_codec(self._codec)
+        codec = get_codec(self.codec)
         if not codec.exact:
             return
         low = first - (first - start) % codec.align
         high = min(stop, last + (start - last) % codec.align)
         decoded = np.empty(high - low, np.float32)
         codec.decode(body[slice(*codec.byte_range(low - start, high - start))], decoded)
-        values = self._values.setdefault(listed.blob, np.full(self._stop - self._start, np.nan, np.float32))
-        values[first - self._start : last - self._start] = decoded[first - low : last - low]
+        values = self._values.setdefault(listed.blob, np.full(self.stop - self.start, np.nan, np.float32))
+        values[first - self.start : last - self.start] = decoded[first - low : last - low]
 
     def clear(self) -> None:
         self._values.clear()

@@ -4,38 +4,52 @@
 
 direct     every reader fetches every listed blob except its own
 sharded    the owner of part j fetches its range of every blob and announces the part's mean; all fetch all parts
+           (parts.py)
 announced  the closer has stored the mean and its digest.  A later reader fetches one blob instead of N, and needs no
            listed blob, which may be damaged by then
 
     bodies.py  listed blobs ──▶ bytes that have their digests ──▶ Reducer ──▶ mean ──▶ announcements.py
 
 numpy, the codecs' `accumulate` and the C kernels round the product and the sum separately on every CPU, so all replicas
-get the same bits.
+get the same bits.  Every reader leaves out a body that no encoder could have written:
 
-Not promised: long waits.  A body that cannot be read is Corrupt after a few seconds; averaging.py waits longer.
+    Σ of all listed ── finite ───────────────────────────────▶ ÷ Σ weights                   the usual case
+         │ not finite, or bytes that cannot be decoded
+         ▼
+    in each shard of the fixed grid:   Σ of the valid bodies ÷ Σ of their weights
+                                       0 for an element that still overflows, and in a shard without a valid body
+
+A body is valid if its bytes decode and every value is finite.  A body is left out before this check if, by its record,
+its length or its number of shards differs from the fragment's.  The result depends only on the commit and on bytes with
+the announced digests.  So all replicas leave out the same bodies, however many shards they fetch at a time.  A sum is
+finite only if all its terms are, so usually no body is checked separately.
+
+Not promised: long waits (a body that cannot be read is Corrupt after a few seconds; averaging.py waits longer); a check
+of values that are finite but wrong.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rendezvous.agreement import rules
 from rendezvous.agreement.rules import Rules
-from rendezvous.background import Together, in_turn
+from rendezvous.background import Emit, Together, in_turn
 from rendezvous.clock import Clock
-from rendezvous.codecs import get_codec
-from rendezvous.codecs.kernels import load_mean_kernel
+from rendezvous.codecs import get_codec, load_mean_kernel
 from rendezvous.errors import BadCommit, Corrupt
 from rendezvous.means.announcements import Announcements
 from rendezvous.means.bodies import BodyReader, OwnBody, Shard, elements_slice, has_shard_digests
-from rendezvous.means.body_checks import divide_by_weight, is_valid_body, zero_non_finite
-from rendezvous.means.body_sample import BodySample
-from rendezvous.records.records import Commit, Listed, Mean
-from rendezvous.records.wire import as_bytes, body_size
+from rendezvous.records.records import Commit, Listed
 from rendezvous.store import Store
 
-_CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache
+if TYPE_CHECKING:
+    from rendezvous.means.body_sample import BodySample
+    from rendezvous.means.parts import MeanParts
+
+_CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache, and one between its division and its check
 
 
 class Reducer:
@@ -45,23 +59,24 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        emit: Callable[..., None],
-        rules: Rules | None = None,
-        *,
-        together: Together = in_turn,
+        self, store: Store, clock: Clock, emit: Emit, rules: Rules | None = None, *, together: Together = in_turn
     ) -> None:
         self._clock = clock
-        self._emit = emit
+        self.emit = emit
         self.rules = rules or Rules()
         self._codec = self.rules.codec
         self.bodies = BodyReader(store, clock, self.rules, together)
         self.announcements = Announcements(store, clock, emit)
-        self.sample = BodySample(self._codec)  # has no elements; an owner that needs a sample replaces it
+        self.sample: BodySample | None = None  # set by an owner that needs one
         self._one_pass = load_mean_kernel(self._codec)
         self._reported_blobs = set[str]()
+
+    @cached_property
+    def parts(self) -> "MeanParts":
+        """The same means in parts, for sharded steps and for audits."""
+        from rendezvous.means.parts import MeanParts
+
+        return MeanParts(self)
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None = None) -> None:
         """Write the mean of `commit` into `out` (fp32, the fragment's length).
@@ -69,15 +84,14 @@ class Reducer:
         Raise Corrupt if it cannot be computed; `out` then has undefined values.
         """
         if commit.mode == "sharded":
-            self._read_parts(commit, out)
-            return
+            return self.parts.read_all(commit, out)
         for pause in (0.1, 0.5, 2.0, 5.0):
             if mine is None and self._read_announced(commit, out):
                 return
-            trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, mine)
+            trouble = self.mean_of_shards(commit, self.bodies.grid(out.size), out, mine)
             if trouble is None:
                 return
-            self._emit("bad_blob", step=commit.t, trouble=trouble)
+            self.emit("bad_blob", step=commit.t, trouble=trouble)
             if mine is not None and self._read_announced(commit, out):
                 return
             self._clock.sleep(pause)
@@ -96,12 +110,12 @@ class Reducer:
             return False
         if self.announcements.fetch(record, out) is None:
             return True
-        trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
+        trouble = self.mean_of_shards(commit, self.bodies.grid(out.size), out, None)
         return trouble is None and self.announcements.put_back(record, out)
 
     # ---------------------------------------------------------------- the sum
 
-    def _mean_of_shards(
+    def mean_of_shards(
         self,
         commit: Commit,
         shards: list[Shard],
@@ -114,13 +128,15 @@ class Reducer:
         packed: memory for the encoded mean; `out` then holds the mean as every reader decodes it from there.
         """
         offers = self._fitting_offers(commit, out.size)
-        self.sample.begin(commit)
+        if self.sample is not None:
+            self.sample.begin(commit)
         for group in self.bodies.groups(commit, shards):
             rows = None if packed is None else packed[self.bodies.place_in_part(shards, group)]
             try:
                 trouble = self._mean_of_all(offers, group, out, mine, rows)
             except Corrupt:
-                self.sample.clear()
+                if self.sample is not None:
+                    self.sample.clear()
                 trouble = self._mean_of_valid(commit, offers, group, out, mine)
                 if trouble is None:
                     self._pack_mean(out[elements_slice(group)], rows)
@@ -139,7 +155,8 @@ class Reducer:
         for listed, body in zip(offers, read, strict=True):
             if isinstance(body, str):
                 return body
-            self.sample.note_body(listed, body, group[0].start, group[-1].stop)
+            if self.sample is not None:
+                self.sample.note_body(listed, body, group[0].start, group[-1].stop)
             if self._one_pass is None:
                 self._add_body(total, body, listed.weight, first=listed is offers[0])
             else:
@@ -199,109 +216,13 @@ class Reducer:
     def _report_poisoned(self, commit: Commit, listed: Listed, why: str) -> None:
         if listed.blob not in self._reported_blobs:
             self._reported_blobs.add(listed.blob)
-            self._emit("poisoned", step=commit.t, slot=listed.slot, blob=listed.blob, text=f"counts for nothing: {why}")
+            self.emit("poisoned", step=commit.t, slot=listed.slot, blob=listed.blob, text=f"counts for nothing: {why}")
 
     def _add_body(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
         if self._codec == "fp32":
             accumulate(total, body.view(np.float32), weight, first=first)
         else:
             get_codec(self._codec).accumulate(body, weight, total, first)
-
-    # ---------------------------------------------------------------- parts of a sharded step
-
-    def split_into_parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
-        """Return the shards of each part: one contiguous part of the grid for each owner that the commit names."""
-        shards = self.bodies.grid(elements)
-        count = len(commit.owners)
-        cuts = [round(j * len(shards) / count) for j in range(count + 1)]
-        return [shards[a:b] for a, b in pairwise(cuts)]
-
-    def _read_parts(self, commit: Commit, out: np.ndarray) -> None:
-        """Write all parts of an earlier step into `out`: read the announced ones, compute the others."""
-        for j, part in enumerate(self.split_into_parts(commit, out.size)):
-            if not self.take_part(commit, j, part, out):
-                try:
-                    self.make_part(commit, part, out)
-                except Corrupt:  # perhaps it was announced meanwhile, and its bodies were collected
-                    if not self.take_part(commit, j, part, out):
-                        raise
-
-    def parts_of_bodies(self, commit: Commit, out: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Write the mean into `out` from the listed bodies alone, and yield (part, its encoded bytes).
-
-        The bytes are valid until the next part.   Raise Corrupt if a part cannot be computed.
-        """
-        if commit.mode == "direct":
-            trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
-            if trouble is not None:
-                raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-            yield 0, out.view(np.uint8)
-            return
-        for j, part in enumerate(self.split_into_parts(commit, out.size)):
-            if part:
-                yield j, self.make_part(commit, part, out)
-
-    def read_announced_parts(self, commit: Commit, out: np.ndarray) -> str | None:
-        """Read the announced mean into `out`, without repairs.   Return None, or why it failed."""
-        sharded = commit.mode == "sharded"
-        grid = self.bodies.grid(out.size)
-        for j, part in enumerate(self.split_into_parts(commit, out.size) if sharded else [grid]):
-            if part and (trouble := self._fetch_part(commit, j, out[elements_slice(part)])) is not None:
-                return trouble
-        return None
-
-    def _fetch_part(self, commit: Commit, j: int, piece: np.ndarray) -> str | None:
-        _, record = self.announcements.find(commit.t, j)
-        if record is None:
-            return f"no replica announced part {j} of the mean"
-        packed = commit.mode == "sharded" and self._codec != "fp32"
-        body = self.bodies.buffer(body_size(self._codec, piece.size)) if packed else piece.view(np.uint8)
-        trouble = self.announcements.fetch(record, body)
-        if trouble is None and packed:
-            get_codec(self._codec).decode(body, piece)
-        return trouble
-
-    def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
-        """Write the mean of these shards into `out`.   Return its encoded bytes, which are valid until the next read.
-
-        Raise Corrupt if it cannot be computed.
-        """
-        piece = out[elements_slice(part)]
-        if self._codec == "fp32":
-            trouble = self._mean_of_shards(commit, part, out, mine)
-            body = np.frombuffer(as_bytes(piece), np.uint8)
-        else:
-            with self.bodies.kept_buffer(body_size(self._codec, piece.size)) as body:
-                trouble = self._mean_of_shards(commit, part, out, mine, body)
-        if trouble is not None:
-            self._emit("bad_blob", step=commit.t, trouble=trouble)
-            raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-        return body
-
-    def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
-        """Fetch part j; if its copy is damaged, compute it and upload it again.
-
-        Return False if the part is not announced yet.
-        """
-        if not part:
-            return True
-        taken, record = self.announcements.find(commit.t, j)
-        if not taken:
-            return False
-        piece = out[elements_slice(part)]
-        if record is None:  # it can never be announced; all replicas compute the same bits
-            self.make_part(commit, part, out)
-            return True
-        body = piece.view(np.uint8) if self._codec == "fp32" else self.bodies.buffer(body_size(self._codec, piece.size))
-        if self.announcements.fetch(record, body) is not None:
-            self._mend_part(commit, j, part, out, record)
-        elif self._codec != "fp32":
-            get_codec(self._codec).decode(body, piece)
-        return True
-
-    def _mend_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, record: Mean) -> None:
-        if not self.announcements.put_back(record, self.make_part(commit, part, out)):
-            raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
 
 
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
@@ -320,6 +241,37 @@ def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) 
             np.add(target, piece, out=target)
         else:
             np.add(target, np.multiply(piece, w, out=scratch[: piece.size]), out=target)
+
+
+def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
+    """Whether an encoder could have written these bytes.   name: of the codec."""
+    if name == "fp32":
+        return bool(np.isfinite(body.view(np.float32)).all())
+    out = np.empty(elements, np.float32)
+    try:
+        get_codec(name).decode(body, out)
+    except Corrupt:
+        return False
+    return bool(np.isfinite(out).all())
+
+
+def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
+    """Set total ← total/weight.   Return whether the sums of its squares are finite.
+
+    So True means that all elements are finite; False may also mean that they are very large.
+    """
+    whole = True
+    with np.errstate(all="ignore"):
+        for at in range(0, total.size, _CHUNK):
+            piece = total[at : at + _CHUNK]
+            np.divide(piece, weight, out=piece)
+            whole = whole and bool(np.isfinite(np.dot(piece, piece)))
+    return whole
+
+
+def zero_non_finite(total: np.ndarray) -> None:
+    """Set every element that is not finite to 0."""
+    np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def total_weight(offers: Sequence[Listed]) -> np.float32:

@@ -17,7 +17,7 @@ import json
 import secrets
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from rendezvous import layout
 from rendezvous.errors import RendezvousError
@@ -55,10 +55,15 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a run.   most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed."""
+    """One record of a run.
+
+    most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed.
+    later: fields of later releases; they are left out while they are unused, so that old bytes stay equal.
+    """
 
     kind: ClassVar[str]
     most: ClassVar[int] = layout.MOST_OF_OTHERS
+    later: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
@@ -96,11 +101,22 @@ class Record:
         )
 
     def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write.  An unused field of a later release is left out, so that old bytes stay equal."""
-        return vars(self)
+        """Return the fields to write.  One of `later` is unused if it is None or 0."""
+        return {name: value for name, value in vars(self).items() if name not in self.later or value not in (None, 0)}
 
     def check_consistency(self) -> None:
         """Raise ValueError if fields are valid separately but contradict each other."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+def decode_or_none(kind: type[R], body: Buffer | None) -> R | None:
+    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
+    try:
+        return None if body is None else kind.decode(body)
+    except WireError:
+        return None
 
 
 def check_blob(key: str, pattern: str) -> None:
@@ -120,6 +136,7 @@ class Claim(Record):
     """
 
     kind = "claim"
+    later = ("started",)
     slot: Holder
     generation: Generation
     nonce: Word
@@ -127,10 +144,6 @@ class Claim(Record):
     host: str = ""
     pid: Pid = 0
     started: Count = 0
-
-    def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write, without `started` if it is unknown."""
-        return {name: value for name, value in vars(self).items() if name != "started" or value}
 
 
 @dataclass(frozen=True)
@@ -321,21 +334,16 @@ class Weights(Record):
             check_blob(part.blob, layout.weights_blob(self.t, ""))
         if not self.parent and self.changed != self.values:
             raise ValueError("it has no parent, and not all values")
-        if not self.parent:
-            _check_layout(self.layout, self.values)
+        for name, shape, dtype in [] if self.parent else self.layout:
+            if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
+                raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
+        if not self.parent and sum(prod(shape) for _, shape, _ in self.layout) != self.values:
+            raise ValueError(f"its layout is not one of {self.values} values")
 
     @property
     def size(self) -> int:
         """Bytes of all parts."""
         return sum(part.size for part in self.parts)
-
-
-def _check_layout(parameters: list[Any], values: int) -> None:
-    for name, shape, dtype in parameters:
-        if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
-            raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
-    if sum(prod(shape) for _, shape, _ in parameters) != values:
-        raise ValueError(f"its layout is not one of {values} values")
 
 
 @dataclass(frozen=True)
@@ -387,6 +395,7 @@ class Control(Record):
     """
 
     kind = "control"
+    later = ("keep", "spent")
     n: Count
     nonce: Word
     at: UnixTime
@@ -403,10 +412,6 @@ class Control(Record):
     until: Annotated[float, Within(0, 1e12)] | None = None
     keep: Word | None = None
     spent: Spent | None = None
-
-    def written_fields(self) -> dict[str, Any]:
-        """Return the fields to write, without `keep` and `spent` if they are None."""
-        return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 Check = Callable[[Any], Any]  # returns the value of the field; raises ValueError
 
 DEPTH = 16  # the deepest nesting of free-form values.  Configs have 4 levels; Python's json fails at some hundreds
@@ -35,6 +36,12 @@ class Within:
 
     low: float
     high: float
+
+    def checked(self, value: N) -> N:
+        """Return the value.   Raise ValueError if it is outside, or NaN."""
+        if not self.low <= value <= self.high:
+            raise ValueError(f"{brief_repr(value)}, not in {self.low:g} … {self.high:g}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -111,29 +118,19 @@ def _annotated_check(hint: Any, marks: Iterable[Any]) -> Check:
 
 
 def _int_check(within: Within) -> Check:
-    low = within.low
-    high = within.high
-
     def check_int(value: Any) -> int:
         if type(value) is not int:
             raise ValueError(f"{brief_repr(value)}, not a whole number")
-        if not low <= value <= high:
-            raise ValueError(f"{brief_repr(value)}, not in {low:g} … {high:g}")
-        return value
+        return within.checked(value)
 
     return check_int
 
 
 def _float_check(within: Within) -> Check:
-    low = within.low
-    high = within.high
-
     def check_float(value: Any) -> float:
         if type(value) is not float and type(value) is not int:
             raise ValueError(f"{brief_repr(value)}, not a number")
-        if not low <= value <= high:  # also refuses NaN
-            raise ValueError(f"{brief_repr(value)}, not in {low:g} … {high:g}")
-        return float(value)
+        return float(within.checked(value))
 
     return check_float
 

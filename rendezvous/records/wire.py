@@ -117,7 +117,11 @@ class Encoder:
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
         """Return the body (uint8), in this encoder's memory: valid until the next call.   theta: θ, for bf16-gate."""
         room = self._next_buffer(body_size(self.name, delta.size))
-        return room[: self._encode_into(fragment, delta, room, theta)]
+        if not has_exact_size(self.name):
+            feedback = self._feedback_arrays(fragment, delta)
+            return room[: get_codec(self.name).encode(delta, room, theta=theta, **feedback)]
+        sum(self._encode_each(fragment, delta, [(0, delta.size)], room))
+        return room
 
     def encode_in_shards(
         self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
@@ -150,13 +154,6 @@ class Encoder:
         return Written(
             body, _digest_of_shards(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale
         )
-
-    def _encode_into(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
-        """Write the bytes of all elements into `room`.   Return the number of bytes."""
-        if has_exact_size(self.name):
-            sum(self._encode_each(fragment, delta, [(0, delta.size)], room))
-            return room.size
-        return get_codec(self.name).encode(delta, room, theta=theta, **self._feedback_arrays(fragment, delta))
 
     def _encode_each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
         """Encode range after range into `room`, for codecs whose bodies can be cut.   Yield ‖Δ‖² of each range."""

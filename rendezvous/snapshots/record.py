@@ -15,16 +15,17 @@ The file has the fragments in the order of their turns from step t on: the fragm
 Not promised: that the newest snapshot is intact.  `load` checks the digest; callers then use an older one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Corrupt
 from rendezvous.records import tensors
 from rendezvous.records.digests import digest_of, has_digest_of, required_digest_kind
-from rendezvous.records.records import Snapshot, WireError, new_nonce
+from rendezvous.records.records import Snapshot, decode_or_none, new_nonce
 from rendezvous.records.tensors import TensorFile
 from rendezvous.store import Store, put_once
 
@@ -37,30 +38,19 @@ def write(
     """Publish these arrays, without a copy.   Return step t's snapshot: ours, or that of a faster writer."""
     n = new_nonce()
     body = TensorFile(arrays)
-    digest = digest_of(body, required_digest_kind(store))
-    store.put(layout.snapshot_blob(t, n), body)
-    return publish_manifest(
-        store,
-        clock,
-        Snapshot(
-            t=t,
-            base=base,
-            prev=prev,
-            blob=layout.snapshot_blob(t, n),
-            size=body.size,
-            digest=digest,
-            nonce=n,
-            confirmed=confirmed,
-        ),
-    )
+    mine = Snapshot(
+        t=t, base=base, prev=prev, blob=layout.snapshot_blob(t, n), size=body.size,
+        digest=digest_of(body, required_digest_kind(store)), nonce=n, confirmed=confirmed,
+    )  # fmt: skip
+    store.put(mine.blob, body)
+    return publish_manifest(store, clock, mine)
 
 
 def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
     """Write snapshot 0, without arrays of zeros.   elsewhere: replicas get θ₀ from another place; then no blob."""
     if elsewhere:
-        return publish_manifest(
-            store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
-        )
+        mine = Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
+        return publish_manifest(store, clock, mine)
     return write(store, clock, 0, {name: a for name, a in arrays.items() if not _is_zero(a)}, base=base, prev=None)
 
 
@@ -98,20 +88,16 @@ def steps_of(keys: Iterable[str]) -> list[int]:
 
 def read(store: Store, t: int) -> Snapshot | None:
     """Return the manifest of step t's snapshot; None if there is none."""
-    body = store.get(layout.snapshot_key(t))
-    return None if body is None else _decode_manifest(body, t)
+    return _decode_manifest(store.get(layout.snapshot_key(t)), t)
 
 
-def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
-    try:
-        found = Snapshot.decode(body)
-    except WireError:
-        return None
-    return found if found.t == t else None
+def _decode_manifest(body: bytes | None, t: int) -> Snapshot | None:
+    found = decode_or_none(Snapshot, body)
+    return found if found is not None and found.t == t else None
 
 
 def load(
-    store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays, *, in_place: bool = False
+    store: Store, snapshot: Snapshot, emit: Emit, like: Arrays, *, in_place: bool = False
 ) -> dict[str, np.ndarray] | None:
     """Return the arrays of a snapshot; report and return None if their digest is wrong or if they do not fit.
 

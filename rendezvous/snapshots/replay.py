@@ -12,6 +12,7 @@ Not promised: speed far from a snapshot.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +41,7 @@ def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments:
         snapshots.write_first(store, clock, all_arrays(state, fragments), base=base, elsewhere=elsewhere)
 
 
+@dataclass(eq=False, repr=False)
 class StateReplay:
     """Replay of a state from a snapshot to a later step.
 
@@ -47,38 +49,25 @@ class StateReplay:
     name: the replica's name, for errors.   mends: whether damaged snapshots are uploaded again.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        chain: Chain,
-        state: ReplicatedState,
-        fragments: int,
-        mean: Mean,
-        *,
-        emit: Emit,
-        theta_0: Callable[[], snapshots.Arrays] | None = None,
-        name: str = "",
-        mends: bool = True,
-    ) -> None:
-        self._store = store
-        self._chain = chain
-        self._state = state
-        self._fragments = fragments
-        self._mean = mean
-        self._emit = emit
-        self._theta_0 = theta_0
-        self._name = name
-        self._mends = mends
-        self.damaged: dict[int, Snapshot] = {}  # damaged snapshots, newer than the loaded one
-        self.step = 0
-        self.digests: Digests  # of the state at `step`; set by `load_snapshot`
+    store: Store
+    chain: Chain
+    state: ReplicatedState
+    fragments: int
+    mean: Mean
+    emit: Emit
+    theta_0: Callable[[], snapshots.Arrays] | None = None
+    name: str = ""
+    mends: bool = True
+    step: int = 0
+    damaged: dict[int, Snapshot] = field(default_factory=dict[int, Snapshot])  # newer than the loaded one
+    digests: Digests = field(init=False)  # of the state at `step`; set by `load_snapshot`
 
     def load_snapshot(self, hint: int = 0, upto: int | None = None) -> bool:
         """Load the newest readable snapshot up to step `upto`, and set `step` and `digests`.
 
         Return False if no snapshot can be read.   hint: a step that may have a snapshot.
         """
-        for snapshot in snapshots.newest_first(self._store, hint, upto):
+        for snapshot in snapshots.newest_first(self.store, hint, upto):
             if self._load(snapshot):
                 self.step = snapshot.t
                 return True
@@ -87,50 +76,50 @@ class StateReplay:
 
     def commits(self, upto: int | None = None) -> Iterator[Commit]:
         """Apply one commit after the other, up to `upto` or the last one.   Yield each after it was applied."""
-        while (upto is None or self.step < upto) and (commit := self._chain.read(self.step)) is not None:
+        while (upto is None or self.step < upto) and (commit := self.chain.read(self.step)) is not None:
             base = self.digests.base
             if commit.base != base:
-                self._emit("replay_differs", step=self.step, replay=base, commit=commit.base, by=commit.by)
+                self.emit("replay_differs", step=self.step, replay=base, commit=commit.base, by=commit.by)
             self._mend_snapshot()
             self._apply(commit)
             self.step += 1
             yield commit
         if upto is None:
-            self._chain.refuse_gap(self.step)
+            self.chain.refuse_gap(self.step)
         self._mend_snapshot()
 
     def _apply(self, commit: Commit) -> None:
-        fragment = commit.t % self._fragments
-        mean = np.empty(self._state.size(fragment), np.float32)
-        self._mean(commit, mean)
-        self._state.apply(fragment, mean)
+        fragment = commit.t % self.fragments
+        mean = np.empty(self.state.size(fragment), np.float32)
+        self.mean(commit, mean)
+        self.state.apply(fragment, mean)
         self.digests.renew_fragment(fragment)
 
     def _load(self, snapshot: Snapshot) -> bool:
         """Load this snapshot.   Return whether its bytes have the announced digest and the state the announced base."""
-        if snapshot.blob or base_of(self._state, self._fragments) != snapshot.base:
+        if snapshot.blob or base_of(self.state, self.fragments) != snapshot.base:
             arrays = self._arrays_of(snapshot)
             if arrays is None:
                 return False
-            self._state.load(dict(arrays))
-        self.digests = Digests(self._state, self._fragments, self._name)
+            self.state.load(dict(arrays))
+        self.digests = Digests(self.state, self.fragments, self.name)
         base = self.digests.base
         if base != snapshot.base:
-            self._emit("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
+            self.emit("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
         return base == snapshot.base
 
     def _arrays_of(self, snapshot: Snapshot) -> snapshots.Arrays | None:
         if snapshot.blob:
-            like = all_arrays(self._state, self._fragments)
-            return snapshots.load(self._store, snapshot, self._emit, like, in_place=True)
-        if self._theta_0 is None:
-            self._emit("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
+            like = all_arrays(self.state, self.fragments)
+            return snapshots.load(self.store, snapshot, self.emit, like, in_place=True)
+        if self.theta_0 is None:
+            self.emit("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
             return None
-        return self._theta_0()
+        return self.theta_0()
 
     def _mend_snapshot(self) -> None:
         damaged = self.damaged.get(self.step)
-        if damaged is None or not self._mends:
+        if damaged is None or not self.mends:
             return
-        if snapshots.mend_blob(self._store, damaged, all_arrays(self._state, self._fragments, self.step)):
-            self._emit("repaired", step=self.step, blob=damaged.blob)
+        if snapshots.mend_blob(self.store, damaged, all_arrays(self.state, self.fragments, self.step)):
+            self.emit("repaired", step=self.step, blob=damaged.blob)

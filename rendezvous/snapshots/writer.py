@@ -19,12 +19,12 @@ Not promised: immediate deletion of a blob without a manifest; it is deleted wit
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import Background
+from rendezvous.background import Background, Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Diverged, RendezvousError
 from rendezvous.records.digests import Hasher, required_digest_kind
@@ -61,7 +61,10 @@ class LiveFile(TensorFile):
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the file piece by piece.   Raise Abandoned after `stop`, or if its beginning was already stepped."""
-        self._start_again()
+        with self._lock:
+            if any(self._from.values()):
+                raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")
+            self._at = dict(self._from)
         whole = Hasher(self._kind)
         each = dict[str, str]()
         whole.update(self.header)
@@ -81,7 +84,7 @@ class LiveFile(TensorFile):
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
                 rest = self._rest[name][self._at[name] - self._from[name] :]
-                self._rest[name] = _copy_of(rest)
+                self._rest[name] = as_bytes(np.array(np.frombuffer(rest, np.uint8)))
                 self._from[name] = self._at[name]
             self._copied.update(names)
             return sum(len(self._rest[name]) for name in names)
@@ -91,12 +94,6 @@ class LiveFile(TensorFile):
         with self._lock:
             self._stopped = True
             self._rest.clear()
-
-    def _start_again(self) -> None:
-        with self._lock:
-            if any(self._from.values()):
-                raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")
-            self._at = dict(self._from)
 
     def _next_piece(self, name: str) -> bytes:
         with self._lock:
@@ -115,10 +112,6 @@ class LiveFile(TensorFile):
         return digest_of_digests(fragments) if self.arrays else UNVERIFIED
 
 
-def _copy_of(view: memoryview) -> memoryview:
-    return as_bytes(np.array(np.frombuffer(view, np.uint8)))
-
-
 @dataclass
 class _Writing:
     """A snapshot that is being written.   mine: its manifest, still without the digest."""
@@ -129,6 +122,7 @@ class _Writing:
     confirmed: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotWriter:
     """Writer of one replica's snapshots, one at a time.
 
@@ -136,24 +130,15 @@ class SnapshotWriter:
     on_written(step): called after each snapshot has become visible.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        uploads: Background,
-        run_in_background: Callable[[Callable[[], None]], None],
-        emit: Callable[..., None],
-        on_written: Callable[[int], None],
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._uploads = uploads
-        self._run_in_background = run_in_background
-        self._emit = emit
-        self._on_written = on_written
-        self._lock = threading.Lock()
-        self._now: _Writing | None = None
-        self.owes = False  # whether the last snapshot was given up
+    store: Store
+    clock: Clock
+    uploads: Background
+    run_in_background: Callable[[Callable[[], None]], None]
+    emit: Emit
+    on_written: Callable[[int], None]
+    owes: bool = False  # whether the last snapshot was given up
+    _now: _Writing | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_busy(self) -> bool:
@@ -164,7 +149,7 @@ class SnapshotWriter:
         self._now = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True)
         self.owes = False
         writing = self._now
-        self._uploads.submit(lambda: self._upload_blob(writing))
+        self.uploads.submit(lambda: self._upload_blob(writing))
 
     def write(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
@@ -186,13 +171,13 @@ class SnapshotWriter:
             writing.confirmed = True
             due = writing.written
         if due:
-            self._run_in_background(lambda: self._publish_manifest(writing))
+            self.run_in_background(lambda: self._publish_manifest(writing))
 
     def release_fragment(self, fragment: int) -> None:
         """Copy the unread rest of a fragment that is about to be stepped."""
         writing = self._now
         if writing is not None and not writing.written and (size := writing.file.release_fragment(fragment)):
-            self._emit("snapshot_copied", step=writing.mine.t, bytes=size)
+            self.emit("snapshot_copied", step=writing.mine.t, bytes=size)
 
     def abandon(self) -> None:
         """Stop writing the present snapshot, if there is one."""
@@ -208,24 +193,16 @@ class SnapshotWriter:
     ) -> _Writing:
         turns = [(t + i) % fragments for i in range(fragments)]
         n = new_nonce()
-        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self._store))
-        return _Writing(
-            Snapshot(
-                t=t,
-                base=base,
-                prev=prev,
-                blob=layout.snapshot_blob(t, n),
-                size=file.size,
-                digest="",
-                nonce=n,
-                confirmed=confirmed,
-            ),
-            file,
-        )
+        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self.store))
+        mine = Snapshot(
+            t=t, base=base, prev=prev, blob=layout.snapshot_blob(t, n), size=file.size, digest="", nonce=n,
+            confirmed=confirmed,
+        )  # fmt: skip
+        return _Writing(mine, file)
 
     def _upload_blob(self, writing: _Writing) -> None:
         try:
-            if self._store.get(layout.snapshot_key(writing.mine.t)) is not None:
+            if self.store.get(layout.snapshot_key(writing.mine.t)) is not None:
                 raise Abandoned(f"snapshot {writing.mine.t} is there already")
             self._put_blob(writing)
         except RendezvousError as error:
@@ -241,7 +218,7 @@ class SnapshotWriter:
             self._publish_manifest(writing)
 
     def _put_blob(self, writing: _Writing) -> None:
-        self._store.put(writing.mine.blob, writing.file)
+        self.store.put(writing.mine.blob, writing.file)
         if writing.file.base != writing.mine.base:
             raise Diverged(
                 f"θ_{writing.mine.t} changed while snapshot {writing.mine.t} was written (digest {writing.file.base}, "
@@ -251,17 +228,17 @@ class SnapshotWriter:
 
     def _publish_manifest(self, writing: _Writing) -> None:
         try:
-            snapshots.publish_manifest(self._store, self._clock, replace(writing.mine, digest=writing.file.digest))
+            snapshots.publish_manifest(self.store, self.clock, replace(writing.mine, digest=writing.file.digest))
         except RendezvousError as error:
             self._give_up(writing, error)
             return
         if self._now is writing:
             self._now = None
-        self._on_written(writing.mine.t)
-        self._emit("snapshot", step=writing.mine.t)
+        self.on_written(writing.mine.t)
+        self.emit("snapshot", step=writing.mine.t)
 
     def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
         if self._now is writing:  # else it was abandoned
             self._now = None
             self.owes = True
-        self._emit("not_written", trouble=str(error))
+        self.emit("not_written", trouble=str(error))

@@ -501,13 +501,9 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
         return f"Set AWS_CHECKSUM_ALGORITHM=sha256: this bucket demands a checksum with each write. It said: {said!r}"
     if status == "501":
         return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
-    if status in ("401", "403") or code in _WRONG_KEYS or _is_denied(text):
+    if status in ("401", "403") or code in _WRONG_KEYS or text.startswith("The operation lacked "):
         return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
     return ""
-
-
-def _is_denied(text: str) -> bool:
-    return text.startswith("The operation lacked ")
 
 
 def _keys_of(scheme: str) -> str:

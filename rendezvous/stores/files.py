@@ -31,12 +31,19 @@ import tempfile
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreGone, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.machine import name_in_files
 from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
-from rendezvous.stores.spares import LEAST, Spares, unfinished_prefix
+
+if TYPE_CHECKING:
+    from rendezvous.stores.spares import Spares
+
+LEAST = 1 << 20  # bytes from which on a spare file (spares.py) is faster than a new one
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -63,7 +70,12 @@ class FileStore:
         self._make = make
         self._first: tuple[int, int] | None = None  # device and inode of the folder that was opened first
         self._tmp = self.root / ".tmp"
-        self._spares = Spares(self._tmp)
+
+    @cached_property
+    def _spares(self) -> "Spares":
+        from rendezvous.stores.spares import Spares
+
+        return Spares(self._tmp)
 
     def put(self, key: str, body: Body) -> None:
         with self._temporary_file(key, body) as tmp, self._open_folder(key, make=True) as (folder, name):
@@ -178,7 +190,7 @@ class FileStore:
         size = body_bytes(body)
         with self._as_store_errors("write", key):
             self._make_tmp()
-            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished_prefix())
+            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=f"put-{name_in_files(os.getpid())}-")
             try:
                 if size >= LEAST and self._spares.reuse_file(size, tmp):
                     os.close(fd)

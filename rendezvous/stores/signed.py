@@ -21,11 +21,12 @@ objects can stop the run.  Beats are overwritten, so such a writer can restore a
 import hmac
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rendezvous import layout
+from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.digests import SHA256
@@ -54,16 +55,12 @@ def warn_on_stderr(event: str, **fields: Any) -> None:
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
 
-def _say_nothing(event: str, **fields: Any) -> None:
-    pass
-
-
 class VerifiedStore:
     """The records of a sealed run, each verified when it is read.   emit: called for records that are ignored."""
 
     digests = SHA256  # kind of the blobs' digests: a writer must not be able to make another blob with the same digest
 
-    def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+    def __init__(self, store: Readable, key: bytes, run: str, emit: Emit = warn_on_stderr) -> None:
         self.url = store.url
         self.emit = emit
         self._store = store
@@ -80,7 +77,7 @@ class VerifiedStore:
 
     def without_warnings(self) -> "VerifiedStore":
         """Return a store of the same run that ignores forged records without a report; used before a journal exists."""
-        return VerifiedStore(self._store, self._key, self._run, _say_nothing)
+        return VerifiedStore(self._store, self._key, self._run, no_emit)
 
     def get(self, key: str) -> bytes | None:
         body = self._store.get(key)
@@ -89,10 +86,11 @@ class VerifiedStore:
         record = verify_record(body, self._key, self._run, key)
         if record is not None:
             return record
-        if kind in _PASSED_OVER and key != layout.control_key(
-            0
-        ):  # without the first wishes one replica would be a quorum
-            self._pass_over(kind, key)
+        first = layout.control_key(0)  # without the first wishes one replica would be a quorum
+        if kind in _PASSED_OVER and key != first:
+            if key not in self._reported:
+                self._reported.add(key)
+                self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
             return VOID
         raise Forged(
             f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
@@ -106,23 +104,17 @@ class VerifiedStore:
     def list(self, prefix: str) -> list[str]:
         return self._store.list(prefix)
 
-    def _pass_over(self, kind: str, key: str) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
-            self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
-
 
 class SignedStore(VerifiedStore):
     """A store that seals the records that it writes and verifies those that it reads."""
 
-    def __init__(self, store: Store, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+    def __init__(self, store: Store, key: bytes, run: str, emit: Emit = warn_on_stderr) -> None:
         super().__init__(store, key, run, emit)
         self._bucket = store
 
     def put(self, key: str, body: Body) -> None:
-        self._bucket.put(
-            key, self._sign_if_record(key, body) if isinstance(body, Buffer) else body
-        )  # a Stream is a blob
+        signed = self._sign_if_record(key, body) if isinstance(body, Buffer) else body  # a Stream is a blob
+        self._bucket.put(key, signed)
 
     def create(self, key: str, body: Buffer) -> None:
         self._bucket.create(key, self._sign_if_record(key, body))

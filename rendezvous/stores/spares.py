@@ -19,12 +19,10 @@ import re
 import threading
 import weakref
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
-from rendezvous.machine import is_alive, machine_name, start_ticks
+from rendezvous.machine import is_alive, machine_name, name_in_files
 
-LEAST = 1 << 20  # bytes from which on a spare file is faster than a new one
 NAMES = 64
 FREE = 2
 _OWNER = re.compile(r"(\d+)\.([1-9]\d*)-")
@@ -77,25 +75,11 @@ class Spares:
             return
         self._pid = os.getpid()
         self._names.clear()
-        self._stem = f"{self._folder}/spare-{_process_name(self._pid)}-{os.urandom(4).hex()}-"
+        self._stem = f"{self._folder}/spare-{name_in_files(self._pid)}-{os.urandom(4).hex()}-"
         for start in (f"spare-{machine_name()}-", f"put-{machine_name()}-"):
             for path in self._folder.glob(f"{glob.escape(start)}*"):
                 if (owner := _OWNER.match(path.name, len(start))) and not is_alive(int(owner[1]), int(owner[2])):
                     _unlink_quietly(str(path))
-
-
-@cache
-def _process_name(pid: int) -> str:
-    """Return a name of this process that no other container or later process has.   pid: os.getpid()"""
-    return f"{machine_name()}-{pid}.{start_ticks(pid) or 0}"
-
-
-os.register_at_fork(after_in_child=_process_name.cache_clear)
-
-
-def unfinished_prefix() -> str:
-    """Return the prefix of the names of files that this process is writing.  They stay if it is killed."""
-    return f"put-{_process_name(os.getpid())}-"
 
 
 def _free_size(name: str) -> int | None:

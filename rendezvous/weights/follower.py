@@ -14,7 +14,7 @@ and all that depend on them.
 Not promised: the weights of every step.  The reader gets the newest available weights, and skips older ones.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import no_emit
+from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, WrongRun
 from rendezvous.records.digests import has_digest, required_digest_kind
-from rendezvous.records.records import Commit, Weights, WeightsPart, WireError
+from rendezvous.records.records import Commit, Weights, WeightsPart, decode_or_none
 from rendezvous.store import PatientStore, Store
 from rendezvous.stores.signed import open_signed
 from rendezvous.weights.patch import decode, digest_of_bits
@@ -87,7 +87,7 @@ class FollowedWeights:
 class WeightsFollower:
     """The weights of one reader.   emit("weights_refused", step=…, text=…): called for weights that are refused."""
 
-    def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
+    def __init__(self, store: Store, emit: Emit = no_emit) -> None:
         self._store = store
         self._emit = emit
         self._bits = np.empty(0, np.uint16)
@@ -134,11 +134,8 @@ class WeightsFollower:
 
     def _is_right(self, weights: Weights) -> bool:
         """Whether the commit after the weights names the same θ; True while there is none."""
-        body = self._store.get(layout.commit_key(weights.t))
-        try:
-            right = body is None or Commit.decode(body).base == weights.base
-        except WireError:
-            right = True  # the replicas report a bad commit
+        commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad one
+        right = commit is None or commit.base == weights.base
         if not right:
             self._refuse(weights, "their writer had another θ than the commit after them says")
         return right
@@ -235,7 +232,7 @@ def follow_weights(
     until: int | None = None,
     poll_s: float = 2.0,
     clock: Clock | None = None,
-    emit: Callable[..., None] = no_emit,
+    emit: Emit = no_emit,
 ) -> Iterator[FollowedWeights]:
     """Yield the newest weights of a run as they appear, and wait between them.
 

@@ -16,7 +16,6 @@ killed while it deletes old blobs, the others stay.
 """
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,7 @@ from rendezvous.background import Background, Emit, submit_reported
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.records.digests import digest, required_digest_kind
-from rendezvous.records.records import Weights, WeightsPart, WireError, new_nonce
+from rendezvous.records.records import Weights, WeightsPart, decode_or_none, new_nonce
 from rendezvous.records.state import ReplicatedState
 from rendezvous.store import Store, put_once
 from rendezvous.weights.patch import (
@@ -134,7 +133,11 @@ class WeightsWriter:
             self._take_fragment(state.arrays(f)[f"theta.{f}"], sum(sizes[:f]), found if parent else None)
         self._digest = digest_of_bits(self._bits)
         self._of, self._base = t, base
-        return None if found is None else self._finish(found)
+        if found is not None:
+            found.digest = self._digest
+            for at in range(0, len(self._bits), CHUNK) if not parent else ():
+                found.add(whole(self._bits[at : at + CHUNK], at))
+        return found
 
     def _has_parent(self, t: int) -> bool:
         """Whether the bucket has the weights of t−1 as this replica has them; else readers need an anchor.
@@ -156,17 +159,6 @@ class WeightsWriter:
             if found is not None:
                 found.add(changes_between(old, new, offset + at))
             old[:] = new
-
-    def _finish(self, found: _Found) -> _Found:
-        if not found.parent:
-            for changes in self._all():
-                found.add(changes)
-        found.digest = self._digest
-        return found
-
-    def _all(self) -> Iterator[Changes]:
-        for at in range(0, len(self._bits), CHUNK):
-            yield whole(self._bits[at : at + CHUNK], at)
 
     # ------------------------------------------------------------------ writing
 
@@ -210,29 +202,16 @@ class WeightsWriter:
 
 def read_weights(store: Any, t: int) -> Weights | None:
     """Return the manifest of θ_t's weights; None if there is none that can be read."""
-    body = store.get(layout.weights_key(t))
-    try:
-        found = None if body is None else Weights.decode(body)
-    except WireError:
-        return None
+    found = decode_or_none(Weights, store.get(layout.weights_key(t)))
     return found if found is not None and found.t == t else None
 
 
 def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
     """Return the blobs of the chain before the previous anchor.   t: step of an anchor that was just written."""
-    found = _chain_ends(lambda u: read_weights(store, u), t)
-    return [part.blob for weights in found for part in weights.parts]
-
-
-def _chain_ends(read: Callable[[int], Weights | None], t: int) -> list[Weights]:
-    """Return the weights of the chain before the last anchor before t.
-
-    They begin at the step before that anchor, and go back to the anchor before it.
-    """
-    found: list[Weights] = []
+    found: list[Weights] = []  # from the step before the previous anchor back to the anchor before that one
     anchors = 0
     for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):
-        weights = read(u)
+        weights = read_weights(store, u)
         if weights is None:
             continue
         if anchors == 1:
@@ -240,4 +219,4 @@ def _chain_ends(read: Callable[[int], Weights | None], t: int) -> list[Weights]:
         anchors += not weights.parent
         if anchors == 2:
             break
-    return found
+    return [part.blob for weights in found for part in weights.parts]

@@ -17,7 +17,7 @@ from time import thread_time
 import torch
 
 from rendezvous.codecs import NAMES, get_codec
-from rendezvous.codecs.kernels import load_kernels
+from rendezvous.codecs.pieces import load_kernels
 
 WANTED = {"bf16": 0.9, "int8": 0.36, "int4": 0.18}  # with a residual 0.7 of that
 CUDA_WANTED = {"int8": 0.5}

@@ -124,7 +124,7 @@ def test_a_foreign_beat_stops_nobody_from_hearing(clock: ManualClock) -> None:
     store.inner.put(layout.beat_key("r01"), FOREIGN)
     members.tick()
     write_control(store.inner, clock, stop=True)
-    members._clock.sleep(CONTROL_BEATS * FAST.beat)
+    members.clock.sleep(CONTROL_BEATS * FAST.beat)
     members.tick()
     assert members.wanted.stop and "r01" not in members.peers
 

@@ -14,8 +14,8 @@ from diloco.runlog.scope import STATUS
 from diloco.views.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
 from executors.supervision.notices import remarks
 from rendezvous import layout
-from rendezvous.agreement.membership import decode_or_none, write_control
-from rendezvous.records.records import Beat, Offer
+from rendezvous.agreement.membership import write_control
+from rendezvous.records.records import Beat, Offer, decode_or_none
 from tests.diloco.test_report import T0, Bucket, killed_and_replaced
 from tests.support.long_run import STEP_S, long_run
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rendezvous.codecs import NAMES, Codec, choose_codec, get_codec, nominal_ratio
-from rendezvous.codecs.choose import sync_seconds
+from rendezvous.codecs import NAMES, get_codec
+from rendezvous.codecs.choose import choose_codec, nominal_ratio, sync_seconds
+from rendezvous.codecs.codec import Codec
 from rendezvous.codecs.gate import _encode_gaps, _from_gaps
-from rendezvous.codecs.kernels import load_kernels
-from rendezvous.codecs.pieces import Outbox
+from rendezvous.codecs.pieces import Outbox, load_kernels
 from rendezvous.errors import BadDelta, Corrupt
 
 ROOT = Path(__file__).parents[2]
@@ -280,7 +280,7 @@ def test_accumulate_is_multiply_then_add(name: str, first: bool) -> None:
     term = w * decoded(get_codec(name), body, n)
     expected = total.copy()
     expected[100:-100] = term if first else expected[100:-100] + term
-    get_codec(name).accumulate(body, 1 / 3, total, first, 100, n + 100)
+    get_codec(name).accumulate(body, 1 / 3, total[100:-100], first)
     assert total.tobytes() == expected.tobytes()
 
 
@@ -292,7 +292,7 @@ def test_ranges_are_bytes_of_the_whole(name: str) -> None:
         a, b = c.byte_range(start, stop)
         assert decoded(c, body[a:b], stop - start).tobytes() == whole[start:stop].tobytes()
         total = np.zeros(n, np.float32)
-        c.accumulate(body[a:b], 1.0, total, True, start, stop)
+        c.accumulate(body[a:b], 1.0, total[start:stop], True)
         assert total[start:stop].tobytes() == whole[start:stop].tobytes() and not total[:start].any()
     if c.align > 1:
         with pytest.raises(ValueError, match="multiples of"):
@@ -389,7 +389,7 @@ from rendezvous.codecs import NAMES, get_codec, pieces
 
 torch.set_num_threads(1)
 if 'one pass' not in sys.argv[2:]:
-    pieces.fused = lambda name, kind: None
+    pieces.load_kernels = lambda name, kind: None
 r = np.random.default_rng(0)
 x = (r.standard_normal(600_000) * 10.0 ** r.integers(-42, 30, 600_000)).astype('f')
 for name in NAMES:
@@ -655,7 +655,7 @@ def test_sync_time_is_the_formula() -> None:
 
 
 def test_names_and_choice_are_free_of_torch() -> None:
-    used = "import rendezvous.codecs as c; c.choose_codec(9, 2, 1, 1, 1); c.nominal_ratio('int8'); import sys"
+    used = "import rendezvous.codecs.choose as c; c.choose_codec(9, 2, 1, 1, 1); c.nominal_ratio('int8'); import sys"
     run_python(f"{used}; assert 'torch' not in sys.modules")
 
 

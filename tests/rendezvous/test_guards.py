@@ -212,13 +212,13 @@ def test_a_part_that_its_shards_do_not_give_is_neither_used_nor_put_back() -> No
     store, n = MemoryStore(), 5000
     commit, _, rules = commit_of(store, "fp32", n, 3, 3)
     reducer, out = Reducer(store, SystemClock(), no_emit, rules), np.empty(n, np.float32)
-    part = reducer.split_into_parts(commit, n)[1]
-    reducer.announcements.announce(commit.t, 1, reducer.make_part(commit, part, out))
+    part = reducer.parts.split(commit, n)[1]
+    reducer.announcements.announce(commit.t, 1, reducer.parts.make(commit, part, out))
     record = Mean.decode(store.get(layout.mean_key(0, 1)) or b"")
     store.put(layout.mean_key(0, 1), replace(record, digest=digest(b"something else")).encode())
     good = store.get(record.blob)
     with pytest.raises(Corrupt, match="part 1 was announced with other bits than its shards give"):
-        reducer.take_part(commit, 1, part, out)
+        reducer.parts.take(commit, 1, part, out)
     assert store.get(record.blob) == good
 
 
@@ -607,7 +607,7 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
             c.rv.own_blobs.mend(mine)
         rest(wait, normal)
 
-    a.rv._averager._sharded_mean._pause = later
+    a.rv._averager._sharded_mean.pause = later
     a.rv.mean(commit, out)
     assert out.tolist() == [1.0] * 3 and len(rests) > 2
 

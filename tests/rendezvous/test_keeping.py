@@ -14,8 +14,10 @@ from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.engine.rendezvous import Rendezvous, no_emit
 from rendezvous.keeping.budget import (
+    RETRY,
     Kept,
     Sizes,
+    SnapshotPace,
     Window,
     choose_kept,
     largest_window,
@@ -25,7 +27,6 @@ from rendezvous.keeping.budget import (
 )
 from rendezvous.keeping.garbage import Collector
 from rendezvous.keeping.reach import Reach, read_reach
-from rendezvous.keeping.snapshot_pace import RETRY, SnapshotPace
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit, Listed, Mean
 from rendezvous.records.tensors import TensorFile
@@ -127,7 +128,7 @@ def test_a_mean_has_the_parts_that_have_shards(owners: int, shards: int) -> None
     made = replace(commit(7, one), mode="sharded", owners=names)
     rules = Rules(shard_from=1, shard_elements=2)
     reducer = Reducer(MemoryStore(), ManualClock(), no_emit, rules)
-    assert parts_of(made) == [j for j, part in enumerate(reducer.split_into_parts(made, 2 * shards)) if part]
+    assert parts_of(made) == [j for j, part in enumerate(reducer.parts.split(made, 2 * shards)) if part]
 
 
 # ---------------------------------------------------------------------- when a snapshot is due
@@ -370,18 +371,18 @@ def test_a_reader_whose_bodies_go_while_it_reads_takes_the_mean_that_was_announc
     assert made is not None and made.mode == "sharded"
     sums, elements = [np.empty(3, np.float32) for _ in range(2)], 3
     reader, others = Reducer(store, clock, no_emit, rules), Reducer(store, clock, no_emit, rules)
-    looked = reader.take_part
+    looked = reader.parts.take
 
     def take_part(*asked: object) -> bool:
         if (found := looked(*asked)) or store.get(layout.mean_key(0, 0)) is not None:  # type: ignore[arg-type]
             return found
-        for j, part in enumerate(others.split_into_parts(made, elements)):
+        for j, part in enumerate(others.parts.split(made, elements)):
             if part:
-                others.announcements.announce(made.t, j, others.make_part(made, part, sums[0]))
+                others.announcements.announce(made.t, j, others.parts.make(made, part, sums[0]))
         store.delete([o.blob for o in made.offers])
         return False
 
-    reader.take_part = take_part  # type: ignore[method-assign]
+    reader.parts.take = take_part  # type: ignore[method-assign]
     reader.mean(made, sums[1])
     assert sums[0].tolist() == sums[1].tolist() == [1, 2, 3]
 

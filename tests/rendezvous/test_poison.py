@@ -16,8 +16,7 @@ from rendezvous.background import at_once, in_turn
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
 from rendezvous.errors import Corrupt
-from rendezvous.means.body_checks import divide_by_weight, is_valid_body, zero_non_finite
-from rendezvous.means.reduce import Reducer
+from rendezvous.means.reduce import Reducer, divide_by_weight, is_valid_body, zero_non_finite
 from rendezvous.records.digests import digest
 from rendezvous.records.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid
@@ -216,9 +215,9 @@ def test_a_body_that_goes_while_another_is_left_out_is_missed_not_averaged(name:
     body[:4] = 0xFF
     commit = poisoned(store, commit, 0, body, name, n)
     reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.full(n, np.nan, np.float32)
-    part = next(p for p in reducer.split_into_parts(commit, n) if p)
+    part = next(p for p in reducer.parts.split(commit, n) if p)
     with pytest.raises(Corrupt, match=r"blob/1 is missing"):
-        reducer.make_part(commit, part, out)
+        reducer.parts.make(commit, part, out)
 
 
 def test_bytes_that_no_encoder_writes_are_left_out_of_what_cannot_be_cut(clock: ManualClock) -> None:

@@ -76,16 +76,16 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     else:  # the mean is written by the codec once more
         assert np.abs(one - two).max() <= 1.01 * np.abs(one).max() / {"bf16": 256, "int8": 254, "int4": 14}[codec]
     three = np.empty(n, np.float32)
-    for j, part in enumerate(reducer.split_into_parts(commit, n)):
-        reducer.announcements.announce(commit.t, j, reducer.make_part(commit, part, three))
+    for j, part in enumerate(reducer.parts.split(commit, n)):
+        reducer.announcements.announce(commit.t, j, reducer.parts.make(commit, part, three))
     again = np.empty(n, np.float32)
-    assert all(reducer.take_part(commit, j, part, again) for j, part in enumerate(reducer.split_into_parts(commit, n)))
+    assert all(reducer.parts.take(commit, j, part, again) for j, part in enumerate(reducer.parts.split(commit, n)))
     assert two.tobytes() == three.tobytes() == again.tobytes(), "computed, announced and fetched are the same bits"
-    parts = reducer.split_into_parts(commit, n)
+    parts = reducer.parts.split(commit, n)
     audited, read = np.empty(n, np.float32), np.empty(n, np.float32)
-    for j, body in reducer.parts_of_bodies(commit, audited):
+    for j, body in reducer.parts.make_all(commit, audited):
         assert body.tobytes() == store.get(announced_blob(reducer, commit, j)), "an audit computes what was announced"
-    assert reducer.read_announced_parts(commit, read) is None
+    assert reducer.parts.read_announced(commit, read) is None
     assert audited.tobytes() == read.tobytes() == two.tobytes()
     assert len(parts) == owners
     assert [(s.start, s.stop) for part in parts for s in part] == shard_grid(
@@ -102,7 +102,7 @@ def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
         reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.empty(n, np.float32)
         if not kernels:
             reducer._one_pass = None
-        parts = [reducer.make_part(commit, part, out).tobytes() for part in reducer.split_into_parts(commit, n)]
+        parts = [reducer.parts.make(commit, part, out).tobytes() for part in reducer.parts.split(commit, n)]
         written.append([*parts, out.tobytes()])
     assert written[0] == written[1]
 
@@ -147,13 +147,13 @@ def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
     reducer = Reducer(store, SystemClock(), lambda event, **_: told.append(event), rules)
     good = np.empty(n, np.float32)
     reducer.mean(commit, good)
-    parts = reducer.split_into_parts(commit, n)
-    reducer.announcements.announce(commit.t, 1, reducer.make_part(commit, parts[1], good))
+    parts = reducer.parts.split(commit, n)
+    reducer.announcements.announce(commit.t, 1, reducer.parts.make(commit, parts[1], good))
     (blob,) = [k for k in store.list("steps/") if k.endswith(".bin")]
     body = store.get(blob) or b""
     store.put(blob, bytes(len(body)))
     out = np.zeros(n, np.float32)
-    assert reducer.take_part(commit, 1, parts[1], out) and not reducer.take_part(commit, 0, parts[0], out)
+    assert reducer.parts.take(commit, 1, parts[1], out) and not reducer.parts.take(commit, 0, parts[0], out)
     assert store.get(blob) == body and "repaired" in told
     start, stop = parts[1][0].start, parts[1][-1].stop
     assert out[start:stop].tobytes() == good[start:stop].tobytes()
@@ -230,7 +230,7 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
     reducer = Reducer(MemoryStore(), clock, lambda *_, **__: None, rules)
     sharer = ShardedMean(clock, reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
     for taken in seconds:
-        reducer.make_part = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
+        reducer.parts.make = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
         reducer.announcements.announce = lambda *_: None  # type: ignore[method-assign]
         sharer._make_part(commit, 1, [Shard(0, 0, 1)], np.zeros(1, np.float32), None, 0.0)
     sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # nor is a part without shards a measure
@@ -271,7 +271,7 @@ def test_a_sample_is_with_the_owner_of_its_part_alone() -> None:
     commit, _, rules = commit_of(store, "int8", n, 3, 2)
     for j, has in ((0, True), (1, False)):
         reducer = sampling_reducer(store, rules, at_once, 10, 500)
-        reducer.make_part(commit, reducer.split_into_parts(commit, n)[j], np.empty(n, np.float32))
+        reducer.parts.make(commit, reducer.parts.split(commit, n)[j], np.empty(n, np.float32))
         assert (reducer.sample.take(commit) is not None) is has
 
 

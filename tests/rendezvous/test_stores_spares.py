@@ -14,8 +14,8 @@ import pytest
 from rendezvous.errors import StoreFull
 from rendezvous.machine import machine_name, start_ticks
 from rendezvous.stores import files
-from rendezvous.stores.files import FileStore
-from rendezvous.stores.spares import FREE, LEAST, NAMES
+from rendezvous.stores.files import LEAST, FileStore
+from rendezvous.stores.spares import FREE, NAMES
 
 
 def body(fill: int, size: int = LEAST) -> bytes:

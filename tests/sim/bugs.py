@@ -151,8 +151,8 @@ def no_heal(rv: Any, upto: int | None = None) -> None:
 
 
 def skips_gaps(replay: Any, upto: int | None = None) -> Iterator[Any]:
-    while (upto is None or replay.step < upto) and (commit := replay._chain.read(replay.step)) is not None:
-        if replay._store.get(layout.commit_key(replay.step + 1)) is None:
+    while (upto is None or replay.step < upto) and (commit := replay.chain.read(replay.step)) is not None:
+        if replay.store.get(layout.commit_key(replay.step + 1)) is None:
             replay._apply(commit)
         replay.step += 1
         yield commit
@@ -171,14 +171,14 @@ def offer_first() -> Iterator[None]:
 
     def later(blobs: Any, *args: Any) -> Any:
         puts: list[Any] = []
-        with patch.object(blobs._store, "put", lambda *call: puts.append(call)):
-            blobs._store._owed = puts
+        with patch.object(blobs.store, "put", lambda *call: puts.append(call)):
+            blobs.store._owed = puts
             return upload(blobs, *args)
 
     def then(book: Any, mine: Any) -> Any:
         stands = announce(book, mine)
-        for call in book._store._owed:
-            book._store.put(*call)
+        for call in book.store._owed:
+            book.store.put(*call)
         return stands
 
     with patch.object(OwnBlobs, "upload", later), patch.object(OfferBook, "announce", then):
@@ -187,7 +187,7 @@ def offer_first() -> Iterator[None]:
 
 def one_look(book: Any, s: int, slot: str) -> Any:
     if (s, slot) not in book._offers:
-        body = book._store.get(layout.offer_key(s, slot, 0))
+        body = book.store.get(layout.offer_key(s, slot, 0))
         if body is not None:
             book._count_if_eligible(records.Offer.decode(body))
     return book._offers.get((s, slot))
@@ -195,7 +195,7 @@ def one_look(book: Any, s: int, slot: str) -> Any:
 
 def one_attempt(book: Any, mine: Any) -> Any:
     key = layout.offer_key(mine.step, mine.slot, 0)
-    if offers.put_once(book._store, book._clock, key, mine.encode())[0]:
+    if offers.put_once(book.store, book.clock, key, mine.encode())[0]:
         book._offers[mine.step, mine.slot] = mine
     return mine
 
@@ -237,7 +237,7 @@ def moved_snapshot() -> Iterator[None]:
     """The unread rest of θ_t is stepped under the reader's hands, and the writer does not check the bytes it read."""
 
     def trusts(writer: Any, writing: Any) -> None:
-        writer._store.put(writing.mine.blob, writing.file)
+        writer.store.put(writing.mine.blob, writing.file)
 
     with (
         patch.object(LiveFile, "release_fragment", lambda file, fragment: 0),
@@ -303,7 +303,7 @@ def residual_taken_back() -> Iterator[None]:
 
 
 def announces_the_callers_memory(averager: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
-    return lambda: averager._reducer.announcements.announce(commit.t, 0, mean)
+    return lambda: averager.reducer.announcements.announce(commit.t, 0, mean)
 
 
 def one_buffer(reader: Any, listed: Any, group: Any, mine: Any, *, one_by_one: bool) -> list[Any]:
@@ -353,8 +353,8 @@ def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
 def announces_again(announcements: Any, t: int, j: int, body: np.ndarray) -> None:
     n = records.new_nonce()
     record = records.Mean(t, layout.mean_blob(t, n), body.nbytes, digest(body.tobytes()), n)
-    announcements._store.put(record.blob, body.tobytes())
-    announcements._store.put(layout.mean_key(t, j), record.encode())
+    announcements.store.put(record.blob, body.tobytes())
+    announcements.store.put(layout.mean_key(t, j), record.encode())
 
 
 def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> tuple[int, Any]:
@@ -383,11 +383,11 @@ def a_snapshot_early(keys: Any, kind: str, below: int) -> list[str]:
 
 def waits_for_all(*, fresh: Any, expected_slots: set[str], peers: Any, timing: Any, **_: Any) -> dict[str, str]:
     """Wait for ever for every replica that beats."""
-    return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].dead(timing.dead_after)}
+    return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].is_dead(timing.dead_after)}
 
 
 def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
-    return dict(closer._chain.fence_before(closer.step))
+    return dict(closer.chain.fence_before(closer.offers.step))
 
 
 def sharded(seed: int) -> Schedule:
@@ -548,7 +548,7 @@ BUGS: dict[str, Bug] = {
         attr(rendezvous, "write_theta_0", founds_again), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "no record is passed over": Bug(
-        attr(membership, "decode_or_none", lambda kind, body: kind.decode(body)),
+        attr(membership, "decode_or_none", lambda kind, body: None if body is None else kind.decode(body)),
         scribbled,
         without=lambda s: replace(s, malformed=0.0),
     ),

@@ -87,7 +87,7 @@ def _grid(n: int, align: int, least: int, owners: int) -> dict[str, Any]:
     ranges = shard_grid(n, align, least)
     name = {1: "fp32", 512: "int4", 1024: "int8"}[align]
     reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, Rules(codec=name, shard_elements=least))
-    parts = reducer.split_into_parts(commit_of([f"r{i:02d}" for i in range(owners)]), n)
+    parts = reducer.parts.split(commit_of([f"r{i:02d}" for i in range(owners)]), n)
     shape = {"elements": n, "align": align, "least": least, "shard": ranges[0][1], "shards": len(ranges)}
     return {**shape, "owners": owners, "parts": [len(part) for part in parts]}
 

@@ -1,7 +1,7 @@
 /* One piece of a codec in one pass over memory.      x, e ─▶ s = x + e ─▶ rows,  e ← s − unpack(rows),  ‖x‖²
                                                       rows ─▶ v ─▶ total ← fl(total + fl(w·v))
                                               many rows ─▶ mean ─▶ rows of the mean ─▶ what they say
-   The arithmetic is that of blocks.py and dense.py, rounding by rounding; compile with -ffp-contract=off.
+   The arithmetic is that of rows.py, rounding by rounding; compile with -ffp-contract=off.
    Each function returns 0, or 1 for what encode must refuse and for rows that no encoder wrote. */
 
 #include <stdint.h>

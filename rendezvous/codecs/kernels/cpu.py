@@ -24,9 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rendezvous.codecs.blocks import Int4, Int8, largest_scale
-from rendezvous.codecs.dense import Bf16, Fp32
-from rendezvous.codecs.rows import RowFormat, pad_to_rows
+from rendezvous.codecs.rows import Bf16, Fp32, Int4, Int8, RowFormat, largest_scale, pad_to_rows
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

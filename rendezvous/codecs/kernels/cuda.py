@@ -5,8 +5,8 @@
     x, e ─▶ s = x + e ─▶ scale, codes ─▶ rows        rows ─▶ v = fl(scale·code) ─▶ total += fl(w·v)
        e ◀── s − fl(scale·code)
 
-The arithmetic is that of blocks.py, operation by operation: no fused multiply-add, and division rounded as in IEEE 754.
-So bodies, residuals and decoded values have the same bits as on a CPU.  blocks.py shows the formats.
+The arithmetic is that of rows.py, operation by operation: no fused multiply-add, and division rounded as in IEEE 754.
+So bodies, residuals and decoded values have the same bits as on a CPU.  rows.py shows the formats.
 
 Not promised: kernels without Triton; torch's operations then do the same.  Not yet run on a GPU: checked only in
 Triton's interpreter.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rendezvous.codecs.blocks import largest_scale
+from rendezvous.codecs.rows import largest_scale
 
 _LEVELS = {"int8": 127, "int4": 7}
 _PER_ROW = {"int8": 1024, "int4": 512}

@@ -184,28 +184,23 @@ class Wire:
 
     def _ask_once(self, method: str, message: str, *, absent: bool = False, **fields: Any) -> Any:
         """Return the answer; with `absent`, None for a missing object.   Raise StoreRefused or StoreUnclear."""
-        self._check_process()
-        try:
-            return self._ask(method, getattr(self._pb, message)(**fields))
-        except Exception as error:  # errors of the client, of gRPC, of the system
-            if absent and type(error).__name__ == "NotFoundError":
-                return None
-            raise explain_error(f"{method} on {self.name}", error) from None
+        return self._send(self._ask, method, message, absent, fields)
 
     def _ask_stream(self, method: str, message: str, **fields: Any) -> list[Any]:
-        self._check_process()
-        try:
-            return self._stream(method, getattr(self._pb, message)(**fields))
-        except Exception as error:
-            if type(error).__name__ == "NotFoundError":
-                return []
-            raise explain_error(f"{method} on {self.name}", error) from None
+        """Return the parts of the answer, [] for a missing object.   Raise StoreRefused or StoreUnclear."""
+        return self._send(self._stream, method, message, True, fields) or []
 
-    def _check_process(self) -> None:
+    def _send(self, ask: Any, method: str, message: str, absent: bool, fields: dict[str, Any]) -> Any:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"modal://{self.name} was opened in process {self._pid}; after a fork, open it again or use spawn"
             )
+        try:
+            return ask(method, getattr(self._pb, message)(**fields))
+        except Exception as error:  # errors of the client, of gRPC, of the system
+            if absent and type(error).__name__ == "NotFoundError":
+                return None
+            raise explain_error(f"{method} on {self.name}", error) from None
 
 
 # ---------------------------------------------------------------------- the client's connection
