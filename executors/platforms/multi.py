@@ -12,11 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from executors.platforms import EXECUTORS
-from executors.platforms.base import (
-    ExecutorError,
-    FleetExecutor,
-    load_name,
-)
+from executors.platforms.base import ExecutorError, FleetExecutor, load_name
 from executors.platforms.places import Place, checked_place, places_of
 
 # Modules that a replica imports: the fork server imports them once.  The replica itself reports a missing module.

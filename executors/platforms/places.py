@@ -13,10 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from executors.platforms.base import (
-    ExecutorError,
-    Plain,
-)
+from executors.platforms.base import ExecutorError, Plain
 from rendezvous import layout
 from rendezvous.records.schema import Within, from_json
 

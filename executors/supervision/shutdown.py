@@ -85,11 +85,7 @@ class Patience:
 
 
 def stop_run(
-    store: Store,
-    clock: Clock,
-    grace_s: float | None,
-    say: Callable[[str], None],
-    executor: FleetExecutor | None = None,
+    store: Store, clock: Clock, grace_s: float | None, say: Callable[[str], None], executor: FleetExecutor | None = None
 ) -> list[End]:
     """Ask all replicas to leave, wait, end the rest, look again; return an End per slot, launch and supervisor.
 

@@ -32,14 +32,7 @@ from diloco.run.record import Run, read_run
 from diloco.runlog.ends import end_words
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
-from executors.platforms.base import (
-    REPLICA,
-    ExecutorError,
-    FleetExecutor,
-    Handle,
-    Unavailable,
-    require_fleet,
-)
+from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.multi import build_executor
 from executors.platforms.places import former_places, places_of
@@ -367,13 +360,7 @@ class Supervisor:
         newest = newest_claim(self.run.store, state.slot)
         number = 2 + max(state.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # the replica claimed at the same moment: the next tick fences that claim
-            claim(
-                self.run.store,
-                self.clock,
-                state.slot,
-                host=f"{SUPERVISOR}/{state.slot}.{number}",
-                pid=os.getpid(),
-            )
+            claim(self.run.store, self.clock, state.slot, host=f"{SUPERVISOR}/{state.slot}.{number}", pid=os.getpid())
             assert state.handle is not None
             self.emit("fenced_off", slot=state.slot, attempt=state.handle.attempt, why=why)
             self.slots.replaced[state.handle] = self.clock.now()

@@ -35,16 +35,7 @@ from typing import Any
 from diloco.process import processes
 from diloco.process.own_files import make_private, write_json
 from diloco.units import dollars
-from executors.platforms.base import (
-    ExecutorError,
-    Handle,
-    Refused,
-    ReplicaSpec,
-    State,
-    Status,
-    Unavailable,
-    short_name,
-)
+from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable, short_name
 from executors.platforms.executor import Executor
 from executors.platforms.machine.full_disk import launches_wait
 from executors.platforms.machine.logfile import LogFile

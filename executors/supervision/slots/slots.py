@@ -44,13 +44,7 @@ class Slots:
     limits: the pauses after failures of the reward."""
 
     def __init__(
-        self,
-        run: Run,
-        executor: FleetExecutor,
-        clock: Clock,
-        fresh_s: float,
-        emit: Callable[..., None],
-        limits: Limits,
+        self, run: Run, executor: FleetExecutor, clock: Clock, fresh_s: float, emit: Callable[..., None], limits: Limits
     ) -> None:
         self.run = run
         self.executor = executor
