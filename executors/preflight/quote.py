@@ -21,8 +21,7 @@ from diloco.run.record import Run, read_run
 from diloco.units import dollars
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.platforms.multi import build_executor
-from executors.platforms.places import Place, are_places, place_of, places_of
+from executors.platforms.places import Place, are_places, build_executor, place_of, places_of
 from executors.preflight.request import BudgetWish, PlaceWish, StartRequest
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal

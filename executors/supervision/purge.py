@@ -8,7 +8,7 @@ On Modal these are the app (which costs nothing and has no containers) and the r
 Not promised: the removal of images, secrets and weights, which other runs may use.
 """
 
-from executors.platforms.multi import build_executor
+from executors.platforms.places import build_executor
 from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.store import Store
 

@@ -7,7 +7,7 @@
 
     python -m executors.supervision.supervisor RUN_URL         `diloco train --detach` starts this, on any machine
 
-All its state is in the bucket: the replicas' places (platforms/multi.py), each slot's failures (slot_state.py) and
+All its state is in the bucket: the replicas' places (platforms/places.py), each slot's failures (slot_state.py) and
 the costs (costs.py).  So it may be killed and started again on any machine, at any time, and the replicas of a
 detached run do not notice.
 
@@ -33,17 +33,15 @@ from diloco.runlog.ends import end_words
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
-from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
-from executors.platforms.multi import build_executor
-from executors.platforms.places import former_places, places_of
+from executors.platforms.places import PRELOAD as PRELOAD  # for supervisors in a process of their own
+from executors.platforms.places import build_executor, former_places, places_of
 from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
-from executors.supervision.looks import Looks
+from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
-from executors.supervision.records_watch import RecordsWatch
 from executors.supervision.slots.plan import (
     Action,
     Cancel,

@@ -174,7 +174,7 @@ def test_an_sdk_that_is_not_installed_is_named_with_its_extra(config, executor, 
     url = config.parent / "run" if executor == "slurm" else "s3://bucket/run"
     options = {"cluster": "local"} if executor == "slurm" else {}
     code = (
-        "from executors.platforms.multi import Place, build_executor\n"
+        "from executors.platforms.places import Place, build_executor\n"
         "from executors.platforms.base import ReplicaSpec\n"
         f"build_executor([Place({executor!r}, options={options!r})])"
         f".launch_replicas([ReplicaSpec({str(url)!r}, 'r00')])"

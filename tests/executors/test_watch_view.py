@@ -23,6 +23,7 @@ from diloco.runlog.scope import COSTS
 from diloco.views.overview import OLD_SESSIONS, MetricCurve, SessionRow, overview
 from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
+from executors.cli.looking.lines import key_values
 from executors.cli.watch import actions as watch_actions
 from executors.cli.watch import words
 from executors.cli.watch.app import WatchApp
@@ -30,7 +31,6 @@ from executors.cli.watch.looks import Picture, RunLooks, with_beats_as_read
 from executors.cli.watch.run import check_textual, write_lines
 from executors.cli.watch.windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import StoreUnclear

@@ -83,8 +83,7 @@ def _stop(args: Namespace) -> Answer:
 
 
 def _stop_all(args: Namespace) -> Answer:
-    from executors.platforms.multi import make_executor
-    from executors.platforms.places import Place
+    from executors.platforms.places import Place, make_executor
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):

@@ -23,8 +23,8 @@ from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, read_report
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
-from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import process_folder
+from executors.platforms.places import build_executor
 from executors.preflight.quote import slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.lease import supervisor_of

@@ -26,8 +26,8 @@ from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
-from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import make_process_folder
+from executors.platforms.places import build_executor
 from executors.supervision import lease
 from executors.supervision.hosted import start_hosted
 from executors.supervision.lease import Lease, Supervised

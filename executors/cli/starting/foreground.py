@@ -22,7 +22,7 @@ from diloco.runlog.scope import STATUS
 from diloco.units import duration
 from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for
-from executors.platforms.multi import build_executor
+from executors.platforms.places import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor

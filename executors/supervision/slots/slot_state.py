@@ -16,8 +16,7 @@ from typing import Any
 from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
-from executors.supervision.slots.plan import Holder, Observation
-from executors.supervision.slots.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
+from executors.supervision.slots.plan import NO_STRIKES, Holder, Observation, SessionEnd, Strikes, count_end
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat
 from rendezvous.records.schema import from_json

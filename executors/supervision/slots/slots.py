@@ -21,7 +21,7 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.outage import Outages, launch_name
-from executors.supervision.slots.plan import Limits, Observation
+from executors.supervision.slots.plan import Limits, Observation, SessionEnd, count_end
 from executors.supervision.slots.slot_state import (
     BLAMELESS,
     History,
@@ -32,7 +32,6 @@ from executors.supervision.slots.slot_state import (
     is_from_launch,
     past,
 )
-from executors.supervision.slots.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the slot of the publisher, which is not a replica: it writes θ₀ into the bucket
