@@ -32,8 +32,7 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.platforms.places import Place, build_executor
-from executors.preflight.quote import fitted_places, wanted_places
-from executors.preflight.request import PlaceWish
+from executors.preflight.quote import PlaceWish, fitted_places, wanted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
