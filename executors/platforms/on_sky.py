@@ -38,10 +38,9 @@ from executors.platforms.base import (
 from executors.platforms.container import read_end, replica_lines, with_times
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
-from executors.platforms.machine.full_disk import launches_wait
 from executors.platforms.packages.vllm_pins import check_command
 from executors.platforms.packages.wheel import left_out, pack_code
-from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
+from executors.platforms.platform import NotStarted, answer_or_error, launches_wait, missing_secret
 from rendezvous.clock import Clock
 
 NAME = "sky"

@@ -5,6 +5,8 @@
 
 Every platform implements these six.  The other methods have defaults that fit most platforms.
 
+    room_for(folder), launches_wait("…") ──▶ Unavailable     a full disk: a process without room would die; launch later
+
     class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a complete example
 
 Not promised: an order between calls of the methods, except that a process was submitted, here or by another launcher,
@@ -12,15 +14,22 @@ before the other methods get its handle.
 """
 
 import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
+from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.output import FULL
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status, Unavailable
 
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
+
+CARD = b" " * 4096  # a process file and the first lines of its log
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,10 @@ class Platform(ABC):
         """Return more lines of a plan, about all specs together."""
         return ()
 
+    def nameless_run(self) -> str:
+        """Return a URL for a new run in the short form; "" for one of the usual form."""
+        return ""
+
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         """Return a handle for a spec without a process."""
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
@@ -147,3 +160,30 @@ def missing_secret(spec: ReplicaSpec) -> str:
     """Return an error text for a secret of the spec that is not an environment variable here, or ""."""
     missing = [name for name in spec.secrets if name not in os.environ]
     return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch" if missing else ""
+
+
+def room_for(folder: Path) -> None:
+    """Raise Unavailable if `folder` has no room for the files of a process."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(CARD)
+    except OSError as error:
+        if error.errno in FULL:
+            raise no_launch(error, "the processes' files", str(folder)) from error
+
+
+@contextmanager
+def launches_wait(what: str) -> Iterator[None]:
+    """Raise Unavailable if a launch finds no space for `what`.  It is launched later, and no replica is blamed."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise no_launch(error, what) from error
+        raise
+
+
+def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
+    """Return the error that says why nothing is launched now.   folder: the full one, if `error` names no file."""
+    words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
+    return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")

@@ -283,7 +283,7 @@ class ModalExecutor(Executor):
                 ask_patiently(lambda: sdk().Dict.objects.delete(name), self._clock)
                 removed.append(f"removed the dict {name} from Modal, which said what was launched")
         self._apps.forget(run)
-        self.forget(run)
+        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
         return removed
 
     def close(self) -> None:

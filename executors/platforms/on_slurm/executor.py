@@ -37,7 +37,6 @@ from diloco.process.own_files import make_private, write_json
 from diloco.units import dollars
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable, short_name
 from executors.platforms.executor import Executor
-from executors.platforms.machine.full_disk import launches_wait
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_slurm.job import (
     CANCELLED,
@@ -53,7 +52,7 @@ from executors.platforms.on_slurm.job import (
     was_cancelled,
     written_end,
 )
-from executors.platforms.platform import NotStarted, missing_secret
+from executors.platforms.platform import NotStarted, launches_wait, missing_secret
 from rendezvous.clock import Clock
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name

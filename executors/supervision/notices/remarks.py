@@ -4,10 +4,16 @@
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
     newest warnings, notes of replicas ─────────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
 
-Not promised: all messages; `remark_lines` returns only the most urgent.
+A replica's event that its own disk was full is hidden once the replica has joined.  A heartbeat cannot say that the
+run's disk is full, as there is no room for one: `full_words` looks.
+
+Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `remark_lines`
+returns only the most urgent.
 """
 
+import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from diloco.events import WARNINGS, event_text
 from diloco.runlog.reader import Report
@@ -15,7 +21,6 @@ from diloco.runlog.summary import solo_words
 from diloco.views.overview import silent_s
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
-from executors.platforms.machine.full_disk import found_room, full_words
 from executors.supervision.money.bills import costs
 from executors.supervision.notices.reward_waits import reward_waits
 from executors.supervision.outage import open_outages
@@ -23,6 +28,30 @@ from executors.supervision.slots.unserved import unserved
 from rendezvous.records.records import Beat
 
 MOST_LINES = 8
+LEAST = 64 << 10  # bytes of a disk; with fewer, not even heartbeats and logs can be written reliably
+
+
+def full_words(url: str) -> str:
+    """Return a warning if the run is a folder of this machine and its disk is full; else ""."""
+    scheme, colon, rest = url.partition("://")
+    if colon and scheme != "file":
+        return ""
+    try:
+        disk = os.statvfs(rest if colon else url)
+    except OSError:
+        return ""
+    free = disk.f_bavail * disk.f_frsize
+    if free >= LEAST or disk.f_blocks == 0:
+        return ""
+    size = disk.f_blocks * disk.f_frsize
+    return f"the run's disk is full ({free} bytes left of {size / 1e6:.0f} MB): all wait; free some, they go on"
+
+
+def found_room(event: Mapping[str, Any], report: Report) -> bool:
+    """Whether the event says that a replica's own disk was full, and that replica has joined or ended since."""
+    if event["event"] != "disk_full":
+        return False
+    return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.sessions)
 
 
 def disk_full(report: Report, now: float) -> list[Trouble]:
@@ -96,6 +125,3 @@ def remark_lines(report: Report, now: float) -> list[str]:
 
 def is_listening(beat: Beat, report: Report, now: float) -> bool:
     return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
-
-
-# -------------------------------------------------------------------- an event as a line
