@@ -16,7 +16,7 @@ from diloco.process.host import host_words
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import duration
 from diloco.views.overview import silent_s
-from executors.supervision import lease
+from executors.supervision.lease import still_holding
 from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import Clock
 from rendezvous.records.records import Beat
@@ -32,22 +32,20 @@ def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple
 
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
     """Return the same for a heartbeat that was read before."""
-    holder = lease.still_holding(report.url, report.supervisor, beat)
+    holder = still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
         words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
-        return _done_words(report, clock) if report.done else f"no supervisor{words}", {
-            "supervisor": None,
-            "supervisor_end": end,
-        }
-    unheard = round(lease.unheard_s(holder, beat, clock), 1)
+        line = _done_words(report, clock) if report.done else f"no supervisor{words}"
+        return line, {"supervisor": None, "supervisor_end": end}
+    heard_at = beat.at if beat is not None and beat.generation == holder.generation else holder.at
+    unheard = round(max(0.0, clock.wall() - heard_at), 1)  # by the clocks of two machines
     about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
     who = f"pid {holder.pid} on {host_words(holder.host)}"
     line = f"supervised by {who}"
     if unheard >= UNHEARD_S:
         line = (
-            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so lost replicas may not be "
-            f"replaced; "
+            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so lost replicas may not be replaced; "
             f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
         )
     return _done_words(report, clock) if report.done else line, {"supervisor": about, "supervisor_end": end}
