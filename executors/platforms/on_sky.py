@@ -38,7 +38,7 @@ from executors.platforms.base import (
 from executors.platforms.container import read_end, replica_lines, with_times
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
-from executors.platforms.packages.vllm_pins import check_command
+from executors.platforms.packages.versions import check_command
 from executors.platforms.packages.wheel import left_out, pack_code
 from executors.platforms.platform import NotStarted, answer_or_error, launches_wait, missing_secret
 from rendezvous.clock import Clock
@@ -95,7 +95,7 @@ class SkyExecutor(Executor):
 
     setup: shell lines before the replica starts.   usd_per_hour: price of one replica, if you know it.
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM, and get the versions of packages/versions.py.
     """
 
     name = NAME

@@ -24,6 +24,9 @@ from pathlib import Path
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
+from executors.preflight.platform_options import options_fault
+from executors.preflight.task_packages import task_fault
+from executors.preflight.vllm_faults import notes_about_vllm, vllm_missing
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
 from rendezvous.stores.signed import KEY
@@ -43,9 +46,9 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            idle_devices(place), image_fault(place), _vllm_fault(config, place), eight_bits(config, place),
-            _task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
-            _options_fault(place),
+            idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
+            task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
+            options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -62,8 +65,6 @@ def notes_about(
         if image := place.options.get("image"):
             yield _image_words(place, str(image))
         if config.inner.vllm is not None and place.executor in FAR:
-            from executors.preflight.vllm_faults import notes_about_vllm
-
             yield from notes_about_vllm(place)
     far = sorted({p.executor for p in places if p.executor in FAR})
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
@@ -96,30 +97,6 @@ def one_device(executor: str, gpu: str) -> str:
 
 
 # -------------------------------------------------------------------- installed packages
-
-
-def _vllm_fault(config: RunConfig, place: Place) -> str:
-    if config.inner.vllm is None:
-        return ""
-    from executors.preflight.vllm_faults import vllm_missing
-
-    return vllm_missing(config, place)
-
-
-def _task_fault(config: RunConfig, place: Place) -> str:
-    if config.inner.scoring_task is None or place.executor not in FAR:
-        return ""
-    from executors.preflight.task_packages import task_fault
-
-    return task_fault(config, place)
-
-
-def _options_fault(place: Place) -> str:
-    if place.executor not in ("slurm", "sky"):
-        return ""
-    from executors.preflight.platform_options import options_fault
-
-    return options_fault(place)
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:

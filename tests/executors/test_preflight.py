@@ -709,13 +709,13 @@ def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: boo
 
 
 @pytest.mark.parametrize("url", ["runs/x", "s3://b/r", "hf://buckets/a/b", ""])
-def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere(url: str) -> None:
+def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere(url: str, folder: Path) -> None:
     """`preflight` does not load these checks for it."""
     places = [Place(count=2), Place()]
     environ = {"DILOCO_RUN_KEY": "x", "AWS_SESSION_TOKEN": "x", "AWS_ENDPOINT_URL": "x"}
     own = {"data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "reward.py:score"}}
     models = [{"model": name, **own} for name in ("me/model", "/a/folder", "a.gguf")]
-    for config in (RunConfig.from_dict({"inner": inner}) for inner in (*models, {"model": "toolworld"})):
+    for config in (RunConfig.from_dict({"inner": inner}, folder) for inner in (*models, {"model": "toolworld"})):
         assert list(place_faults.place_faults(config, url, places, environ)) == []
         assert list(place_faults.notes_about(config, url, places, environ)) == []
 

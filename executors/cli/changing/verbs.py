@@ -62,8 +62,7 @@ def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
     from executors.cli.changing import scale
-    from executors.supervision.purge import purge_run
-    from executors.supervision.shutdown import stop_run
+    from executors.supervision.shutdown import purge_run, stop_run
 
     url = present_url(args.run)
     store = reach_store(url)

@@ -58,7 +58,7 @@ class HFJobsExecutor(Executor):
     code: a requirement to run instead of the installation here, as "serverless-diloco[train,diloco]==0.1.0"; or
     "image": `image` has this project and its dependencies, and a job downloads no package.
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM, and get the versions of packages/versions.py.
     """
 
     name = "hf-jobs"

@@ -22,7 +22,7 @@ from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result,
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
-from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name
+from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
 from executors.platforms.on_modal.client import (
     SECRET_KEYS,
     access_denied_error,
@@ -38,8 +38,7 @@ from executors.platforms.on_modal.client import (
 )
 from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
-from executors.platforms.on_modal.twins import Twins, count_inputs
-from executors.platforms.packages.vllm_pins import pinned_version
+from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
@@ -58,7 +57,7 @@ class ModalExecutor(Executor):
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
     max_cores, max_memory_mib: limits of a container's use, which is billed (default: twice the cores; 16 GiB).
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM; their image has the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM; their image has the versions of packages/versions.py.
     hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if missing ("": no Volume).
     """
 
@@ -97,7 +96,7 @@ class ModalExecutor(Executor):
         packages = (pip,) if isinstance(pip, str) else pip
         self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
         self._ends: dict[str, Mapping[str, Any]] = {}  # call -> its end, with its value and its last lines
-        self._twins = Twins(self._clock)
+        self._twins = modal_calls.Twins(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
 
@@ -176,7 +175,7 @@ class ModalExecutor(Executor):
             if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
             return NotStarted(f"Modal did not start it: {error}")
-        return _handle_from_entry(spec.run, spec.slot, spec.attempt, known)
+        return handle_of(spec.run, spec.slot, spec.attempt, known)
 
     # ------------------------------------------------------------------ watching
 
@@ -222,7 +221,7 @@ class ModalExecutor(Executor):
                 launched, _ = ask_patiently(Register.open(app_name(run), create=False).look, self._clock)
             except sdk().exception.NotFoundError:
                 return []
-        handles = [_handle_from_entry(run, slot, attempt, entry) for (slot, attempt), entry in launched.items()]
+        handles = [handle_of(run, slot, attempt, entry) for (slot, attempt), entry in launched.items()]
         return sorted(handles, key=lambda handle: handle.attempt)
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
@@ -245,9 +244,9 @@ class ModalExecutor(Executor):
                 launched, _ = ask_patiently(register.look, self._clock)
             except sdk().exception.NotFoundError:
                 return []
-            handles = [_handle_from_entry(run, slot, n, entry) for (slot, n), entry in launched.items()]
+            handles = [handle_of(run, slot, n, entry) for (slot, n), entry in launched.items()]
             alive = [s.handle for s in self.poll(handles) if not s.state.ended]
-            nameless = ask_patiently(lambda: count_inputs(run, register), self._clock) - len(alive)
+            nameless = ask_patiently(lambda: modal_calls.count_inputs(run, register), self._clock) - len(alive)
             _at_once(self._threads, lambda h: _cancel_call(self._apps, h, terminate=True), alive)
             if nameless > 0:
                 self.shutdown(run)
@@ -307,11 +306,6 @@ def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: I
     futures: list[Future[T]] = [threads.submit(act, h) for h in handles]
     wait(futures, timeout=ANSWER_S)
     return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]
-
-
-def _handle_from_entry(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Handle:
-    known = {"native": entry["call"], "launched_at": entry["launched_at"], "usd_per_hour": entry["usd_per_hour"]}
-    return Handle(run, slot, attempt, ModalExecutor.name, **known)
 
 
 def _stale_status(known: Status, error: Exception | None = None) -> Status:
