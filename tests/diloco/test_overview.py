@@ -8,7 +8,7 @@ from diloco.runlog.ends import end_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import Step, read_report
 from diloco.views.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
-from executors.supervision.health import describe_supervision
+from executors.cli.looking.status import describe_supervision
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat

@@ -24,7 +24,7 @@ from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
 from executors.cli.watch.run import write_lines
-from executors.cli.web.looks import PageLooks
+from executors.cli.web.run import PageLooks
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

@@ -62,7 +62,7 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 def _status(args: Namespace) -> Answer:
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
-    from executors.supervision.health import describe_supervision
+    from executors.cli.looking.status import describe_supervision
     from executors.supervision.money.bills import costs
 
     _, reader = _opened(args.run, STATUS)
