@@ -161,7 +161,8 @@ class Executor(Platform, FleetExecutor, ABC):
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self.pause_s)
-        return self.make_results([s if s.state.ended else _still_running(s, timeout) for s in statuses])
+        late = f"still running after {timeout or 0:g} s"
+        return self.make_results([s if s.state.ended else replace(s, reason=late) for s in statuses])
 
     def make_results(self, statuses: Sequence[Status]) -> list[Result]:
         """Return results, made one after the other; a platform overrides this if each needs requests."""
@@ -328,7 +329,3 @@ def _status_of(executor: Executor, handle: Handle, answer: Status | ExecutorErro
     if known.handle.native == handle.native:  # else another process runs this launch: report its handle
         known = replace(known, handle=handle)
     return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known
-
-
-def _still_running(status: Status, timeout: float | None) -> Status:
-    return replace(status, reason=f"still running after {timeout:g} s")

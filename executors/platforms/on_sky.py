@@ -47,14 +47,8 @@ NAME = "sky"
 MOUNT = "/tmp/diloco-code"
 PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's prefix of a job's log lines
 END_LINES = 64
-FIELDS = (
-    "job_id",
-    "job_name",
-    "status",
-    "failure_reason",
-    "details",
-    "recovery_count",
-)  # without this list, the answer has no reasons
+# Without this list, the answer has no reasons.
+FIELDS = ("job_id", "job_name", "status", "failure_reason", "details", "recovery_count")
 REFUSALS = (
     "ApiServerAuthenticationError", "PermissionDeniedError", "NoWorkspaceAccessError", "NoCloudAccessError",
     "InvalidCloudCredentials", "ClusterOwnerIdentityMismatchError",

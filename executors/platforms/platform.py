@@ -18,13 +18,15 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.process.disk_space import full_disk_words, is_full
 from diloco.process.output import FULL
+from diloco.process.own_files import read_json
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status, Unavailable
+from rendezvous.records.schema import from_json
 
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
@@ -154,6 +156,22 @@ def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
         return ask()
     except ExecutorError as error:
         return error
+
+
+def launches_named(run: str, platform: str, names: Iterable[str]) -> list[Handle]:
+    """Return handles for files' names: "r00.1" -> slot r00, attempt 1; other names are left out."""
+    parts = [name.rpartition(".") for name in names]
+    return [Handle(run, slot, int(n), platform) for slot, _, n in parts if n.isascii() and n.isdecimal()]
+
+
+def read_card(file: str | Path, known: Handle, files: str) -> Handle | None:
+    """Read the handle in a launch's file; None without a valid one.  Run, slot and attempt are those of `known`."""
+    try:
+        card = from_json(Handle, read_json(file))
+    except ValueError:
+        return None
+    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": known.executor}
+    return replace(card, **about, files=files)
 
 
 def missing_secret(spec: ReplicaSpec) -> str:

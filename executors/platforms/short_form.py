@@ -39,8 +39,7 @@ def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
     if not callable(entrypoint) or module in (None, "__main__") or not name.isidentifier():
         raise ValueError(
             f"entrypoint = {entrypoint!r}: a container imports its entry point by name, and that is not a function at "
-            "the "
-            "top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
+            "the top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
         )
     return f"{module}:{name}"
 

@@ -78,7 +78,7 @@ def notes_about(
 def idle_devices(place: Place) -> str:
     for gpu in place.gpu:
         if (count := device_count(place.executor, gpu)) > 1:
-            one = one_device(place.executor, gpu)
+            one = re.sub(r"x\d+$", "x1", gpu) if place.executor == "hf-jobs" else re.sub(r":\d+$", "", gpu)
             return (
                 f"--gpu {gpu} rents {count} GPUs for each replica on {place.executor}, and a replica uses one device: "
                 f"{count - 1} would be billed and idle. Use --gpu {one} and more --replicas"
@@ -90,10 +90,6 @@ def device_count(executor: str, gpu: str) -> int:
     """Return the number of devices in a platform's name; 1 if it has no number.   "H100:8" -> 8, "a10g-largex4" -> 4"""
     found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
     return int(found[1]) if found else 1
-
-
-def one_device(executor: str, gpu: str) -> str:
-    return re.sub(r"x\d+$" if executor == "hf-jobs" else r":\d+$", "x1" if executor == "hf-jobs" else "", gpu)
 
 
 # -------------------------------------------------------------------- installed packages
@@ -163,8 +159,7 @@ def image_fault(place: Place) -> str:
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
         return (
             f"--option image={image} is not an image's name in a registry; it looks like docker.io/me/image:tag. "
-            "Nothing "
-            "that is only on this machine can be reached"
+            "Nothing that is only on this machine can be reached"
         )
     return ""
 

@@ -235,15 +235,8 @@ def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
 def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
     """Return the ends of launches whose slots were never claimed, so that there are no heartbeats."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
-    found = [
-        End(
-            launch_name(s.handle),
-            False,
-            f"{s.handle.executor} ({s.handle.native or 'no process'}): {s.state}, {s.reason}",
-        )
-        for s in over
-        if s.handle.slot not in (*claimed, SUPERVISOR)
-    ]
+    ended = [(s.handle, f"{s.state}, {s.reason}") for s in over if s.handle.slot not in (*claimed, SUPERVISOR)]
+    found = [End(launch_name(h), False, f"{h.executor} ({h.native or 'no process'}): {how}") for h, how in ended]
     unseen = launches.there or launches.strangers or launches.out_of_reach
     if not (found or claimed or unseen) and launches.begun:
         text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"

@@ -243,7 +243,8 @@ class Supervisor:
             self._leaving = "the run's records are gone"
         limit = self._spend_limit
         self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
-        actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
+        desired = Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
+        actions = plan(desired, self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self.each_tick(self, report)
         self.show(report)
@@ -259,9 +260,6 @@ class Supervisor:
             self.emit(**event)
             if event["event"] == "platform_silent":
                 print(outage_in_words(event), file=sys.stderr, flush=True)
-
-    def _desired_state(self, report: Report) -> Desired:
-        return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
@@ -284,11 +282,9 @@ class Supervisor:
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
             return usual
         over = report.done and not self._leaving and self._verdict is None
-        return (
-            goodbye_s(beat, report.wanted.steps, usual)
-            if over
-            else leave_s(beat, state.asked, self.slots.boundary, usual)
-        )
+        if over:
+            return goodbye_s(beat, report.wanted.steps, usual)
+        return leave_s(beat, state.asked, self.slots.boundary, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
@@ -343,7 +339,8 @@ class Supervisor:
         elif isinstance(action, Cancel):
             self.slots.cancel([state], self._grace_s(state, report))
         elif isinstance(action, GiveUp) and self._verdict is None:
-            self._give_up(state, action.why)
+            tail = self.slots.tail(state.handle, 12) if state.handle else []
+            self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
         """Ask a replica to leave: through a control record if it is in one, else by a cancel."""
@@ -365,10 +362,6 @@ class Supervisor:
             state.attempt = number - 1
             state.handle = None
             state.status = None
-
-    def _give_up(self, state: SlotState, why: str) -> None:
-        tail = self.slots.tail(state.handle, 12) if state.handle else []
-        self._stop_for(state.slot, state.status.exit_code if state.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
         """End a run that cannot continue: all replicas leave, and the outcome says why."""

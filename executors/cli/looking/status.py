@@ -255,7 +255,8 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     holder = still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
-        words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
+        first = end["text"].strip().partition("\n")[0] if end else ""
+        words = f"; the last one ended with code {end['code']}: {first}" if end else ""
         line = _done_words(report, clock) if report.done else f"no supervisor{words}"
         return line, {"supervisor": None, "supervisor_end": end}
     heard_at = beat.at if beat is not None and beat.generation == holder.generation else holder.at
@@ -285,7 +286,3 @@ def last_end(report: Report) -> dict[str, Any] | None:
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None
     return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

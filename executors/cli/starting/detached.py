@@ -37,6 +37,7 @@ from rendezvous.errors import Fenced
 from rendezvous.records.records import Beat
 from rendezvous.store import Readable, Store
 
+START = "import sys; from executors.supervision.supervisor import main; sys.exit(main())"
 TAIL = 12
 LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
 SILENT_MOST_S = 600.0  # a call found running that is silent for so long is cancelled, and a new one is started
@@ -112,12 +113,7 @@ def detach(run: Run, executor: FleetExecutor) -> Detached:
 
 def _start_process(run: Run) -> Detached:
     log = make_process_folder(run.url) / "supervisor.log"
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from executors.supervision.supervisor import main; sys.exit(main())",
-        run.url,
-    ]
+    command = [sys.executable, "-c", START, run.url]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     began = log.stat().st_size if log.exists() else 0
     with appended(log) as out:

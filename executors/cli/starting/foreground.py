@@ -32,11 +32,9 @@ from rendezvous.clock import Clock, SystemClock
 Tick = Callable[[Supervisor, Report], None]
 
 
-def do_nothing(supervisor: Supervisor, report: Report) -> None:
-    """A hook that does nothing."""
-
-
-def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
+def supervise_here(
+    run: Run, each_tick: Tick = lambda supervisor, report: None, view: StatusView | None = None
+) -> Outcome:
     """Supervise the run to its end in this process.  If another process supervises it, only show it."""
     view = view or view_for(sys.stdout)
     wanted = read_control(run.store)

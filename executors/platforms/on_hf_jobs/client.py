@@ -182,23 +182,12 @@ class Hub:
         After an unclear answer, look for the job before the next try, which would start a second job.
         """
         labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
+        asked = {**wanted, "timeout": limit_s, "attempts": attempts, "labels": labels, "namespace": self.namespace}
         name = f"{labels['run']}-{slot}-{attempt}"[:100]
         known: list[HubJob] = []
         for pause in (*PAUSES, None):
             try:
-                known = known or [
-                    self._job_from_info(
-                        self.api.run_job(
-                            **wanted,
-                            timeout=limit_s,
-                            attempts=attempts,
-                            labels=labels,
-                            name=name,
-                            namespace=self.namespace,
-                        )
-                    )
-                ]
-                return known[0]
+                return known[0] if known else self._job_from_info(self.api.run_job(**asked, name=name))
             except Exception as error:
                 if pause is None or not is_transient(error):
                     raise as_executor_error(f"start {slot}", error) from error

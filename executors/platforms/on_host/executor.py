@@ -43,13 +43,12 @@ from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_n
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
 from executors.platforms.on_host.forkserver import ForkServer
-from executors.platforms.platform import NotStarted, launches_wait, room_for
+from executors.platforms.platform import NotStarted, launches_named, launches_wait, read_card, room_for
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.clock import Clock
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
-from rendezvous.records.schema import from_json
 from rendezvous.stores.signed import open_signed
 
 if TYPE_CHECKING:
@@ -169,14 +168,11 @@ class LocalProcessExecutor(Executor):
 
         return gpu_of(spec, self._gpus), cores_of(spec.slot, self._cores)
 
-    def _start_server(self) -> ForkServer:
-        return ForkServer(self._preload, {**self._env, **FORK_ENV})
-
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:
             return []
         if self._server is None or not self._server.alive:  # if a server died, its children still run
-            self._server = self._start_server()
+            self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
             self._forked = set()
         found = self._server.fork(requests)
         self._forked |= {pid[0] for pid in found if isinstance(pid, tuple)}
@@ -283,8 +279,8 @@ class LocalProcessExecutor(Executor):
 
     def discover(self, run: str) -> list[Handle]:
         """Find processes; of each slot the running one comes last, else the one that was launched last."""
-        named = [p.stem.rpartition(".") for p in (self._folder or process_folder(run)).glob("*.*.json")]
-        launches = [Handle(run, slot, int(n), self.name) for slot, _, n in named if n.isascii() and n.isdecimal()]
+        names = (p.stem for p in (self._folder or process_folder(run)).glob("*.*.json"))
+        launches = launches_named(run, self.name, names)
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
         on_file = [c for c in cards if c is not None and c.host == machine_name()]
         claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
@@ -348,13 +344,9 @@ def _is_here(handle: Handle) -> bool:
 
 
 def _read_card(stem: Path | str, known: Handle) -> Handle | None:
-    """Read the handle from a launch's process file; run, slot and attempt are always those of `known`."""
-    try:
-        card = from_json(Handle, read_json(f"{stem}.json"))
-    except ValueError:
-        return None
-    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": LocalProcessExecutor.name}
-    return replace(card, **about, native="", files=str(stem))
+    """Read the handle from a launch's process file."""
+    card = read_card(f"{stem}.json", known, str(stem))
+    return card and replace(card, native="")
 
 
 def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:

@@ -45,14 +45,13 @@ from executors.platforms.on_slurm.job import (
     UNTIL,
     create_exclusively,
     ended_as,
-    read_card,
     run_job,
     runs_here,
     stop_here,
     was_cancelled,
     written_end,
 )
-from executors.platforms.platform import NotStarted, launches_wait, missing_secret
+from executors.platforms.platform import NotStarted, launches_named, launches_wait, missing_secret, read_card
 from rendezvous.clock import Clock
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
@@ -171,9 +170,14 @@ class SlurmExecutor(Executor):
 
     def _wait_for_card(self, spec: ReplicaSpec) -> Handle | None:
         until = self._clock.now() + PATIENCE_S
-        while (card := read_card(self._folder_of(spec), self.new_handle(spec))) is None and self._clock.now() < until:
+        while (card := self._read_card(self.new_handle(spec))) is None and self._clock.now() < until:
             self._clock.sleep(0.05)
         return card
+
+    def _read_card(self, known: Handle) -> Handle | None:
+        """Read the handle that a launch's submitter wrote."""
+        folder = self._folder_of(known)
+        return read_card(folder / CARD, known, str(folder))
 
     def fault_of(self, spec: ReplicaSpec) -> str:
         _check_cluster(self._cluster)
@@ -181,7 +185,7 @@ class SlurmExecutor(Executor):
             return why
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
-        if spec.gpu and (kinds := self._gpu_kinds()) is not None and _gpu_kind(spec.gpu[0]) not in kinds:
+        if spec.gpu and (kinds := self._gpu_kinds()) is not None and spec.gpu[0].partition(":")[0] not in kinds:
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {spec.gpu[0]!r}; there are: {known} (sinfo -o %G)"
         return ""
@@ -203,7 +207,8 @@ class SlurmExecutor(Executor):
         scheme, colon, rest = run.partition("://")
         local = not colon or scheme == "file"
         root = self._folder or Path.home() / ".diloco" / "slurm"
-        return root / _plain_name(str(Path(rest if colon else run).absolute()) if local else run)
+        whole = str(Path(rest if colon else run).absolute()) if local else run
+        return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
         """Return the folder of its files.  A handle's `files` is not used: it may be forged."""
@@ -284,9 +289,8 @@ class SlurmExecutor(Executor):
             list(pool.map(stop, going, [kill] * len(going)))
 
     def discover(self, run: str) -> list[Handle]:
-        named = [p.name.rpartition(".") for p in self._run_folder(run).glob("*.*")]
-        launches = [Handle(run, slot, int(n), NAME) for slot, _, n in named if n.isascii() and n.isdecimal()]
-        cards = [read_card(self._folder_of(launch), launch) for launch in launches]
+        launches = launches_named(run, NAME, (p.name for p in self._run_folder(run).glob("*.*")))
+        cards = [self._read_card(launch) for launch in launches]
         return sorted((card for card in cards if card is not None), key=lambda card: card.attempt)
 
 
@@ -323,15 +327,6 @@ def _scancel(handle: Handle, kill: bool) -> None:
     else:
         _run_quietly(["scancel", "--state=PENDING", *one])
         _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *one])
-
-
-def _plain_name(run: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", run.rstrip("/"))
-
-
-def _gpu_kind(gpu: str) -> str:
-    """Return the kind of "h100:2", "h100"."""
-    return gpu.partition(":")[0]
 
 
 def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:

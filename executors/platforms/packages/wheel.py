@@ -116,12 +116,9 @@ def left_out(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 def _record_file(files: dict[str, bytes], own: str) -> bytes:
-    rows = [f"{name},sha256={_sha256_base64(body)},{len(body)}" for name, body in sorted(files.items())]
+    seal = lambda body: base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()  # noqa: E731
+    rows = [f"{name},sha256={seal(body)},{len(body)}" for name, body in sorted(files.items())]
     return "\n".join([*rows, f"{own},,", ""]).encode()
-
-
-def _sha256_base64(body: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
 
 
 def _constraints_file() -> bytes:

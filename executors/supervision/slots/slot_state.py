@@ -98,28 +98,12 @@ def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
     if e["event"] in ("launched", "found"):
         launched = handle_in(e, run)
         still = (*others, *([launched] if launched else []))
-        return History(
-            attempt=max(p.attempt, attempt),
-            strikes=p.strikes,
-            ended_at=p.ended_at,
-            state=p.state,
-            exit_code=p.exit_code,
-            reason=p.reason,
-            open=still,
-        )
+        return replace(p, attempt=max(p.attempt, attempt), open=still, pending=False)
     if e["event"] == "ended":
         return replace(p, open=others) if attempt < p.attempt or e.get("twin") else History(p.attempt, open=others)
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
-    code = e.get("exit_code")
-    return History(
-        attempt=p.attempt,
-        strikes=count_end(p.strikes, end_in(e)),
-        ended_at=e["at"],
-        state=state,
-        exit_code=code,
-        reason=e.get("reason", ""),
-        open=others,
-    )
+    strikes = count_end(p.strikes, end_in(e))
+    return History(p.attempt, strikes, e["at"], state, e.get("exit_code"), e.get("reason", ""), open=others)
 
 
 def native_of(e: Mapping[str, Any]) -> str | None:
