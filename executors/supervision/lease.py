@@ -66,18 +66,9 @@ class Lease:
         """Write a heartbeat.   note: a problem, in words for the user."""
         self.beats += 1
         body = Beat(
-            slot=SUPERVISOR,
-            generation=self.generation,
-            n=self.beats,
-            phase=phase,
-            step=0,
-            inner=0,
-            rate=0.0,
-            at=self.clock.wall(),
-            host=host_name(),
-            pid=os.getpid(),
-            note=note,
-        )
+            slot=SUPERVISOR, generation=self.generation, n=self.beats, phase=phase, step=0, inner=0, rate=0.0,
+            at=self.clock.wall(), host=host_name(), pid=os.getpid(), note=note,
+        )  # fmt: skip
         try:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
         except StoreError:

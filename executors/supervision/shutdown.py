@@ -113,12 +113,9 @@ def _is_over(store: Store, now: float) -> bool:
         read_run(store.url)
         beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
         heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
-        return (
-            is_finished(store, read_control(store))
-            and not heard
-            and not _local_processes(store)
-            and supervisor_of(store) is None
-        )
+        if heard or not is_finished(store, read_control(store)):
+            return False
+        return not _local_processes(store) and supervisor_of(store) is None
     return False
 
 

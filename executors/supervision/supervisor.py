@@ -318,12 +318,9 @@ class Supervisor:
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
             self.slots.outages.answered(LAUNCH)  # no start is asked for any more
-        elif self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost:
-            self._start(starts, report)
-
-    def _start(self, starts: Sequence[Start], report: Report) -> None:
-        """Start them; if the budget allows no start and no replica runs, end the run."""
-        if why := self._starts.try_to_start(starts, report):
+            return
+        may_start = self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost
+        if may_start and (why := self._starts.try_to_start(starts, report)):  # no budget, and no replica runs
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 

@@ -24,7 +24,7 @@ from diloco.views.overview import OLD_SESSIONS, MetricCurve, SessionRow, overvie
 from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
 from executors.cli.looking.lines import key_values
-from executors.cli.watch import actions as watch_actions
+from executors.cli.watch import windows as watch_actions
 from executors.cli.watch import words
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import Picture, RunLooks, with_beats_as_read

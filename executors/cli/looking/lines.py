@@ -22,11 +22,9 @@ SAID = (
 class StatusView(Protocol):
     def show(self, report: Report) -> None:
         """Show the present state of the run."""
-        ...
 
     def say(self, text: str) -> None:
         """Show a message at the next `show`.  Safe in a signal handler."""
-        ...
 
 
 def view_for(out: TextIO) -> StatusView:

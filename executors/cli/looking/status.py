@@ -44,10 +44,9 @@ from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
 from executors.supervision.notices.remarks import all_troubles, is_listening, remark_lines
 from inner.printable import printable
-from rendezvous.agreement.membership import Wanted, read_beat
+from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock
 from rendezvous.records.records import Beat
-from rendezvous.store import Readable
 
 INDENT = " " * 12
 UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while
@@ -67,9 +66,8 @@ class Screen:
     def show(self, report: Report) -> None:
         size = shutil.get_terminal_size()
         words = [f"! {self._said}"] if self._said else []
-        lines = [
-            line[: size.columns - 1] for line in [*status_table(report, width=size.columns)[: size.lines - 2], *words]
-        ]
+        table = status_table(report, width=size.columns)[: size.lines - 2]
+        lines = [line[: size.columns - 1] for line in [*table, *words]]
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
         drawn = "".join(f"{printable(line)}\x1b[K\n" for line in lines)
         raw_output(self._out).write(f"{up}{drawn}\x1b[J")
@@ -203,7 +201,7 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
-    limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
+    limit = f" of {limits}" if (limits := cost_limits(wanted)) else ""
     unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
     return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
 
@@ -231,9 +229,8 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
     if spent.unlogged:
-        rows.append(
-            f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  a control record has it, the log is gone"
-        )
+        gone = "a control record has it, the log is gone"
+        rows.append(f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  {gone}")
     if spent.untold:
         rows.append(f"  the log of their launch is gone, so their cost is unknown: {', '.join(spent.untold)}")
     each = f", {dollars(spent.usd / report.head)} each" if report.head and spent.usd else ""
@@ -245,13 +242,8 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
 # -------------------------------------------------------------------- supervisor
 
 
-def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """Return (one line, data for `--json`).   store: to read the supervisor's heartbeat; the report has its claim."""
-    return describe_supervisor(read_beat(store, SUPERVISOR), clock, report)
-
-
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """Return the same for a heartbeat that was read before."""
+    """Return (one line, data for `--json`).   beat: the supervisor's heartbeat; the report has its claim."""
     holder = still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:

@@ -41,14 +41,9 @@ def supervise_here(
     executor = build_executor(wanted.places, wanted.former)  # replicas at former places of the run are supervised, too
     try:
         supervisor = Supervisor(
-            run,
-            executor,
-            SystemClock(),
-            parent=processes.process_name(os.getpid()),
-            alert=os.environ.get(ALERT, ""),
-            show=view.show,
-            each_tick=each_tick,
-        )
+            run, executor, SystemClock(), parent=processes.process_name(os.getpid()), alert=os.environ.get(ALERT, ""),
+            show=view.show, each_tick=each_tick,
+        )  # fmt: skip
         with _handled_signals(supervisor, view):
             return supervisor.supervise()
     except Supervised as other:

@@ -233,19 +233,14 @@ class Hub:
         limit = labels.get("limit", "")
         given = row.get("timeoutSeconds", row.get("timeout"))
         return HubJob(
-            id=info.id,
-            slot=labels.get("slot", ""),
+            id=info.id, run=labels.get("run", ""), slot=labels.get("slot", ""),
             attempt=int(number) if number.isdecimal() else 0,
-            stage=str(getattr(info.status.stage, "value", info.status.stage)),
-            message=info.status.message or "",
+            stage=str(getattr(info.status.stage, "value", info.status.stage)), message=info.status.message or "",
             created=info.created_at.timestamp() if info.created_at else 0.0,
             flavor=str(getattr(info.flavor, "value", info.flavor)),
-            limit_s=int(limit) if limit.isdecimal() else 0,
-            given_s=given if isinstance(given, int) else None,
-            ran_s=ran,
-            finished=finished,
-            run=labels.get("run", ""),
-        )
+            limit_s=int(limit) if limit.isdecimal() else 0, given_s=given if isinstance(given, int) else None,
+            ran_s=ran, finished=finished,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ code
 

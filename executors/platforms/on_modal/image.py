@@ -21,10 +21,9 @@ from packaging.utils import canonicalize_name
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
 from executors.platforms.packages.versions import check_command, portable_requirement, vllm_requirements
+from executors.platforms.packages.wheel import PACKAGES, PROJECT
 
-PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")
-PACKAGES = ("diloco", "executors", "inner", "rendezvous")
 THERE_ALREADY = {"modal"}  # Modal adds its client to every image
 COMPILER = ("gcc", "libc6-dev")  # for the codecs' kernels: without them packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]

@@ -267,9 +267,8 @@ class SlurmExecutor(Executor):
         return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
-        return LogFile(
-            self._folder_of(handle) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None
-        )
+        file = self._folder_of(handle) / f"{handle.native}_0_log.out"
+        return LogFile(file, lambda line: OWN_LINE.match(line) is None)
 
     def read_value(self, handle: Handle) -> Any:
         return (written_end(self._folder_of(handle)) or {}).get("value")

@@ -270,10 +270,8 @@ def _give_up_reason(s: Observation, limits: Limits) -> str | None:
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"
     if s.reward_failures >= limits.reward_failures:
-        return (
-            f"its reward failed in {s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its "
-            f"work ({_end_in_words(s)})"
-        )
+        rows = f"{s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its work"
+        return f"its reward failed in {rows} ({_end_in_words(s)})"
     if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
         return "nothing moved for too long"
     if s.failures >= limits.failures:

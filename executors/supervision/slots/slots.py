@@ -82,7 +82,9 @@ class Slots:
         for state, handle in known:
             if handle is not None and not (status := statuses[handle]).stale:
                 self._adopt_older_process(state, status.handle)
-                self._note_status(state, status, report)
+                state.polled(status, self.clock.now())
+                if status.state.ended:
+                    self._count_end(state, status, report)
         for slot, beat in report.beats.items():
             self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
         for state, _ in known:
@@ -173,12 +175,6 @@ class Slots:
             elif self.clock.now() - self.replaced[handle] > AGAIN_S:
                 self.executor.cancel([handle], 0.0)
                 self.replaced[handle] = self.clock.now()
-
-    def _note_status(self, state: SlotState, status: Status, report: Report) -> None:
-        was_running = state.running
-        state.polled(status, self.clock.now())
-        if was_running and status.state.ended:
-            self._count_end(state, status, report)
 
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
         """Count and log an end.  An end that was not requested is a loss; the count restarts if its work counted."""
