@@ -63,7 +63,9 @@ def notes_about(
         if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
         if image := place.options.get("image"):
-            yield _image_words(place, str(image))
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            has = f"Python {version} and uv" if place.executor == "hf-jobs" else "what a GPU needs"
+            yield f"not checked: the image {image}, which must have {has}; our code is added to it"
         if config.inner.vllm is not None and place.executor in FAR:
             yield from notes_about_vllm(place)
     far = sorted({p.executor for p in places if p.executor in FAR})
@@ -162,12 +164,6 @@ def image_fault(place: Place) -> str:
             "Nothing that is only on this machine can be reached"
         )
     return ""
-
-
-def _image_words(place: Place, image: str) -> str:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    has = f"Python {version} and uv" if place.executor == "hf-jobs" else "what a GPU needs"
-    return f"not checked: the image {image}, which must have {has}; our code is added to it"
 
 
 # -------------------------------------------------------------------- secrets

@@ -199,15 +199,12 @@ class Quote:
     def _limit_in_words(self) -> str:
         limits = []
         if self.budget.max_usd:
-            limits.append(f"{dollars(self.budget.max_usd)}{self._hours_left()}")
+            left_usd, rate = max(0.0, self.budget.max_usd - self.spent.usd), self.plan.usd_per_hour
+            hours = f" ({left_usd / rate:.1f} hours at this price)" if rate else ""
+            limits.append(f"{dollars(self.budget.max_usd)}{hours}")
         if self.budget.max_hours:
             limits.append(f"{self.budget.max_hours:g} hours")
         return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"
-
-    def _hours_left(self) -> str:
-        if not self.plan.usd_per_hour:
-            return ""
-        return f" ({max(0.0, self.budget.max_usd - self.spent.usd) / self.plan.usd_per_hour:.1f} hours at this price)"
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}

@@ -96,10 +96,6 @@ def log_entries(
     return []
 
 
-def lines_of(found: list[Any]) -> list[str]:
-    return "".join([str(entry.message) for entry in found]).splitlines()
-
-
 class Follower:
     """Reads new log lines, each once, also after a broken connection."""
 

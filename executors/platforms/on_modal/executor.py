@@ -22,20 +22,9 @@ from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result,
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
+from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
-from executors.platforms.on_modal.client import (
-    SECRET_KEYS,
-    access_denied_error,
-    ask_patiently,
-    check_account,
-    how_to_create,
-    inside_container,
-    is_access_denied,
-    live_apps,
-    no_answer,
-    sdk,
-    translated_errors,
-)
+from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
 from executors.platforms.packages.versions import pinned_version
@@ -105,8 +94,9 @@ class ModalExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
-        if any(not self.fault_of(s) for s in specs) and not inside_container():  # without an account no price holds
-            check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
+        without_fault = any(not self.fault_of(s) for s in specs)
+        if without_fault and not modal_client.inside_container():  # without an account no price holds
+            modal_client.check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
         if volumes := sorted({k.hub_cache for k in kinds if k.hub_cache}):
@@ -152,7 +142,7 @@ class ModalExecutor(Executor):
         spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
-        launched = self._apps.prepare(spec.run, [spec], [] if inside_container() else replicas, SUPERVISE)
+        launched = self._apps.prepare(spec.run, [spec], [] if modal_client.inside_container() else replicas, SUPERVISE)
         return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
@@ -197,7 +187,8 @@ class ModalExecutor(Executor):
         return self._ends.get(handle.native, {}).get("value")
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return modal_calls.lines_of(modal_calls.log_entries(handle, self._clock, tail=tail))
+        found = modal_calls.log_entries(handle, self._clock, tail=tail)
+        return "".join([str(entry.message) for entry in found]).splitlines()
 
     def follow_log(self, handle: Handle, tail: int | None, ended: Callable[[], bool]) -> Iterator[str]:
         return modal_calls.Follower(handle, self._clock).follow(ended, tail)
@@ -255,7 +246,7 @@ class ModalExecutor(Executor):
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
         """End all apps of this project in this Modal environment."""
-        names = [name for name in live_apps() if name.startswith(PREFIX)]
+        names = [name for name in modal_client.live_apps() if name.startswith(PREFIX)]
         with translated_errors():
             for name in () if dry_run else names:
                 with suppress(sdk().exception.NotFoundError):
@@ -309,14 +300,15 @@ def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: I
 
 
 def _stale_status(known: Status, error: Exception | None = None) -> Status:
-    if error is not None and is_access_denied(error):
-        return unanswered(known, access_denied_error(error))
+    if error is not None and modal_client.is_access_denied(error):
+        return unanswered(known, modal_client.access_denied_error(error))
     why = f"Modal did not answer: {error or f'nothing for {ANSWER_S:.0f} s'}"
     return unanswered(replace(known, reason=why), why)
 
 
 def _secret_advice(specs: Sequence[ReplicaSpec], kinds: Sequence[Kind]) -> list[str]:
     run = specs[0].run if specs else ""
-    if run.partition("://")[0] in SECRET_KEYS and not all(k.secrets for k in kinds):
-        return [f"no secret is given, and containers need the store's keys: {how_to_create('storage', run)}"]
+    if run.partition("://")[0] in modal_client.SECRET_KEYS and not all(k.secrets for k in kinds):
+        way = modal_client.how_to_create("storage", run)
+        return [f"no secret is given, and containers need the store's keys: {way}"]
     return []

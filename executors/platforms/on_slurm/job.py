@@ -21,6 +21,7 @@ from diloco.process.own_files import read_json, write_json
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times
 from executors.platforms.machine import oom
+from executors.platforms.platform import read_card
 
 NAME = "slurm"
 CARD = "card.json"
@@ -79,6 +80,11 @@ def create_exclusively(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def submitted(folder: Path, known: Handle) -> Handle | None:
+    """Return the handle that a launch's submitter wrote."""
+    return read_card(folder / CARD, known, str(folder))
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:
