@@ -227,9 +227,8 @@ class SkyExecutor(Executor):
 
     def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         with translated_errors():
-            return _whole_lines(
-                sky().jobs.tail_logs(job_id=int(handle.native), follow=False, tail=tail, preload_content=False)
-            )
+            asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
+            return _whole_lines(sky().jobs.tail_logs(**asked, preload_content=False))
 
     # ------------------------------------------------------------------ ending
 

@@ -25,9 +25,8 @@ def refined_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tu
         raise UsageError("--executor is for one place, --place for several; use one of them")
     named = wish.places or ((Place(wish.executor),) if wish.executor else places_of(before))
     if not (wish.places or wish.executor or before):
-        raise UsageError(
-            "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
-        )
+        options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
+        raise UsageError(f"{options} are for a place: add --executor NAME")
     _check_words(wish, named)
     return tuple(_refined_place(place, wish) for place in named)
 

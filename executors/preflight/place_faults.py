@@ -193,7 +193,13 @@ def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several:
     if place.executor not in FAR or not needed:
         return ""
     if place.executor == "modal":
-        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed, whose)
+        if place.secrets or set(needed) <= set(place.env):
+            return ""
+        values = " ".join(f'{name}="${name}"' for name in needed)
+        return (
+            f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is "
+            f"named. Next: `modal secret create diloco {values}`, then add --secret {whose}diloco"
+        )
     missing = [n for n in needed if n not in place.secrets and n not in place.env]
     if not missing:
         return ""
@@ -201,14 +207,6 @@ def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several:
     options = " ".join(f"--secret {whose}{name}" for name in missing)
     names = ", ".join(missing)
     return f"replicas on {place.executor} need {names} ({why}), and see nothing of this environment: add {options}"
-
-
-def _modal_words(url: str, needed: Sequence[str], whose: str) -> str:
-    values = " ".join(f'{name}="${name}"' for name in needed)
-    return (
-        f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is named. "
-        f"Next: `modal secret create diloco {values}`, then add --secret {whose}diloco"
-    )
 
 
 def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:

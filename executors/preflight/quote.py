@@ -261,9 +261,8 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
 
 
 def spec_for(url: str, place: Place, slot: str) -> ReplicaSpec:
-    return ReplicaSpec(
-        url, slot, env=place.env, gpu=place.gpu, timeout_s=place.timeout_s, secrets=place.secrets,
-    )  # fmt: skip
+    settings = {"env": place.env, "gpu": place.gpu, "timeout_s": place.timeout_s, "secrets": place.secrets}
+    return ReplicaSpec(url, slot, **settings)
 
 
 def slots_of(replicas: int) -> list[str]:

@@ -74,12 +74,12 @@ class Lease:
         except StoreError:
             return  # heartbeats are advisory: a missing one does no harm
 
-    def keep_while(self, act: Callable[[], T], phase: str) -> T:
+    def keep_while(self, act: Callable[[], T]) -> T:
         """Call `act`, which may take minutes on a platform, and write heartbeats meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(act)
             while not wait([future], timeout=BEAT_S).done:
-                self.beat(phase)
+                self.beat("launching")
             return future.result()
 
     @property

@@ -167,11 +167,11 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Supervise until the run is done, cannot continue, or we are asked to end."""
         try:
-            self.show(self.lease.keep_while(self._reader.refresh, "launching"))
+            self.show(self.lease.keep_while(self._reader.refresh))
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
-                self.lease.keep_while(self._sweep_once_more, "launching")
+                self.lease.keep_while(self._sweep_once_more)
             end_with_run(self._trackers, self.lease, outcome.code)
             self._alerts.close()
         except Exception as error:
@@ -391,9 +391,8 @@ class Supervisor:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the supervisor of a detached run; its replicas continue if it is killed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m executors.supervision.supervisor", description="Keep a run's replicas alive."
-    )
+    program = "python -m executors.supervision.supervisor"
+    parser = argparse.ArgumentParser(prog=program, description="Keep a run's replicas alive.")
     parser.add_argument("url", help="the run")
     parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
     args = parser.parse_args(argv)

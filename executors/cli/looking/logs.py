@@ -123,9 +123,8 @@ def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
 def _session_in_words(session: SessionSummary, report: Report, store: Store) -> Iterator[str]:
     why = f", {session.why}" if session.why else ""
     yield f"({session.name}: {session.how}{why}; this is what the bucket has of it)"
-    keys = [
-        key for key in store.list(layout.logs_prefix(session.slot, session.generation)) if not layout.is_rollouts(key)
-    ]
+    listed = store.list(layout.logs_prefix(session.slot, session.generation))
+    keys = [key for key in listed if not layout.is_rollouts(key)]
     ahead = Ahead(store)
     ahead.ask(keys)
     for key in keys:

@@ -76,9 +76,8 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     """Start a supervisor unless one is alive; return when it supervises, or has ended."""
     before = read_beat(run.store, SUPERVISOR)
     if (other := living_supervisor(run.store, clock)) is not None:
-        return Handover(
-            f"process {other.pid} on {host_words(other.host)} supervises this run already; it follows your changes", 0
-        )
+        who = f"process {other.pid} on {host_words(other.host)}"
+        return Handover(f"{who} supervises this run already; it follows your changes", 0)
     executor = build_executor(read_control(run.store).places)
     try:
         started = detach(run, executor)

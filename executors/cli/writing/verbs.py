@@ -103,9 +103,8 @@ def refuse_export(to: Path) -> None:
         raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
     for above in (to, *to.resolve().parents):
         if (above / layout.RUN).is_file() and (above / "control").is_dir():
-            raise run_url.UsageError(
-                f"{to} lies in the run at {above}, whose own files it would write over. Name a folder beside it"
-            )
+            where = f"{to} lies in the run at {above}, whose own files it would write over"
+            raise run_url.UsageError(f"{where}. Name a folder beside it")
     if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
         raise run_url.UsageError(
             f"{to} holds {found}, which no export has written; some of it would be written over. Name a new folder: "

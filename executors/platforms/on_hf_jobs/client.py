@@ -211,9 +211,8 @@ class Hub:
         job = self.job(handle.run, handle.native)
         if job is not None and not job.ended:
             labels = {"run": job.run, "slot": job.slot, "attempt": str(job.attempt), "limit": str(job.limit_s)}
-            self.api.update_job_labels(
-                job_id=job.id, labels={**labels, UNTIL: str(int(until))}, namespace=self.namespace
-            )
+            labels[UNTIL] = str(int(until))
+            self.api.update_job_labels(job_id=job.id, labels=labels, namespace=self.namespace)
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Yield the lines of a job.   follow: until the job ends; else until the output pauses for a few seconds."""
@@ -250,9 +249,8 @@ class Hub:
         files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
         what = f"upload the code to the bucket {bucket_id}"
         self.patient(what, lambda: self.api.create_bucket(bucket_id, private=True, exist_ok=True))
-        there = self.patient(
-            what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, [name for _, name in files])}
-        )
+        names = [name for _, name in files]
+        there = self.patient(what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, names)})
         missing = [(body, name) for body, name in files if name not in there]
         if missing:
             self.patient(what, lambda: self._add_files(bucket_id, missing))

@@ -22,6 +22,7 @@ Not promised: a log line that Modal shows more than half a minute late, or that 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -171,12 +172,9 @@ class Twins:
 def count_inputs(run: str, register: Register) -> int:
     """Return the number of calls of the run's app that wait or run, of all launchers."""
     functions = [*(kind.function for kind in register.kinds()), SUPERVISE]
-    return sum(_count_function_inputs(app_name(run), name) for name in functions)
-
-
-def _count_function_inputs(app: str, function: str) -> int:
-    try:
-        stats = sdk().Function.from_name(app, function).get_current_stats()
-    except sdk().exception.NotFoundError:
-        return 0
-    return stats.backlog + stats.num_running_inputs
+    count = 0
+    for name in functions:
+        with suppress(sdk().exception.NotFoundError):
+            stats = sdk().Function.from_name(app_name(run), name).get_current_stats()
+            count += stats.backlog + stats.num_running_inputs
+    return count

@@ -100,9 +100,8 @@ class ModalExecutor(Executor):
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
         if volumes := sorted({k.hub_cache for k in kinds if k.hub_cache}):
-            lines.append(
-                f"what is taken from the Hugging Face Hub stays in the Volume {', '.join(volumes)}, for later runs"
-            )
+            names = ", ".join(volumes)
+            lines.append(f"what is taken from the Hugging Face Hub stays in the Volume {names}, for later runs")
         if pip := self._apps.pip:
             lines.append(f"its image has what this project needs, and {', '.join(pip)}")
         if self._apps.vllm:
