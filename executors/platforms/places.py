@@ -25,12 +25,9 @@ from rendezvous.records.schema import Within, from_json
 
 # Modules that a replica imports: the fork server imports them once.  The replica itself reports a missing module.
 PRELOAD = (
-    "diloco.replica.replica",
-    "diloco.outer.managers.manager",
-    "diloco.outer.loop",
-    "inner.train.build",
+    "diloco.replica.replica", "diloco.outer.managers.manager", "diloco.outer.loop", "inner.train.build",
     "inner.train.grpo",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ from rendezvous.stores.signed import open_signed
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
 
-LIBRARIES = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
-THREADS = (*(f"{name}_NUM_THREADS" for name in LIBRARIES), "VECLIB_MAXIMUM_THREADS")
+THREADS = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
+)  # fmt: skip
 ONE_THREAD = dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
 # Without it torch.cuda.is_available() in the server makes CUDA unusable after a fork.
 FORK_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
