@@ -6,17 +6,17 @@
      │
     supervision  one run on any platforms: look ─▶ plan ─▶ launch, replace, fence, drain; leases and budget
      │
-    platforms    base: the protocol, in plain data · multi: several places as one · container: inside a rented container
+    platforms    base: the protocol, in plain data · places: several as one · container: inside a rented container
                  on_host · on_modal · on_hf_jobs · on_slurm · on_sky
 
 Each layer imports only the layers below it (import-linter checks this).  `import executors` imports no platform: the
 first access to a name imports its module, and the first use of a platform imports its SDK.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from executors.platforms import EXECUTORS
+from executors.platforms import EXECUTORS, name_loader
 
 if TYPE_CHECKING:
     from executors.platforms.base import (
@@ -55,15 +55,8 @@ __all__ = [
     "rank_specs",
 ]
 
-_HOME = {name: module for module, _, name in (path.partition(":") for path in EXECUTORS.values())}
-_HOME["rank_specs"] = "executors.platforms.short_form"
+_HOMES = dict.fromkeys(__all__, "executors.platforms.base") | {"rank_specs": "executors.platforms.short_form"}
+_HOMES |= {name: module for module, _, name in (path.partition(":") for path in EXECUTORS.values())}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME.get(name, "executors.platforms.base")), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__ = name_loader(__name__, _HOMES)
+__dir__ = partial(sorted, __all__)

@@ -16,7 +16,7 @@ gc.disable()
 @pytest.fixture(autouse=True)
 def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan asks Modal for the account; where a test has no server for it, that is not its point."""
-    from executors.platforms.on_modal import executor as on_modal
+    from executors.platforms.on_modal import client as on_modal
 
     asked = on_modal.check_account
 

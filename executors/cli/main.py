@@ -10,14 +10,14 @@ Not promised: stable texts for people; programs read --json.
 
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
 from diloco.process.output import print_plainly
 from executors.cli.answers import Answer, explain_error, is_expected, print_answer
 from executors.cli.opening import ask_again
-from executors.preflight.mistyped import Parser
 from rendezvous.clock import SystemClock
 
 VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
@@ -99,6 +99,29 @@ def _short_form(args: Namespace) -> Answer | None:
 
 
 # -------------------------------------------------------------------- the grammar
+
+
+class Parser(ArgumentParser):
+    """argparse's parser, without a usage text before each error."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            from executors.preflight.mistyped import unknown_words
+
+            verb = self._verb_parser(getattr(found, "command", ""))
+            verb.error(unknown_words(unknown, verb._option_string_actions))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message; raise SystemExit(2)."""
+        from executors.preflight.mistyped import in_words
+
+        self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
+
+    def _verb_parser(self, name: str) -> "Parser":
+        choices = [a.choices for a in self._actions if isinstance(a, _SubParsersAction)]
+        return next((c[name] for c in choices if name in c), self)
 
 
 def make_parser(words: Sequence[str] = ()) -> ArgumentParser:

@@ -228,33 +228,27 @@ class ServerlessExecutor(Protocol):
         start, the others get FAILED handles.  If none can start, raise ExecutorError and start nothing: no credentials,
         an unknown GPU, a run that the platform cannot reach.
         """
-        ...
 
     @abstractmethod
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         """Return the status of each process; never blocks, and never raises for a dead process."""
-        ...
 
     @abstractmethod
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         """Ask the processes to leave, and return at once.  A later poll kills those that remain after `grace_s`."""
-        ...
 
     @abstractmethod
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         """Wait for all; return results in the order of handles.  After `timeout` s some may say "still running"."""
-        ...
 
     @abstractmethod
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Return the process's output so far, or only its last `tail` lines."""
-        ...
 
     @abstractmethod
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
         """Yield the process's lines so far (the last `tail`) and then each new line, until it has ended.  After a
         dropped connection, connect again; each line comes once."""
-        ...
 
 
 class FleetExecutor(ServerlessExecutor, Protocol):
@@ -273,12 +267,10 @@ class FleetExecutor(ServerlessExecutor, Protocol):
     @abstractmethod
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
         """Return what a launch of these specs would do, without side effects."""
-        ...
 
     @abstractmethod
     def find(self, run: str) -> list[Handle]:
         """Find the newest process of each slot of a run, only from durable data."""
-        ...
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
         """Note specs of later launches, so that the next launch also prepares for them (Modal)."""
@@ -312,7 +304,6 @@ class FleetExecutor(ServerlessExecutor, Protocol):
     @abstractmethod
     def close(self) -> None:
         """Release local resources.  Never stops a replica."""
-        ...
 
 
 def require_fleet(executor: object) -> None:

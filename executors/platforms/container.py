@@ -111,9 +111,8 @@ def _run_child(
     except OSError as error:
         if not is_full(error):
             raise
-        return _refuse_start(
-            spec, executor, CRASHED, f"{full_disk_words(error, 'temporary files')}; start it elsewhere"
-        )
+        why = f"{full_disk_words(error, 'temporary files')}; start it elsewhere"
+        return _refuse_start(spec, executor, CRASHED, why)
     with temporary as scratch:
         child = Child(spec, executor, Path(scratch) / "end")
         interruption = None
@@ -127,9 +126,8 @@ def _run_child(
         tail = child.tail  # also waits for the last line to be passed on
         starved = kills.explain(code) if interruption is None else ""
         reason = child.why or starved or describe_exit(code, ours=spec.kwargs is None)
-        return _make_end(
-            code, reason=reason, value=child.value() if code == 0 else None, tail=tail if code else ()
-        ), interruption
+        value = child.value() if code == 0 else None
+        return _make_end(code, reason=reason, value=value, tail=tail if code else ()), interruption
 
 
 def _refuse_start(spec: ReplicaSpec, executor: str, code: int, why: str) -> tuple[dict[str, Any], None]:

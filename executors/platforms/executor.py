@@ -1,6 +1,6 @@
 """The base class of all platforms' executors: launch, poll, cancel and collect, in terms of a platform's methods.
 
-    launch_specs    ─▶ fault_of(spec) ─▶ submit(specs)     a handle each, FAILED with a reason if it could not start
+    launch_replicas ─▶ fault_of(spec) ─▶ submit(specs)     a handle each, FAILED with a reason if it could not start
     poll            ─▶ deadlines ─▶ observe(handles)       one batch; without an answer the last status, as stale
     cancel          ─▶ stop(handles, kill=False)           after the grace a later poll calls stop(handles, kill=True)
     collect         ─▶ poll until all have ended           then read_value(handle), or the last lines of its log
@@ -19,14 +19,13 @@ Not promised: that a poll answers during another thread's launch; it waits for t
 """
 
 import re
-import sys
 import threading
 from abc import ABC
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from executors.platforms.base import (
     ExecutorError,
@@ -42,8 +41,10 @@ from executors.platforms.base import (
     wait_for_all,
 )
 from executors.platforms.platform import NotStarted, Platform
-from executors.platforms.short_form import Leash, ShortForm
 from rendezvous.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from executors.platforms.short_form import Leash
 
 GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for processes to leave, and for polls to see that they did
 TAIL = 12  # lines of a failed process's log that its result shows
@@ -63,7 +64,7 @@ def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concat
     return alone
 
 
-class Executor(ShortForm, Platform, FleetExecutor, ABC):
+class Executor(Platform, FleetExecutor, ABC):
     """The processes that were launched on one platform."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -75,7 +76,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
         self._functions: set[Handle] = set()  # called with keywords: their exit codes are not ours (exitcodes.py)
-        self._leash = Leash(self.renew, self._clock)
+        self._leash: Leash | None = None  # the launcher's lease, if a launch has one
 
     # ------------------------------------------------------------------ starting
 
@@ -86,6 +87,17 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         lines = [f"{s.slot}: {self.plan_line(s)}" for s in specs]
         return LaunchPlan((*lines, *self.plan_notes(specs), *refused), total_price(prices), refused)
 
+    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
+        """Launch these specs; or, in the short form, one function n times, with its rank in an environment variable.
+
+        `rank_specs` explains the short form's arguments.
+        """
+        if specs is None:
+            from executors.platforms.short_form import rank_specs
+
+            specs = rank_specs(self.name, **{**short, "run": short.get("run") or self.nameless_run()})
+        return self.launch_specs(specs)
+
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """Launch specs.  A launch that has a process is not repeated; a failed launch may be tried again."""
@@ -95,12 +107,13 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
             raise ExecutorError(next(iter(faults.values())))
         good = {launch: s for launch, s in new.items() if launch not in faults}
         lease_s = max((s.lease_s for s in good.values()), default=0.0)
-        leased = lease_s > 0 and _is_told(self, list(good.values()), self._clock.wall() + lease_s)
+        leash = _leash_of(self) if lease_s > 0 else None
+        leased = leash is not None and leash.begin(list(good.values()), lease_s)
         answers: dict[Launch, Handle | NotStarted] = {launch: NotStarted(why) for launch, why in faults.items()}
         answers |= dict(zip(good, self.submit(list(good.values())) if good else (), strict=True))
         handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
-        if leased:
-            self._leash.hold([handles[launch] for launch in good], lease_s)
+        if leash is not None and leased:
+            leash.hold([handles[launch] for launch in good], lease_s)
         self._functions |= {handles[launch_of(s)] for s in specs if s.kwargs is not None}
         return [handles[launch_of(s)] for s in specs]
 
@@ -113,10 +126,6 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         self._not_started[handle] = answer
         return handle
 
-    def forget(self, run: str) -> None:
-        """Forget the launches of a run of which nothing is left on the platform; launches then start new processes."""
-        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
-
     # ------------------------------------------------------------------ watching
 
     @in_turn
@@ -128,22 +137,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         for handle, answer in answers.items():
             if isinstance(answer, Status) and not answer.stale:
                 self._known[self.memory_key(handle)] = answer
-        return [self._status_of(h, answers.get(h)) for h in handles]
+        return [_status_of(self, h, answers.get(h)) for h in handles]
 
     def needs_look(self, handle: Handle) -> bool:
         """Whether a poll asks the platform about this process."""
         return self.why_not_started(handle) is None and not self.has_ended(handle)
-
-    def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
-        """Return the status by the newest answer, or the last known one if there is no answer."""
-        if not self.is_ours(handle):
-            return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
-        if (why := self.why_not_started(handle)) is not None:
-            return Status(handle, why.state, why.reason)
-        known = answer if isinstance(answer, Status) else self.last_status(handle)
-        if known.handle.native == handle.native:  # else another process runs this launch: report its handle
-            known = replace(known, handle=handle)
-        return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known
 
     def why_not_started(self, handle: Handle) -> NotStarted | None:
         """Return the reason why a handle has no process; None if it has one."""
@@ -163,7 +161,8 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self.pause_s)
-        return self.make_results([s if s.state.ended else _still_running(s, timeout) for s in statuses])
+        late = f"still running after {timeout or 0:g} s"
+        return self.make_results([s if s.state.ended else replace(s, reason=late) for s in statuses])
 
     def make_results(self, statuses: Sequence[Status]) -> list[Result]:
         """Return results, made one after the other; a platform overrides this if each needs requests."""
@@ -258,15 +257,23 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         _stop(self, alive, kill=True)
         return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]
 
-    def end_launched(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes that the block launched, and wait for their ends."""
         handles = list(self._launched.values())
-        self.cancel(handles, GRACE_S)
-        wait_for_all(lambda: self.poll(handles), self._clock, END_S, self.pause_s)
+        try:
+            self.cancel(handles, GRACE_S)
+            wait_for_all(lambda: self.poll(handles), self._clock, END_S, self.pause_s)
+        finally:
+            self.close()
 
     @in_turn
     def close(self) -> None:
         """Release resources.  Runs without a name are removed from the platform if all their processes have ended."""
-        self._leash.let_go()
+        if self._leash is not None:
+            self._leash.let_go()
         for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
             launched = [h for launch, h in self._launched.items() if launch[0] == run]
             if launched and all(self.has_ended(h) for h in launched):
@@ -274,14 +281,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
                     self.purge(run)
 
 
-def _is_told(platform: Platform, specs: Sequence[ReplicaSpec], until: float) -> bool:
-    """Write the launcher's lease before the start; return whether the platform supports leases.  Warn if not."""
-    with suppress(OSError):  # the disk takes no file: `submit` reports why
-        if platform.renew([platform.new_handle(s) for s in specs], until):
-            return True
-        words = f"warning: the launch continues when this process dies, since {platform.name} carries no lease"
-        print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
-    return False
+def _leash_of(executor: Executor) -> "Leash":
+    from executors.platforms.short_form import Leash
+
+    executor._leash = executor._leash or Leash(executor, executor._clock)
+    return executor._leash
 
 
 def launch_of(one: ReplicaSpec | Handle) -> Launch:
@@ -315,5 +319,13 @@ def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Statu
         return [error] * len(handles)
 
 
-def _still_running(status: Status, timeout: float | None) -> Status:
-    return replace(status, reason=f"still running after {timeout:g} s")
+def _status_of(executor: Executor, handle: Handle, answer: Status | ExecutorError | None) -> Status:
+    """Return the status by the newest answer, or the last known one if there is no answer."""
+    if not executor.is_ours(handle):
+        return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
+    if (why := executor.why_not_started(handle)) is not None:
+        return Status(handle, why.state, why.reason)
+    known = answer if isinstance(answer, Status) else executor.last_status(handle)
+    if known.handle.native == handle.native:  # else another process runs this launch: report its handle
+        known = replace(known, handle=handle)
+    return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known

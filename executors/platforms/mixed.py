@@ -23,7 +23,6 @@ from executors.platforms.base import (
     unanswered,
 )
 from executors.platforms.executor import total_price
-from executors.platforms.places import Place, place_of
 from executors.platforms.short_form import rank_specs
 from rendezvous.clock import Clock, SystemClock
 
@@ -33,6 +32,7 @@ T = TypeVar("T")
 class Mixed(FleetExecutor):
     """Several executors as one.   executors: one per place, in the same order; one may occur twice.
 
+    place_index(slot): the position of the slot's place.
     others: executors that launch nothing, for processes that they launched earlier.
     """
 
@@ -40,22 +40,22 @@ class Mixed(FleetExecutor):
 
     def __init__(
         self,
-        places: Sequence[Place],
         executors: Sequence[FleetExecutor],
+        place_index: Callable[[str], int],
         others: Sequence[FleetExecutor] = (),
         clock: Clock | None = None,
     ) -> None:
         for executor in (*executors, *others):
             require_fleet(executor)
-        self._places = tuple(places)
         self._executors = tuple(executors)
+        self._place_index = place_index
         self._clock = clock or SystemClock()
         self._all = list({id(e): e for e in (*executors, *others)}.values())
         self._failed: dict[Handle, str] = {}
         self.labelled = any(e.labelled for e in self._all)
 
     def _for_slot(self, slot: str) -> FleetExecutor:
-        return self._executors[self._places.index(place_of(self._places, slot))]
+        return self._executors[self._place_index(slot)]
 
     def _for_handle(self, handle: Handle) -> FleetExecutor:
         """Return the slot's executor if the handle has its name; else another executor of that name."""

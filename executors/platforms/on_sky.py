@@ -38,24 +38,17 @@ from executors.platforms.base import (
 from executors.platforms.container import read_end, replica_lines, with_times
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
-from executors.platforms.machine.full_disk import launches_wait
-from executors.platforms.packages.vllm_pins import check_command
+from executors.platforms.packages.versions import check_command
 from executors.platforms.packages.wheel import left_out, pack_code
-from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
+from executors.platforms.platform import NotStarted, answer_or_error, launches_wait, missing_secret
 from rendezvous.clock import Clock
 
 NAME = "sky"
 MOUNT = "/tmp/diloco-code"
 PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's prefix of a job's log lines
 END_LINES = 64
-FIELDS = (
-    "job_id",
-    "job_name",
-    "status",
-    "failure_reason",
-    "details",
-    "recovery_count",
-)  # without this list, the answer has no reasons
+# Without this list, the answer has no reasons.
+FIELDS = ("job_id", "job_name", "status", "failure_reason", "details", "recovery_count")
 REFUSALS = (
     "ApiServerAuthenticationError", "PermissionDeniedError", "NoWorkspaceAccessError", "NoCloudAccessError",
     "InvalidCloudCredentials", "ClusterOwnerIdentityMismatchError",
@@ -96,7 +89,7 @@ class SkyExecutor(Executor):
 
     setup: shell lines before the replica starts.   usd_per_hour: price of one replica, if you know it.
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM, and get the versions of packages/versions.py.
     """
 
     name = NAME
@@ -234,9 +227,8 @@ class SkyExecutor(Executor):
 
     def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         with translated_errors():
-            return _whole_lines(
-                sky().jobs.tail_logs(job_id=int(handle.native), follow=False, tail=tail, preload_content=False)
-            )
+            asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
+            return _whole_lines(sky().jobs.tail_logs(**asked, preload_content=False))
 
     # ------------------------------------------------------------------ ending
 

@@ -1,24 +1,33 @@
-"""The places of a run's replicas, as plain data in the bucket.
+"""The places of a run's replicas, as plain data in the bucket, and one executor for all of them.
 
     places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
               r00, r01 ──▶ modal                  r02, r03, … ──▶ local
 
-Places get slots in their order; the last place gets all remaining slots.
+    build_executor(places) ──▶ the executor of the only place, or a Mixed of several (mixed.py)
 
-Not promised: that a platform of that name exists; multi.py makes its executor.
+Places get slots in their order; the last place gets all remaining slots.  The run's control records list the places,
+so that a supervisor on any machine can rebuild the executors.
+
+Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from executors.platforms.base import (
-    ExecutorError,
-    Plain,
-)
+from executors.platforms import EXECUTORS
+from executors.platforms.base import ExecutorError, FleetExecutor, Plain, load_name
 from rendezvous import layout
+from rendezvous.clock import Clock
 from rendezvous.records.schema import Within, from_json
+
+# Modules that a replica imports: the fork server imports them once.  The replica itself reports a missing module.
+PRELOAD = (
+    "diloco.replica.replica", "diloco.outer.managers.manager", "diloco.outer.loop", "inner.train.build",
+    "inner.train.grpo",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,3 +102,52 @@ def place_of(places: Sequence[Place], slot: str) -> Place:
             return place
         index -= place.count
     return places[-1]
+
+
+def build_executor(
+    places: Iterable[Place | Mapping[str, Any]] = (), former: Iterable[Place | Mapping[str, Any]] = ()
+) -> FleetExecutor:
+    """Make one executor for all places.  Raise ExecutorError for an unknown executor or option.
+
+    former: earlier places of the run; the executor sees processes that still run there, but launches none there.
+    """
+    present = places_of(places)
+    made: dict[tuple[str, str], FleetExecutor] = {}
+    for place in present:
+        if place.maker not in made:
+            made[place.maker] = make_executor(place)
+    executors = [made[p.maker] for p in present]
+    for raw in former:
+        with suppress(ExecutorError, ImportError):  # Mixed reports handles that it cannot reach
+            place = checked_place(raw)
+            if place.maker not in made:
+                made[place.maker] = make_executor(place)
+    if len(made) == 1:
+        return executors[0]
+    return mixed_executor(present, executors, list(made.values()))
+
+
+def mixed_executor(
+    places: Sequence[Place],
+    executors: Sequence[FleetExecutor],
+    others: Sequence[FleetExecutor] = (),
+    clock: Clock | None = None,
+) -> FleetExecutor:
+    """Return several executors as one (see Mixed).   executors: one per place, in the same order."""
+    from executors.platforms.mixed import Mixed
+
+    return Mixed(executors, lambda slot: places.index(place_of(places, slot)), others, clock)
+
+
+def make_executor(place: Place) -> FleetExecutor:
+    """Make the executor of one place; its module is imported only now."""
+    if place.executor not in EXECUTORS:
+        raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
+    kind = load_name(EXECUTORS[place.executor])
+    options = {"preload": PRELOAD, **place.options} if place.executor == "local" else dict(place.options)
+    takes = inspect.signature(kind).parameters
+    known = list(takes)
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not anything and (wrong := sorted(set(options).difference(known))):
+        raise ExecutorError(f"{place.executor} takes no option {', '.join(wrong)}; it takes {', '.join(known)}")
+    return kind(**options)

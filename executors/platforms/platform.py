@@ -5,6 +5,8 @@
 
 Every platform implements these six.  The other methods have defaults that fit most platforms.
 
+    room_for(folder), launches_wait("…") ──▶ Unavailable     a full disk: a process without room would die; launch later
+
     class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a complete example
 
 Not promised: an order between calls of the methods, except that a process was submitted, here or by another launcher,
@@ -12,15 +14,24 @@ before the other methods get its handle.
 """
 
 import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
+from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.output import FULL
+from diloco.process.own_files import read_json
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status, Unavailable
+from rendezvous.records.schema import from_json
 
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
+
+CARD = b" " * 4096  # a process file and the first lines of its log
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,10 @@ class Platform(ABC):
         """Return more lines of a plan, about all specs together."""
         return ()
 
+    def nameless_run(self) -> str:
+        """Return a URL for a new run in the short form; "" for one of the usual form."""
+        return ""
+
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         """Return a handle for a spec without a process."""
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
@@ -143,7 +158,50 @@ def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
         return error
 
 
+def launches_named(run: str, platform: str, names: Iterable[str]) -> list[Handle]:
+    """Return handles for files' names: "r00.1" -> slot r00, attempt 1; other names are left out."""
+    parts = [name.rpartition(".") for name in names]
+    return [Handle(run, slot, int(n), platform) for slot, _, n in parts if n.isascii() and n.isdecimal()]
+
+
+def read_card(file: str | Path, known: Handle, files: str) -> Handle | None:
+    """Read the handle in a launch's file; None without a valid one.  Run, slot and attempt are those of `known`."""
+    try:
+        card = from_json(Handle, read_json(file))
+    except ValueError:
+        return None
+    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": known.executor}
+    return replace(card, **about, files=files)
+
+
 def missing_secret(spec: ReplicaSpec) -> str:
     """Return an error text for a secret of the spec that is not an environment variable here, or ""."""
     missing = [name for name in spec.secrets if name not in os.environ]
     return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch" if missing else ""
+
+
+def room_for(folder: Path) -> None:
+    """Raise Unavailable if `folder` has no room for the files of a process."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(CARD)
+    except OSError as error:
+        if error.errno in FULL:
+            raise no_launch(error, "the processes' files", str(folder)) from error
+
+
+@contextmanager
+def launches_wait(what: str) -> Iterator[None]:
+    """Raise Unavailable if a launch finds no space for `what`.  It is launched later, and no replica is blamed."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise no_launch(error, what) from error
+        raise
+
+
+def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
+    """Return the error that says why nothing is launched now.   folder: the full one, if `error` names no file."""
+    words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
+    return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")

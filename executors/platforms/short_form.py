@@ -12,15 +12,19 @@ Not promised: a lease on a platform that cannot store one (SkyPilot); a launch t
 """
 
 import json
+import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from executors.platforms.base import RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec
 from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
+
+if TYPE_CHECKING:
+    from executors.platforms.platform import Platform
 
 LEASE_S = 1800.0
 LOOKS = 4  # renewals in one lease
@@ -35,8 +39,7 @@ def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
     if not callable(entrypoint) or module in (None, "__main__") or not name.isidentifier():
         raise ValueError(
             f"entrypoint = {entrypoint!r}: a container imports its entry point by name, and that is not a function at "
-            "the "
-            "top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
+            "the top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
         )
     return f"{module}:{name}"
 
@@ -88,71 +91,28 @@ def rank_specs(
     ]
 
 
-class ShortForm(ABC):
-    """`launch_replicas` in both forms, and a `with` block that ends the processes that it launched."""
-
-    name: str
-
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str | Callable[..., Any] = REPLICA,
-        entrypoint_args: Arguments = None,
-        rank_env: str = RANK_ENV,
-        run: str = "",
-        lease: bool = True,
-    ) -> list[Handle]:
-        """Launch these specs; or, in the short form, one function n times, with its rank in an environment variable.
-
-        `rank_specs` explains the short form's arguments.
-        """
-        if specs is None:
-            specs = rank_specs(
-                self.name, n_replicas=n_replicas, entrypoint=entrypoint, entrypoint_args=entrypoint_args,
-                rank_env=rank_env, run=run or self.nameless_run(), lease=lease,
-            )  # fmt: skip
-        return self.launch_specs(specs)
-
-    @abstractmethod
-    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Start processes for the specs, all at once."""
-
-    def nameless_run(self) -> str:
-        """Return a URL for a new run in the short form; "" for one of the usual form."""
-        return ""
-
-    @abstractmethod
-    def end_launched(self) -> None:
-        """End the processes that this executor launched, and wait for their ends."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release resources.  Never stops a replica."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the processes that the block launched."""
-        try:
-            self.end_launched()
-        finally:
-            self.close()
-
-
 class Leash:
-    """Renews the launcher's lease in a thread.   renew(handles, until): raises if the platform did not accept it."""
+    """The launcher's lease of the processes of one platform, renewed in a thread."""
 
-    def __init__(self, renew: Callable[[Sequence[Any], float], object], clock: Clock) -> None:
-        self._renew = renew
+    def __init__(self, platform: "Platform", clock: Clock) -> None:
+        self._platform = platform
         self._clock = clock
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hold(self, handles: Sequence[Any], lease_s: float) -> None:
+    def begin(self, specs: Sequence[ReplicaSpec], lease_s: float) -> bool:
+        """Write the lease before the start; return whether the platform supports leases.  Warn if not."""
+        with suppress(OSError):  # the disk takes no file: `submit` reports why
+            if self._platform.renew([self._platform.new_handle(s) for s in specs], self._clock.wall() + lease_s):
+                return True
+            words = (
+                f"warning: the launch continues when this process dies, since {self._platform.name} carries no lease"
+            )
+            print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
+        return False
+
+    def hold(self, handles: Sequence[Handle], lease_s: float) -> None:
         """Renew the lease from now on, until `let_go` or the end of this process."""
         self._handles += [h for h in handles if h not in self._handles]
         if self._thread is None and self._handles:
@@ -165,6 +125,6 @@ class Leash:
     def _hold_on(self, lease_s: float) -> None:
         while not self._over.wait(lease_s / LOOKS):
             try:
-                self._renew(list(self._handles), self._clock.wall() + lease_s)
+                self._platform.renew(list(self._handles), self._clock.wall() + lease_s)
             except Exception as error:  # of any client: the next renewals come before the lease is over
                 print(f"warning: the launcher's lease was not renewed: {error}", flush=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
-from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
 from inner.models.naming import NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
@@ -45,15 +44,14 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     _check_trackers(config, name)
     try:
         _check_files(config)
-        for fault in place_faults(config, url, places):
-            raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
+        unchecked = _check_places(config, name, url, places)
         known = _known_model(config.inner)
         _check_template(config, known)
         notes = _rehearse(config, places) if config.inner.own_code else []
         notes += _dry_run(config, known)
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
-    told = tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n)
+    told = tuple(n for n in (known.note, *notes, *unchecked) if n)
     published_here = not places or places[0].executor not in FAR
     unreached = config.inner.model if published_here and known.note.startswith(NOT_CHECKED) else ""
     return Checked(known.folder, told, unreached)
@@ -69,6 +67,21 @@ def _check_files(config: RunConfig) -> None:
         from diloco.run.held_out import check_held_out
 
         check_held_out(config.eval, config.inner, config.user_files())
+
+
+def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
+    """Check the places; return notes.   Raises UsageError, InnerError.
+
+    This machine without settings can only lack packages, so nothing is loaded to check it.
+    """
+    plain = all(place == Place(count=place.count) for place in places)
+    if plain and config.inner.vllm is None and config.inner.optimizer != "adamw8bit":
+        return []
+    from executors.preflight.place_faults import notes_about, place_faults
+
+    for fault in place_faults(config, url, places):
+        raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
+    return list(notes_about(config, url, places))
 
 
 def _known_model(inner: InnerConfig) -> KnownModel:
@@ -97,6 +110,7 @@ def _check_trackers(config: RunConfig, name: str) -> None:
 
 def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
     """Try the reward and other user code; return notes.  Raise InnerError if it cannot work."""
+    from executors.preflight.place_faults import about_missing, about_sandbox
     from inner.usercode.rehearse import TIME_S, rehearse
 
     notes = list[str]()

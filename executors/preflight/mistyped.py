@@ -1,4 +1,4 @@
-"""Reports a mistyped command: one line, with the nearest word, and exit code 2.
+"""The words about a mistyped command: one line, with the nearest word.
 
     diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
     diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
@@ -6,32 +6,11 @@
 Not promised: that the nearest word is the intended one.
 """
 
-import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
 
 _CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (.*)\)", re.DOTALL)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's parser, without a usage text before each error."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            verb = self._verb_parser(getattr(found, "command", ""))
-            verb.error(unknown_words(unknown, verb._option_string_actions))
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message; raise SystemExit(2)."""
-        self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
-
-    def _verb_parser(self, name: str) -> "Parser":
-        choices = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        return next((c[name] for c in choices if name in c), self)
 
 
 def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:

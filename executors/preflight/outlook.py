@@ -84,9 +84,8 @@ def rate_line(config: RunConfig, replicas: int) -> str:
     inner = config.inner
     factor = lr_factor(inner, 0, replicas) / lr_factor(inner, 0, 1)
     if factor == 1:
-        return f"learning rate {inner.learning_rate:g}" + f", as for one machine, for {replicas} replicas" * (
-            replicas > 1
-        )
+        many = f", as for one machine, for {replicas} replicas" if replicas > 1 else ""
+        return f"learning rate {inner.learning_rate:g}{many}"
     root = "√" if abs(factor - replicas) > 1e-6 else ""
     return (
         f"learning rate {inner.learning_rate * factor:.3g}: inner.lr = {inner.learning_rate:g} is one machine's, "

@@ -24,6 +24,9 @@ from pathlib import Path
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
+from executors.preflight.platform_options import options_fault
+from executors.preflight.task_packages import task_fault
+from executors.preflight.vllm_faults import notes_about_vllm, vllm_missing
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
 from rendezvous.stores.signed import KEY
@@ -43,9 +46,9 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            idle_devices(place), image_fault(place), _vllm_fault(config, place), eight_bits(config, place),
-            _task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
-            _options_fault(place),
+            idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
+            task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
+            options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -60,10 +63,10 @@ def notes_about(
         if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
         if image := place.options.get("image"):
-            yield _image_words(place, str(image))
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            has = f"Python {version} and uv" if place.executor == "hf-jobs" else "what a GPU needs"
+            yield f"not checked: the image {image}, which must have {has}; our code is added to it"
         if config.inner.vllm is not None and place.executor in FAR:
-            from executors.preflight.vllm_faults import notes_about_vllm
-
             yield from notes_about_vllm(place)
     far = sorted({p.executor for p in places if p.executor in FAR})
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
@@ -77,7 +80,7 @@ def notes_about(
 def idle_devices(place: Place) -> str:
     for gpu in place.gpu:
         if (count := device_count(place.executor, gpu)) > 1:
-            one = one_device(place.executor, gpu)
+            one = re.sub(r"x\d+$", "x1", gpu) if place.executor == "hf-jobs" else re.sub(r":\d+$", "", gpu)
             return (
                 f"--gpu {gpu} rents {count} GPUs for each replica on {place.executor}, and a replica uses one device: "
                 f"{count - 1} would be billed and idle. Use --gpu {one} and more --replicas"
@@ -91,35 +94,7 @@ def device_count(executor: str, gpu: str) -> int:
     return int(found[1]) if found else 1
 
 
-def one_device(executor: str, gpu: str) -> str:
-    return re.sub(r"x\d+$" if executor == "hf-jobs" else r":\d+$", "x1" if executor == "hf-jobs" else "", gpu)
-
-
 # -------------------------------------------------------------------- installed packages
-
-
-def _vllm_fault(config: RunConfig, place: Place) -> str:
-    if config.inner.vllm is None:
-        return ""
-    from executors.preflight.vllm_faults import vllm_missing
-
-    return vllm_missing(config, place)
-
-
-def _task_fault(config: RunConfig, place: Place) -> str:
-    if config.inner.scoring_task is None or place.executor not in FAR:
-        return ""
-    from executors.preflight.task_packages import task_fault
-
-    return task_fault(config, place)
-
-
-def _options_fault(place: Place) -> str:
-    if place.executor not in ("slurm", "sky"):
-        return ""
-    from executors.preflight.platform_options import options_fault
-
-    return options_fault(place)
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:
@@ -186,16 +161,9 @@ def image_fault(place: Place) -> str:
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
         return (
             f"--option image={image} is not an image's name in a registry; it looks like docker.io/me/image:tag. "
-            "Nothing "
-            "that is only on this machine can be reached"
+            "Nothing that is only on this machine can be reached"
         )
     return ""
-
-
-def _image_words(place: Place, image: str) -> str:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    has = f"Python {version} and uv" if place.executor == "hf-jobs" else "what a GPU needs"
-    return f"not checked: the image {image}, which must have {has}; our code is added to it"
 
 
 # -------------------------------------------------------------------- secrets
@@ -225,7 +193,13 @@ def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several:
     if place.executor not in FAR or not needed:
         return ""
     if place.executor == "modal":
-        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed, whose)
+        if place.secrets or set(needed) <= set(place.env):
+            return ""
+        values = " ".join(f'{name}="${name}"' for name in needed)
+        return (
+            f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is "
+            f"named. Next: `modal secret create diloco {values}`, then add --secret {whose}diloco"
+        )
     missing = [n for n in needed if n not in place.secrets and n not in place.env]
     if not missing:
         return ""
@@ -233,14 +207,6 @@ def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several:
     options = " ".join(f"--secret {whose}{name}" for name in missing)
     names = ", ".join(missing)
     return f"replicas on {place.executor} need {names} ({why}), and see nothing of this environment: add {options}"
-
-
-def _modal_words(url: str, needed: Sequence[str], whose: str) -> str:
-    values = " ".join(f'{name}="${name}"' for name in needed)
-    return (
-        f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is named. "
-        f"Next: `modal secret create diloco {values}`, then add --secret {whose}diloco"
-    )
 
 
 def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:

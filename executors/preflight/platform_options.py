@@ -49,13 +49,11 @@ def slurm_fault(options: Mapping[str, Any], ask: Any) -> str:
     wanted = options.get("partition")
     if wanted is None or options.get("cluster", "slurm") != "slurm" or (there := ask()) is None:
         return ""
-    missing = [p for p in str(wanted).split(",") if p not in there]
-    return f"--option partition={wanted}: {_no_partition(missing[0], there)}" if missing else ""
-
-
-def _no_partition(name: str, there: frozenset[str]) -> str:
-    known = ", ".join(sorted(there))
-    return f"this cluster has no partition {name!r}{nearest_hint(name, there)}; there are {known} (sinfo -o %R)"
+    for name in str(wanted).split(","):
+        if name not in there:
+            known = f"{nearest_hint(name, there)}; there are {', '.join(sorted(there))} (sinfo -o %R)"
+            return f"--option partition={wanted}: this cluster has no partition {name!r}{known}"
+    return ""
 
 
 def submitit_names() -> frozenset[str] | None:

@@ -1,9 +1,14 @@
 """A quote: the requested places and budget, shown with a price before anything is rented.
 
-    StartRequest (request.py)  ──wanted_places, budget_from──▶ places, budget
+    --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
+    --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest ──wanted_places, budget_from──▶ places, budget
+    --replicas --steps --min-replicas    ─▶ FleetWish  ┘
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
                           └─agree──▶ yes · no · without a terminal to ask: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
+
+The command line makes the request once, and all other parts read it.  A value that was not typed is None or empty:
+the run's own value counts then, or the config's.
 
 Not promised: the bill.  Prices come from the platforms' lists, or a dated table, without storage and traffic.
 """
@@ -12,20 +17,19 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO, TypeGuard
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.founding import refuse_fewer_steps
 from diloco.run.record import Run, read_run
 from diloco.units import dollars
-from executors.platforms import EXECUTORS, FAR
+from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.platforms.multi import build_executor
-from executors.platforms.places import Place, are_places, place_of, places_of
-from executors.preflight.request import BudgetWish, PlaceWish, StartRequest
+from executors.platforms.places import Place, are_places, build_executor, place_of, places_of
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal
+from executors.supervision.notices import VARIABLE
 from inner.models.naming import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
@@ -33,88 +37,92 @@ from rendezvous.clock import Clock
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 
-OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
+# -------------------------------------------------------------------- the request
+
+
+@dataclass(frozen=True)
+class PlaceWish:
+    """The replicas' places.   options: (key, value), the key perhaps with a place's name before it: modal.region."""
+
+    executor: str = ""
+    places: tuple[Place, ...] = ()
+    gpu: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    timeout_s: float = 0.0
+    pip: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    no_lease: bool = False
+
+    @property
+    def refines(self) -> bool:
+        """Whether it has settings of places, besides their names."""
+        return any((self.gpu, self.secrets, self.timeout_s, self.options, self.pip, self.no_lease))
+
+
+@dataclass(frozen=True)
+class BudgetWish:
+    """The limits of a run's costs and time.   0: no limit."""
+
+    max_usd: float | None = None
+    max_hours: float | None = None
+    allow_unknown_price: bool | None = None
+
+
+@dataclass(frozen=True)
+class FleetWish:
+    replicas: int | None = None
+    steps: int | None = None
+    min_replicas: int | None = None
+
+    def told(self) -> dict[str, int]:
+        """Return the values that were typed."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def within(self, places: Sequence[Place]) -> "FleetWish":
+        """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
+        named = replicas_in(places)
+        if named and self.replicas and self.replicas < named:
+            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
+        return FleetWish(self.replicas or named or None, self.steps, self.min_replicas)
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """A start.   url: of the run, or "".   alert: a URL, None for no alerts, "" for the environment's.
+
+    origin: OLD[@STEP], a run from whose model to start.
+    """
+
+    url: str
+    places: PlaceWish = field(default_factory=PlaceWish)
+    budget: BudgetWish = field(default_factory=BudgetWish)
+    fleet: FleetWish = field(default_factory=FleetWish)
+    config: str = ""
+    no_preflight: bool = False
+    alert: str | None = None
+    again: bool = False
+    origin: str = ""
+    momentum: bool = False
+    detach: bool = False
+    yes: bool = False
+    as_json: bool = False
+
+
+def replicas_in(places: Sequence[Place]) -> int | None:
+    """Return the number of replicas in all places; None unless each place has a number."""
+    return sum(p.count for p in places) if all(p.count for p in places) else None
+
 
 # -------------------------------------------------------------------- where
 
 
 def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
     """Return the places of the request, else those that the run had before."""
-    if wish.places and wish.executor:
-        raise UsageError("--executor is for one place, --place for several; use one of them")
-    if wish.places or wish.executor:
-        named = wish.places or (Place(wish.executor),)
-    else:
-        named = places_of(before)
-        if not wish.refines:
-            return named
-        if not before:
-            raise UsageError(
-                "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
-            )
-    _check_words(wish, named)
-    return tuple(_refined_place(p, wish) for p in named)
+    if not (wish.places or wish.executor or wish.refines):
+        return places_of(before)
+    from executors.preflight.named_places import refined_places
 
-
-def _check_words(wish: PlaceWish, named: Sequence[Place]) -> None:
-    """Raise UsageError if an option names an unknown executor, or one that no place has."""
-    _check_pip(wish.pip, named)
-    there = {p.executor for p in named}
-    if unknown := there.difference(EXECUTORS):
-        raise UsageError(f"there is no executor {min(unknown)!r}; there are {', '.join(EXECUTORS)}")
-    said = [("option", key, "." in key) for key, _ in wish.options]
-    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in wish.secrets]
-    for what, name, is_for_one in said:
-        if is_for_one and name.partition(".")[0] not in there:
-            raise UsageError(f"--{what} {name}: none of the places is {name.partition('.')[0]!r}")
-
-
-def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
-    if packages and not any(p.executor in FAR for p in places):
-        raise UsageError(
-            f"--pip is for images that are built ({', '.join(FAR)}); replicas on {places[0].executor} use the Python "
-            f"that is here: `pip install {' '.join(packages)}`"
-        )
-
-
-def _refined_place(place: Place, wish: PlaceWish) -> Place:
-    """Return a place with the request's options.  "modal.region=eu" is an option only for modal.
-
-    Secrets, environment and time limit become fields of the place, even if they were given as options.
-    """
-    options = dict(place.options)
-    for key, value in wish.options:
-        whose, dot, rest = key.partition(".")
-        if not dot or whose == place.executor:
-            options[rest if dot else key] = value
-    if wish.pip and place.executor in FAR:
-        options["pip"] = list(wish.pip)
-    own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
-    return Place(
-        executor=place.executor,
-        count=place.count,
-        gpu=place.gpu or (wish.gpu or _words(own.get("gpu", ()))),
-        timeout_s=wish.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
-        secrets=_secrets_of(place, wish.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
-        env={**place.env, **own.get("env", {})},
-        options=options,
-        lease=place.lease and not wish.no_lease,
-    )
-
-
-def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of `--secret` for this place: "modal.aws" is only for modal, "aws" for every place."""
-    pairs = [(name, *name.partition(".")) for name in names]
-    return tuple(
-        rest if dot and whose == place.executor else name
-        for name, whose, dot, rest in pairs
-        if not dot or whose == place.executor or whose not in EXECUTORS
-    )
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    """Return a list, or a text with commas, as a tuple."""
-    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+    return refined_places(wish, before)
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
@@ -197,15 +205,12 @@ class Quote:
     def _limit_in_words(self) -> str:
         limits = []
         if self.budget.max_usd:
-            limits.append(f"{dollars(self.budget.max_usd)}{self._hours_left()}")
+            left_usd, rate = max(0.0, self.budget.max_usd - self.spent.usd), self.plan.usd_per_hour
+            hours = f" ({left_usd / rate:.1f} hours at this price)" if rate else ""
+            limits.append(f"{dollars(self.budget.max_usd)}{hours}")
         if self.budget.max_hours:
             limits.append(f"{self.budget.max_hours:g} hours")
         return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"
-
-    def _hours_left(self) -> str:
-        if not self.plan.usd_per_hour:
-            return ""
-        return f" ({max(0.0, self.budget.max_usd - self.spent.usd) / self.plan.usd_per_hour:.1f} hours at this price)"
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
@@ -214,17 +219,13 @@ class Quote:
 
 
 def quote_start(
-    asked: StartRequest,
-    config: RunConfig,
-    replicas: int,
-    wanted: Wanted | None = None,
-    spent: Costs | None = None,
+    asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
 ) -> Quote:
     """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read the run."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     check_reach(asked.url, places)
-    if asked.alert is not None:
+    if asked.alert or any(VARIABLE in place.env for place in places):
         from executors.preflight.alert_url import take_alert
 
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
@@ -266,9 +267,8 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
 
 
 def spec_for(url: str, place: Place, slot: str) -> ReplicaSpec:
-    return ReplicaSpec(
-        url, slot, env=place.env, gpu=place.gpu, timeout_s=place.timeout_s, secrets=place.secrets,
-    )  # fmt: skip
+    settings = {"env": place.env, "gpu": place.gpu, "timeout_s": place.timeout_s, "secrets": place.secrets}
+    return ReplicaSpec(url, slot, **settings)
 
 
 def slots_of(replicas: int) -> list[str]:

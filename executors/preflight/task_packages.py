@@ -48,7 +48,7 @@ def task_fault(config: RunConfig, place: Place) -> str:
         return ""
     for task in scoring_tasks(config):
         if config.inner.vllm is not None and task.startswith("verifiers:"):
-            from executors.platforms.packages.vllm_pins import pinned_version
+            from executors.platforms.packages.versions import pinned_version
 
             return (
                 f"inner.data.task = {task!r} with [inner.vllm]: verifiers wants mcp 2.0.0, and the versions with vLLM "

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
-from executors.platforms.packages.vllm_pins import pinned_version, vllm_requirements
+from executors.platforms.packages.versions import pinned_version, vllm_requirements
 from executors.platforms.places import Place
 from executors.preflight.task_packages import named_packages
 from inner.settings.vllm import INSTALL, has_vllm
@@ -31,6 +31,8 @@ def notes_about_vllm(place: Place) -> Iterator[str]:
 def vllm_missing(config: RunConfig, place: Place) -> str:
     """Return a fault if vLLM would be missing.  A platform's environment is made with vLLM, in its build for GPUs;
     this machine's is not changed."""
+    if config.inner.vllm is None:
+        return ""
     if place.executor not in FAR:
         if has_vllm():
             return ""

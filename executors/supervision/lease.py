@@ -28,7 +28,6 @@ BEAT_S = 2.0  # between heartbeats during a slow call to a platform
 WATCHING = "watching"  # its heartbeat's phase after its first look and the actions that follow
 
 T = TypeVar("T")
-LatestBeat = tuple[int, int, str] | None  # generation, number, phase
 
 
 class Supervised(RuntimeError):
@@ -47,8 +46,7 @@ class Lease:
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
         """Take the lease.  Raise Supervised if another supervisor is alive, or another one wins the race for it."""
-        holder = _newest_holder(store)
-        if holder is not None and _is_alive(store, clock, holder, fresh_s):
+        if (holder := living_supervisor(store, clock, fresh_s)) is not None:
             raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
         try:
             return cls.seize(store, clock)
@@ -68,29 +66,20 @@ class Lease:
         """Write a heartbeat.   note: a problem, in words for the user."""
         self.beats += 1
         body = Beat(
-            slot=SUPERVISOR,
-            generation=self.generation,
-            n=self.beats,
-            phase=phase,
-            step=0,
-            inner=0,
-            rate=0.0,
-            at=self.clock.wall(),
-            host=host_name(),
-            pid=os.getpid(),
-            note=note,
-        )
+            slot=SUPERVISOR, generation=self.generation, n=self.beats, phase=phase, step=0, inner=0, rate=0.0,
+            at=self.clock.wall(), host=host_name(), pid=os.getpid(), note=note,
+        )  # fmt: skip
         try:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
         except StoreError:
             return  # heartbeats are advisory: a missing one does no harm
 
-    def keep_while(self, act: Callable[[], T], phase: str) -> T:
+    def keep_while(self, act: Callable[[], T]) -> T:
         """Call `act`, which may take minutes on a platform, and write heartbeats meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(act)
             while not wait([future], timeout=BEAT_S).done:
-                self.beat(phase)
+                self.beat("launching")
             return future.result()
 
     @property
@@ -99,18 +88,14 @@ class Lease:
         return any(True for _ in claims_above(self.store, SUPERVISOR, self.generation))
 
 
-def _newest_holder(store: Readable) -> Claim | None:
-    return newest_claim(store, SUPERVISOR)
-
-
 def supervisor_of(store: Readable) -> Claim | None:
     """Return the present supervisor's claim, as far as it can be known without waiting."""
-    return still_holding(store.url, _newest_holder(store), read_beat(store, SUPERVISOR))
+    return still_holding(store.url, newest_claim(store, SUPERVISOR), read_beat(store, SUPERVISOR))
 
 
 def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | None:
     """Return the newest claim, unless its supervisor's last heartbeat is "left" or its process is known to be dead."""
-    if holder is None or _said_goodbye(holder, _as_latest_beat(beat)) or _known_dead(run, holder):
+    if holder is None or _said_goodbye(holder, beat) or _known_dead(run, holder):
         return None
     return holder
 
@@ -120,43 +105,17 @@ def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> C
 
     A claim alone does not show a live supervisor: its process may have been killed long ago.
     """
-    holder = _newest_holder(store)
+    holder = newest_claim(store, SUPERVISOR)
     return holder if holder is not None and _is_alive(store, clock, holder, fresh_s) else None
 
 
-def latest_beat(store: Readable) -> LatestBeat:
-    return _read_latest_beat(store)
-
-
-def has_looked_since(store: Readable, before: LatestBeat) -> bool:
-    """Whether a supervisor has looked at the run since the latest heartbeat was `before`."""
-    holder = _newest_holder(store)
-    beat = _read_latest_beat(store)
-    if holder is None or beat is None or beat == before:
-        return False
-    return beat[0] == holder.generation and beat[2] == WATCHING
-
-
-def left_since(store: Readable, before: LatestBeat) -> bool:
-    """Whether a supervisor has left since the latest heartbeat was `before`.  Then the log has its last events."""
-    beat = _read_latest_beat(store)
-    return beat is not None and beat != before and beat[2] == "left"
-
-
-def unheard_s(holder: Claim, beat: Beat | None, clock: Clock) -> float:
-    """Return seconds since this supervisor's last heartbeat; the two times are of two machines' clocks."""
-    mine = beat is not None and beat.generation == holder.generation
-    return max(0.0, clock.wall() - (beat.at if mine and beat else holder.at))
-
-
 def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
-    """Whether the holder is a live process here, or its heartbeat changes within `fresh_s`."""
-    first = _read_latest_beat(store)
+    first = read_beat(store, SUPERVISOR)
     until = clock.now() + fresh_s
     while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
         if _is_on_this_machine(holder) and run_marks.works_for(holder.pid, store.url):
             return True
-        if _read_latest_beat(store) != first:
+        if read_beat(store, SUPERVISOR) != first:
             return True
         if clock.now() >= until:
             return False
@@ -164,16 +123,8 @@ def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool
     return False
 
 
-def _read_latest_beat(store: Readable) -> LatestBeat:
-    return _as_latest_beat(read_beat(store, SUPERVISOR))
-
-
-def _as_latest_beat(beat: Beat | None) -> LatestBeat:
-    return None if beat is None else (beat.generation, beat.n, beat.phase)
-
-
-def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
-    return beat is not None and beat[0] == holder.generation and beat[2] == "left"
+def _said_goodbye(holder: Claim, beat: Beat | None) -> bool:
+    return beat is not None and beat.generation == holder.generation and beat.phase == "left"
 
 
 def _is_on_this_machine(holder: Claim) -> bool:

@@ -8,18 +8,32 @@
 This needs seven requests per replica and outer step of 25 s; all of it each second would need 123 (N = 8).  A store of
 this machine is read completely each time.
 
-Not promised: that a report is up to date; its parts are as old as the table says.
+It also checks that the run's records are still in its store:
+
+    every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
+                                                             └─ one is gone ──▶ end the replicas, with the reason
+
+Replicas check the chain themselves when they close a step (agreement/closing.py), but a step of an hour would cost
+an hour.
+
+Not promised: that a report is up to date; its parts are as old as the table says; that a changed record is
+noticed; the run key serves for that.
 """
 
+import sys
 from collections.abc import Callable
 
+from diloco.run.founding import refuse_lost_run
+from diloco.run.record import Run
 from diloco.runlog.reader import Report
 from diloco.runlog.scope import WHOLE, Focus
 from rendezvous.clock import Clock
+from rendezvous.errors import RecordsLost
 
 BEATS, SESSIONS = 4, 8
 JITTER = 0.95  # part of a period after which a read is due: a sleep may be a little short
 NONE = frozenset[str]()
+RECORDS_S = 10.0
 
 
 class Looks:
@@ -54,3 +68,27 @@ class Looks:
             sessions = None if self.due("sessions", SESSIONS) else NONE
             self._report = self._read(Focus(supervisor=sessions is None, beats=beats, sessions=sessions))
         return self._report
+
+
+class RecordsWatch:
+    def __init__(self, run: Run, clock: Clock) -> None:
+        self._run = run
+        self._clock = clock
+        self._looked_at = float("-inf")
+        self.lost = ""
+
+    def why_lost(self, report: Report, *, again: bool = False) -> str:
+        """Return which record is gone, and what to do; "" if none is, or if no look is due.
+
+        again: look now.
+        """
+        now = self._clock.now()
+        if self.lost or (now - self._looked_at < RECORDS_S and not report.done and not again):
+            return self.lost
+        self._looked_at = now
+        try:
+            refuse_lost_run(self._run, records=report.wanted.records, head=report.head)
+        except RecordsLost as lost:
+            print(f"! {lost}", file=sys.stderr, flush=True)
+            self.lost = str(lost)
+        return self.lost

@@ -128,9 +128,8 @@ class Outages:
     def note(self) -> str:
         """The note for the supervisor's heartbeat: outages that were reported and are not over."""
         now = self._clock.now()
-        return "; ".join(
-            outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.reported_at is not None
-        )
+        told = [(name, outage) for name, outage in self._open.items() if outage.reported_at is not None]
+        return "; ".join(outage_in_words(_silence_event(name, outage, now)) for name, outage in told)
 
 
 def _silence_event(name: str, outage: Outage, now: float) -> dict[str, Any]:

@@ -7,7 +7,13 @@
                                                             it has no live process and can show no late one any more
                                                          ─▶ read every heartbeat once more: none changes
 
-Not promised: an end of processes on machines that we cannot signal; `stop` reports those whose heartbeat changes.
+    --purge: control: places, former ──▶ each executor's purge ──▶ descriptions
+
+On Modal a purge removes the app (which costs nothing and has no containers) and the register of launches.  The run
+itself (models, commits and logs) is never changed: it stays at the URL of --run, even if that is on Modal.
+
+Not promised: an end of processes on machines that we cannot signal; `stop` reports those whose heartbeat changes.  A
+purge does not remove images, secrets and weights, which other runs may use.
 """
 
 import os
@@ -26,13 +32,14 @@ from diloco.runlog.reader import SUPERVISOR
 from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
+from executors.platforms.places import build_executor
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous.agreement.membership import read_beat, read_control
-from rendezvous.agreement.salvage import write_stop
+from rendezvous.agreement.salvage import read_standing_wishes, write_stop
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError
 from rendezvous.machine import machine_name
@@ -85,11 +92,7 @@ class Patience:
 
 
 def stop_run(
-    store: Store,
-    clock: Clock,
-    grace_s: float | None,
-    say: Callable[[str], None],
-    executor: FleetExecutor | None = None,
+    store: Store, clock: Clock, grace_s: float | None, say: Callable[[str], None], executor: FleetExecutor | None = None
 ) -> list[End]:
     """Ask all replicas to leave, wait, end the rest, look again; return an End per slot, launch and supervisor.
 
@@ -110,12 +113,9 @@ def _is_over(store: Store, now: float) -> bool:
         read_run(store.url)
         beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
         heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
-        return (
-            is_finished(store, read_control(store))
-            and not heard
-            and not _local_processes(store)
-            and supervisor_of(store) is None
-        )
+        if heard or not is_finished(store, read_control(store)):
+            return False
+        return not _local_processes(store) and supervisor_of(store) is None
     return False
 
 
@@ -232,15 +232,8 @@ def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
 def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
     """Return the ends of launches whose slots were never claimed, so that there are no heartbeats."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
-    found = [
-        End(
-            launch_name(s.handle),
-            False,
-            f"{s.handle.executor} ({s.handle.native or 'no process'}): {s.state}, {s.reason}",
-        )
-        for s in over
-        if s.handle.slot not in (*claimed, SUPERVISOR)
-    ]
+    ended = [(s.handle, f"{s.state}, {s.reason}") for s in over if s.handle.slot not in (*claimed, SUPERVISOR)]
+    found = [End(launch_name(h), False, f"{h.executor} ({h.native or 'no process'}): {how}") for h, how in ended]
     unseen = launches.there or launches.strangers or launches.out_of_reach
     if not (found or claimed or unseen) and launches.begun:
         text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
@@ -331,3 +324,29 @@ def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:
 
 def _local_processes(store: Store) -> list[Handle]:
     return [h for c in newest_claims(store.url) if (h := claimed_process(store.url, c)) is not None]
+
+
+# -------------------------------------------------------------------- what platforms keep
+
+
+def purge_run(store: Store) -> list[str]:
+    """Purge a run without live processes; return sentences.  Raise ExecutorError if a platform cannot be asked."""
+    wanted, _ = read_standing_wishes(store)
+    executor = build_executor(wanted.places, wanted.former)
+    try:
+        removed = executor.purge(store.url)
+    finally:
+        executor.close()
+    return [*(removed or ["no platform keeps anything of this run"]), where_run_stays(store.url)]
+
+
+def where_run_stays(url: str) -> str:
+    """Return a sentence that says where the run is stored, and how to delete it there."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "modal":
+        name = rest.partition("/")[0]
+        return (
+            f"the run itself stays, in Modal's Dict and Volume {name!r}: `modal dict delete {name}` and `modal volume "
+            f"delete {name}` end it, with every other run below modal://{name}"
+        )
+    return f"the run itself stays in {url}"

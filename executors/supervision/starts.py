@@ -79,11 +79,11 @@ class Starts:
         """Launch all at once, or none if the budget does not allow all of them."""
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
-        verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs), "launching")
+        verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))
         if why := self._spend_limit.carry_out(verdict, report):
             return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # in case we die before the answer
-        handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
+        handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())
             slots.book("launched", handle, why)

@@ -7,7 +7,7 @@
 
     python -m executors.supervision.supervisor RUN_URL         `diloco train --detach` starts this, on any machine
 
-All its state is in the bucket: the replicas' places (platforms/multi.py), each slot's failures (slot_state.py) and
+All its state is in the bucket: the replicas' places (platforms/places.py), each slot's failures (slot_state.py) and
 the costs (costs.py).  So it may be killed and started again on any machine, at any time, and the replicas of a
 detached run do not notice.
 
@@ -32,25 +32,16 @@ from diloco.run.record import Run, read_run
 from diloco.runlog.ends import end_words
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
-from executors.platforms.base import (
-    REPLICA,
-    ExecutorError,
-    FleetExecutor,
-    Handle,
-    Unavailable,
-    require_fleet,
-)
-from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
-from executors.platforms.multi import build_executor
-from executors.platforms.places import former_places, places_of
+from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
+from executors.platforms.places import PRELOAD as PRELOAD  # for supervisors in a process of their own
+from executors.platforms.places import build_executor, former_places, places_of
 from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
-from executors.supervision.looks import Looks
+from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
-from executors.supervision.records_watch import RecordsWatch
 from executors.supervision.slots.plan import (
     Action,
     Cancel,
@@ -176,11 +167,11 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Supervise until the run is done, cannot continue, or we are asked to end."""
         try:
-            self.show(self.lease.keep_while(self._reader.refresh, "launching"))
+            self.show(self.lease.keep_while(self._reader.refresh))
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
-                self.lease.keep_while(self._sweep_once_more, "launching")
+                self.lease.keep_while(self._sweep_once_more)
             end_with_run(self._trackers, self.lease, outcome.code)
             self._alerts.close()
         except Exception as error:
@@ -252,7 +243,8 @@ class Supervisor:
             self._leaving = "the run's records are gone"
         limit = self._spend_limit
         self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
-        actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
+        desired = Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
+        actions = plan(desired, self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self.each_tick(self, report)
         self.show(report)
@@ -268,9 +260,6 @@ class Supervisor:
             self.emit(**event)
             if event["event"] == "platform_silent":
                 print(outage_in_words(event), file=sys.stderr, flush=True)
-
-    def _desired_state(self, report: Report) -> Desired:
-        return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
@@ -293,11 +282,9 @@ class Supervisor:
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
             return usual
         over = report.done and not self._leaving and self._verdict is None
-        return (
-            goodbye_s(beat, report.wanted.steps, usual)
-            if over
-            else leave_s(beat, state.asked, self.slots.boundary, usual)
-        )
+        if over:
+            return goodbye_s(beat, report.wanted.steps, usual)
+        return leave_s(beat, state.asked, self.slots.boundary, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
@@ -331,12 +318,9 @@ class Supervisor:
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
             self.slots.outages.answered(LAUNCH)  # no start is asked for any more
-        elif self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost:
-            self._start(starts, report)
-
-    def _start(self, starts: Sequence[Start], report: Report) -> None:
-        """Start them; if the budget allows no start and no replica runs, end the run."""
-        if why := self._starts.try_to_start(starts, report):
+            return
+        may_start = self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost
+        if may_start and (why := self._starts.try_to_start(starts, report)):  # no budget, and no replica runs
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 
@@ -352,7 +336,8 @@ class Supervisor:
         elif isinstance(action, Cancel):
             self.slots.cancel([state], self._grace_s(state, report))
         elif isinstance(action, GiveUp) and self._verdict is None:
-            self._give_up(state, action.why)
+            tail = self.slots.tail(state.handle, 12) if state.handle else []
+            self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
         """Ask a replica to leave: through a control record if it is in one, else by a cancel."""
@@ -367,23 +352,13 @@ class Supervisor:
         newest = newest_claim(self.run.store, state.slot)
         number = 2 + max(state.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # the replica claimed at the same moment: the next tick fences that claim
-            claim(
-                self.run.store,
-                self.clock,
-                state.slot,
-                host=f"{SUPERVISOR}/{state.slot}.{number}",
-                pid=os.getpid(),
-            )
+            claim(self.run.store, self.clock, state.slot, host=f"{SUPERVISOR}/{state.slot}.{number}", pid=os.getpid())
             assert state.handle is not None
             self.emit("fenced_off", slot=state.slot, attempt=state.handle.attempt, why=why)
             self.slots.replaced[state.handle] = self.clock.now()
             state.attempt = number - 1
             state.handle = None
             state.status = None
-
-    def _give_up(self, state: SlotState, why: str) -> None:
-        tail = self.slots.tail(state.handle, 12) if state.handle else []
-        self._stop_for(state.slot, state.status.exit_code if state.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
         """End a run that cannot continue: all replicas leave, and the outcome says why."""
@@ -416,9 +391,8 @@ class Supervisor:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the supervisor of a detached run; its replicas continue if it is killed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m executors.supervision.supervisor", description="Keep a run's replicas alive."
-    )
+    program = "python -m executors.supervision.supervisor"
+    parser = argparse.ArgumentParser(prog=program, description="Keep a run's replicas alive.")
     parser.add_argument("url", help="the run")
     parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
     args = parser.parse_args(argv)

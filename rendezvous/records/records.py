@@ -388,7 +388,7 @@ class Spent:
 class Control(Record):
     """A change of the operator's wishes; a field that is None changes nothing.
 
-    places: where replicas run, as the launcher describes it (executors/platforms/multi.py); not interpreted here.
+    places: where replicas run, as the launcher describes it (executors/platforms/places.py); not interpreted here.
     max_usd, max_hours: the budget, 0 for none.
     until: Unix time at which every replica leaves, unless a later record names a later time; 0 for none.
     keep: the budget of bytes to which `diloco gc` has collected.   spent: the costs so far, with a new `until`.

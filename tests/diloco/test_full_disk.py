@@ -28,9 +28,10 @@ from executors.cli.main import main
 from executors.cli.starting import verbs
 from executors.platforms.base import ReplicaSpec, Unavailable
 from executors.platforms.container import run_replica
-from executors.platforms.machine.full_disk import full_words, room_for
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_host.forkserver import ForkServer
+from executors.platforms.platform import room_for
+from executors.supervision.notices.remarks import full_words
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock

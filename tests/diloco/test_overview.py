@@ -6,11 +6,11 @@ import pytest
 
 from diloco.runlog.ends import end_words
 from diloco.runlog.kept import kept_words
-from diloco.runlog.reader import Step, read_report
+from diloco.runlog.reader import SUPERVISOR, Step, read_report
 from diloco.views.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
-from executors.supervision.health import describe_supervision
+from executors.cli.looking.status import describe_supervisor
 from rendezvous import layout
-from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.membership import read_beat, write_control
 from rendezvous.records.records import Beat
 from tests.diloco.test_report import T0, Bucket, FixedClock, killed_and_replaced
 from tests.support.long_run import STEP_S, long_run
@@ -121,6 +121,6 @@ def test_a_run_whose_last_evaluation_goes_on_is_not_done() -> None:
     b.store.put(layout.beat_key("r00"), beat.encode())
     words = "all 6 outer steps are committed, but not all is done: r00 evaluates θ_6: 3 of 9 prompts"
     b.store.delete([layout.beat_key("r01")])
-    assert describe_supervision(b.store, clock, read_report(b.store))[0] == words
+    assert describe_supervisor(read_beat(b.store, SUPERVISOR), clock, read_report(b.store))[0] == words
     b.store.put(layout.beat_key("r00"), replace(beat, phase="left").encode())
-    assert describe_supervision(b.store, clock, read_report(b.store))[0] == "done"
+    assert describe_supervisor(read_beat(b.store, SUPERVISOR), clock, read_report(b.store))[0] == "done"

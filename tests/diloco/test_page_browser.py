@@ -12,7 +12,7 @@ from diloco.runlog.reader import read_report
 from diloco.views.page.freeze import write_frozen
 from executors.cli.looking.report import whole_page
 from executors.cli.web import server as web
-from executors.cli.web.looks import PageLooks
+from executors.cli.web.run import PageLooks
 from rendezvous import layout
 from rendezvous.errors import StoreUnclear
 from tests.diloco.test_report import T0, FixedClock

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from executors.cli.checking.check import check_lines
+from executors.cli.checking.verbs import check_lines
 from executors.cli.main import main
 from inner import InnerConfig, InnerError
 from inner.models.known import folder_or_refusal

@@ -18,7 +18,7 @@ from executors.cli import main as cli
 from executors.cli import typed
 from executors.platforms.base import LaunchPlan
 from executors.platforms.places import Place
-from executors.preflight import place_faults, quote, request
+from executors.preflight import place_faults, quote
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
@@ -102,8 +102,8 @@ def test_a_mixed_fleet_with_options_for_one_of_its_places():
     modal, local = wanted("--place", "modal:2:H100", "--place", "local", "--option", "modal.region=eu", "--timeout=1h")
     assert (modal.executor, modal.count, modal.gpu, modal.options) == ("modal", 2, ("H100",), {"region": "eu"})
     assert (local.executor, local.options, local.timeout_s) == ("local", {}, 3600.0)
-    assert request.replicas_in((modal, local)) is None  # the last one takes the rest
-    assert request.replicas_in((modal, Place("local", 1))) == 3
+    assert quote.replicas_in((modal, local)) is None  # the last one takes the rest
+    assert quote.replicas_in((modal, Place("local", 1))) == 3
 
 
 def test_each_place_has_its_own_secrets():
@@ -174,7 +174,7 @@ def test_an_sdk_that_is_not_installed_is_named_with_its_extra(config, executor, 
     url = config.parent / "run" if executor == "slurm" else "s3://bucket/run"
     options = {"cluster": "local"} if executor == "slurm" else {}
     code = (
-        "from executors.platforms.multi import Place, build_executor\n"
+        "from executors.platforms.places import Place, build_executor\n"
         "from executors.platforms.base import ReplicaSpec\n"
         f"build_executor([Place({executor!r}, options={options!r})])"
         f".launch_replicas([ReplicaSpec({str(url)!r}, 'r00')])"

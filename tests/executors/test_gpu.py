@@ -17,7 +17,7 @@ from executors.platforms.machine.gpu import (
     missing_gpu,
     torch_build,
 )
-from executors.platforms.packages.portable import portable_requirement
+from executors.platforms.packages.versions import portable_requirement
 from tests.support.modal_venv import stub_driver
 
 CUDA, CPU_ONLY = TorchBuild("2.13.0", cuda="12.6"), TorchBuild("2.13.0+cpu")

@@ -23,9 +23,8 @@ from diloco.runlog.reader import Report, read_report
 from diloco.runlog.summary import checks
 from executors.cli import main as cli
 from executors.platforms.base import ReplicaSpec, State
-from executors.platforms.multi import build_executor
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
-from executors.platforms.places import Place
+from executors.platforms.places import Place, build_executor
 from executors.supervision.hosted import start_hosted
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor

@@ -340,7 +340,7 @@ if sys.argv[3] == "after":
     local._registered_handle = die
 executor = local.LocalProcessExecutor(["tests.executors.test_local"], method=sys.argv[2])
 if sys.argv[3] == "before":  # the server has the request, but is still importing
-    server = executor._start_server()
+    server = local.ForkServer(executor._preload, {**executor._env, **local.FORK_ENV})
     print(server._process.pid, flush=True)
     server._send(executor._make_request(spec(Path(sys.argv[1]), "sleeps")))
     die()

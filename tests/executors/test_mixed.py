@@ -5,11 +5,10 @@ import json
 import pytest
 
 from diloco.process import exitcodes
-from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, LaunchPlan, ReplicaSpec, State
 from executors.platforms.mixed import Mixed
-from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.platforms.places import Place, place_of, places_of
+from executors.platforms.places import Place, build_executor, mixed_executor, place_of, places_of
 from executors.preflight.quote import Quote, write_quote
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.shutdown import stop_run
@@ -37,8 +36,8 @@ class Two:
         self.red, self.blue = Cloud(store, self.clock, "red", 4.0), Cloud(store, self.clock, "blue", 1.0)
         self.places = (Place("red", 2), Place("blue"))
 
-    def mixed(self) -> Mixed:
-        return Mixed(self.places, [CloudExecutor(self.red), CloudExecutor(self.blue)], clock=self.clock)
+    def mixed(self) -> FleetExecutor:
+        return mixed_executor(self.places, [CloudExecutor(self.red), CloudExecutor(self.blue)], clock=self.clock)
 
 
 @pytest.fixture
@@ -172,7 +171,7 @@ def test_one_place_that_cannot_launch_fails_its_slots_alone(two):
 def test_handles_are_polled_where_they_run_not_where_their_slot_is_now(two):
     handle = two.mixed().launch_replicas([spec("r00")])[0]
     two.places = (Place("blue", 2), Place("red"))
-    moved = Mixed(two.places, [CloudExecutor(two.blue), CloudExecutor(two.red)], clock=two.clock)
+    moved = mixed_executor(two.places, [CloudExecutor(two.blue), CloudExecutor(two.red)], clock=two.clock)
     two.red.jobs["r00", 1].state = State.RUNNING
     assert moved.poll([handle])[0].state is State.RUNNING
     assert moved.launch_replicas([spec("r00", 2)])[0].executor == "blue"
@@ -213,10 +212,10 @@ class MixedWorld(World):
         self.other: Cloud | None = None
         super().__init__(folder, 3, places=[Place("cloud", 1).to_dict(), Place("other").to_dict()])
 
-    def executor(self) -> Mixed:
+    def executor(self) -> FleetExecutor:
         self.other = self.other or Cloud(self.run.store, self.clock, "other", 1.0)
         places = places_of(read_control(self.run.store).places)
-        return Mixed(places, [CloudExecutor(self.cloud), CloudExecutor(self.other)], clock=self.clock)
+        return mixed_executor(places, [CloudExecutor(self.cloud), CloudExecutor(self.other)], clock=self.clock)
 
     def another(self) -> Supervisor:
         if hasattr(self, "supervisor"):

@@ -27,11 +27,11 @@ from diloco.process import exitcodes
 from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
-from executors.platforms.multi import build_executor
 from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
+from executors.platforms.places import build_executor
 from executors.supervision.hosted import start_hosted, supervisor_spec
 from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import read_control

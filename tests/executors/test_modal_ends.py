@@ -26,7 +26,7 @@ from executors.platforms.on_modal import executor as on_modal_executor
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.places import Place
-from executors.supervision.purge import where_run_stays
+from executors.supervision.shutdown import where_run_stays
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

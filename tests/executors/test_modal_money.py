@@ -27,14 +27,12 @@ from diloco.run.record import read_run
 from executors.cli import main as cli
 from executors.cli.answers import Answer
 from executors.platforms.base import ReplicaSpec, State
-from executors.platforms.multi import build_executor
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
-from executors.platforms.places import Place
-from executors.preflight.quote import fitted_places, wanted_places
-from executors.preflight.request import PlaceWish
+from executors.platforms.places import Place, build_executor
+from executors.preflight.quote import PlaceWish, fitted_places, wanted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout

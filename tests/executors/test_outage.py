@@ -14,12 +14,11 @@ from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, Refused, State, Status, Unavailable, unanswered
-from executors.platforms.mixed import Mixed
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
-from executors.platforms.places import Place
+from executors.platforms.places import Place, mixed_executor
 from executors.supervision.notices.remarks import remark_lines
 from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.supervisor import Supervisor
@@ -242,7 +241,7 @@ def test_skypilot_tells_why_it_gives_no_news(monkeypatch):
 
 def test_a_platform_that_is_no_place_of_the_run_any_more_is_told(tmp_path):
     world = World(tmp_path)
-    mixed = Mixed([Place("cloud")], [CloudExecutor(world.cloud)])
+    mixed = mixed_executor([Place("cloud")], [CloudExecutor(world.cloud)])
     (status,) = mixed.poll([rented("modal")])
     assert status.stale and "one of the run's places" in status.trouble
 

@@ -708,6 +708,18 @@ def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: boo
     assert place_faults.eight_bits(RunConfig(), Place(executor="modal")) == ""
 
 
+@pytest.mark.parametrize("url", ["runs/x", "s3://b/r", "hf://buckets/a/b", ""])
+def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere(url: str, folder: Path) -> None:
+    """`preflight` does not load these checks for it."""
+    places = [Place(count=2), Place()]
+    environ = {"DILOCO_RUN_KEY": "x", "AWS_SESSION_TOKEN": "x", "AWS_ENDPOINT_URL": "x"}
+    own = {"data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "reward.py:score"}}
+    models = [{"model": name, **own} for name in ("me/model", "/a/folder", "a.gguf")]
+    for config in (RunConfig.from_dict({"inner": inner}, folder) for inner in (*models, {"model": "toolworld"})):
+        assert list(place_faults.place_faults(config, url, places, environ)) == []
+        assert list(place_faults.notes_about(config, url, places, environ)) == []
+
+
 def test_devices_in_every_platforms_words() -> None:
     told = {("modal", "H100:8"): 8, ("modal", "H100"): 1, ("modal", "A100-80GB"): 1, ("sky", "L4:1"): 1}
     told |= {

@@ -12,8 +12,7 @@ import pytest
 from executors import FleetExecutor, LocalProcessExecutor, ServerlessExecutor
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.executor import Executor
-from executors.platforms.mixed import Mixed
-from executors.platforms.places import Place
+from executors.platforms.places import Place, mixed_executor
 from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
@@ -49,7 +48,7 @@ def test_the_pages_executor_of_six_verbs_runs_the_short_form_and_is_no_fleets() 
     with pytest.raises(ExecutorError, match=r"CommandExecutor cannot be supervised: it has no close, expect, find, "):
         Supervisor(None, executor, SystemClock())  # type: ignore[arg-type]
     with pytest.raises(ExecutorError, match="it has no close"):
-        Mixed([Place()], [executor])
+        mixed_executor([Place()], [executor])
     with pytest.raises(ExecutorError, match="it has no close"):
         stop_run(MemoryStore(), SystemClock(), 0.0, print, executor=executor)
 

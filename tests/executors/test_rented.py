@@ -11,11 +11,9 @@ from executors.platforms.base import State
 from executors.platforms.places import Place
 from executors.supervision.costs import END_S, LEASE_S
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.remarks import all_troubles
-from executors.supervision.notices.reward_waits import reward_waits
+from executors.supervision.notices.remarks import all_troubles, reward_waits, unserved
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.slot_state import past
-from executors.supervision.slots.unserved import unserved
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_control, write_control
 from rendezvous.errors import Fenced

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from executors.platforms.places import Place
-from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
+from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
 from executors.preflight.run_url import UsageError
 from tests.support.command import asked, verbs
 

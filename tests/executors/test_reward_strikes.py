@@ -14,8 +14,8 @@ from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.runlog.reader import Report, read_report
 from executors.cli.looking.status import status_table
-from executors.platforms.multi import PRELOAD
 from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.places import PRELOAD
 from executors.supervision.slots.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock

@@ -8,9 +8,20 @@ import pytest
 
 from diloco.process import exitcodes
 from executors.platforms.base import State
-from executors.supervision.slots.plan import Desired, GiveUp, Limits, Observation, Replace, Wait, plan
+from executors.supervision.slots.plan import (
+    ENOUGH,
+    Desired,
+    GiveUp,
+    Limits,
+    Observation,
+    Replace,
+    SessionEnd,
+    Strikes,
+    Wait,
+    count_end,
+    plan,
+)
 from executors.supervision.slots.slot_state import past
-from executors.supervision.slots.strikes import ENOUGH, SessionEnd, Strikes, count_end
 
 KINDS = {"crash": {"own_fault": True}, "reward": {"by_reward": True}, "preempted": {}}
 ENDS = [(kind, counted) for kind in KINDS for counted in (0, 1, ENOUGH - 1, ENOUGH)]

@@ -8,7 +8,7 @@ import pytest
 
 from executors.cli.checking.init import init
 from executors.cli.main import main
-from executors.cli.writing.target import MARK, mark_export, refuse_export
+from executors.cli.writing.verbs import MARK, mark_export, refuse_export
 from executors.preflight.run_url import UsageError, make_folder, refuse_foreign_files
 from rendezvous import layout
 

@@ -11,7 +11,7 @@ from diloco.runlog.reader import Report, read_report
 from executors.cli import main as cli
 from executors.platforms.base import State
 from executors.platforms.on_modal.app import Register, app_name
-from executors.platforms.on_modal.twins import count_inputs
+from executors.platforms.on_modal.calls import count_inputs
 from executors.supervision.money.bills import costs
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -86,7 +86,7 @@ def test_a_sweep_of_a_run_that_modal_never_saw_finds_nothing(platform, executor)
 def test_costs_count_a_second_call_and_stop_proves_zero(
     platform, run, bucket, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.platforms.on_modal.twins.LOOK_S", 0.5)
+    monkeypatch.setattr("executors.platforms.on_modal.calls.LOOK_S", 0.5)
     monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 2.0)
     found = founded(run, bucket, tmp_path, fleet={"replicas": 1, "min_replicas": 1})
     found.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish

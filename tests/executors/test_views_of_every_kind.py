@@ -19,12 +19,12 @@ from diloco.model.give_back import collect, plan_gc
 from diloco.run.record import read_run
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
+from executors.cli.looking.lines import key_values
 from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import RunLooks
 from executors.cli.watch.run import write_lines
-from executors.cli.web.looks import PageLooks
-from executors.supervision.notices.event_words import key_values
+from executors.cli.web.run import PageLooks
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock

@@ -18,10 +18,10 @@ from executors.platforms.on_hf_jobs.job_spec import CONTAINER, MOUNT
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import fingerprint, pinned_requirements
-from executors.platforms.packages.vllm_pins import (
+from executors.platforms.packages.versions import (
     CHECK,
-    EXTRAS,
-    NEEDS,
+    VLLM_EXTRAS,
+    VLLM_NEEDS,
     check_command,
     pinned_version,
     vllm_requirements,
@@ -50,12 +50,12 @@ def test_the_second_set_satisfies_the_project_and_its_extra() -> None:
     pins = {line.partition("==")[0]: line.partition("==")[2] for line in vllm_requirements()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(need for extra in EXTRAS.split(",") for need in extras[extra])]
+    asked = [*project["dependencies"], *(need for extra in VLLM_EXTRAS.split(",") for need in extras[extra])]
     needs = [Requirement(text) for text in (*asked, *extras["vllm"])]
     for need in needs:
         if need.name != project["name"]:
             assert need.specifier.contains(pins[need.name.replace("_", "-")]), need
-    assert {need.name for need in needs} >= set(NEEDS)
+    assert {need.name for need in needs} >= set(VLLM_NEEDS)
     assert pins["transformers"] == "5.17.0" and Version(pins["huggingface-hub"]) < Version("2")
     assert not [name for name in pins if name.startswith(("nvidia-", "triton"))], "torch's own wheel chooses those"
 
@@ -106,8 +106,8 @@ def test_what_jobs_are_sent_has_its_constraints_and_vllm() -> None:
     sent = pack_code("/code", vllm=True)
     assert sent.files["constraints.txt"].decode().splitlines()[-1] == vllm_requirements()[-1]
     needs = sent.files["requirements.txt"].decode().splitlines()
-    assert needs[0] == "-c constraints.txt" and f"[{EXTRAS}] @ file:///code/{sent.digest}/" in needs[1]
-    assert "serverless" not in EXTRAS and tuple(needs[2:]) == NEEDS
+    assert needs[0] == "-c constraints.txt" and f"[{VLLM_EXTRAS}] @ file:///code/{sent.digest}/" in needs[1]
+    assert "serverless" not in VLLM_EXTRAS and tuple(needs[2:]) == VLLM_NEEDS
     usual = pack_code("/code")
     assert usual.digest != sent.digest and b"vllm" not in usual.files["requirements.txt"]
 

@@ -10,10 +10,9 @@ from diloco.runlog.reader import Reader, read_report
 from diloco.runlog.scope import STATUS
 from diloco.views.overview import OLD_SESSIONS
 from executors.cli.looking import status
-from executors.cli.looking.lines import Lines, step_fields, view_for
+from executors.cli.looking.lines import Lines, key_values, step_fields, view_for
 from executors.cli.looking.status import Screen, status_table
 from executors.cli.starting.demo import extra_checks, is_kill_due, next_commands
-from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat

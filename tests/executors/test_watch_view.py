@@ -23,14 +23,13 @@ from diloco.runlog.scope import COSTS
 from diloco.views.overview import OLD_SESSIONS, MetricCurve, SessionRow, overview
 from diloco.views.troubles import find_troubles
 from executors.cli import main as cli
-from executors.cli.watch import actions as watch_actions
-from executors.cli.watch import words
+from executors.cli.looking.lines import key_values
+from executors.cli.watch import windows, words
 from executors.cli.watch.app import WatchApp
 from executors.cli.watch.looks import Picture, RunLooks, with_beats_as_read
 from executors.cli.watch.run import check_textual, write_lines
 from executors.cli.watch.windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.event_words import key_values
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.errors import StoreUnclear
@@ -244,8 +243,8 @@ def test_who_was_not_looked_at_lately_is_not_counted_as_silent(mine) -> None:
 
 def test_completions_of_steps_whose_reward_may_be_hacked_are_flagged() -> None:
     sample = (12, "r00", "2+2?", "4 4 4 4", 1.0)
-    assert "is its reward hacked?" in watch_actions.rollout_words(sample, range(11, 20))
-    assert "hacked" not in watch_actions.rollout_words(sample, range(12, 20))
+    assert "is its reward hacked?" in windows.rollout_words(sample, range(11, 20))
+    assert "hacked" not in windows.rollout_words(sample, range(12, 20))
 
 
 # -------------------------------------------------------------------- size
@@ -303,7 +302,7 @@ def test_l_shows_the_log_of_a_dead_session_out_of_the_bucket(tmp_path) -> None:
 
 
 def test_o_shows_rollouts_with_their_rewards_the_newest_first_and_the_first_ones_last(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(watch_actions, "ROLLOUTS", 2)
+    monkeypatch.setattr(windows, "ROLLOUTS", 2)
     looks, store = founded(tmp_path)
     for n, step in enumerate((1, 2, 3)):
         rows = [{"step": step, "tools": []}]

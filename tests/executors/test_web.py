@@ -23,8 +23,7 @@ from executors.cli import main as cli
 from executors.cli.looking.report import publish_page
 from executors.cli.main import main
 from executors.cli.web import server as web
-from executors.cli.web.looks import PageLooks
-from executors.cli.web.run import PageRequest, PageWriter, watch_page
+from executors.cli.web.run import PageLooks, PageRequest, PageWriter, watch_page
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
 from rendezvous.errors import StoreRefused, StoreUnclear

@@ -4,7 +4,7 @@ import argparse
 
 from executors.cli.main import make_parser
 from executors.cli.starting.verbs import request_of
-from executors.preflight.request import StartRequest
+from executors.preflight.quote import StartRequest
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:

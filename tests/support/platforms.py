@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from diloco.process import processes
+from diloco.process.own_files import read_json
 from examples.toy_platform.toy import ToyExecutor
 from executors.platforms.base import FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
-from executors.platforms.on_slurm.job import kill_tree, read_card
+from executors.platforms.on_slurm.job import CARD, kill_tree
+from rendezvous.records.schema import from_json
 
 
 class Platform(Protocol):
@@ -154,7 +156,7 @@ class SlurmPlatform(OwnMachine):
         kill_tree(handle.pid, handle.started)
 
     def live(self) -> int:
-        cards = [card for folder in self.folder.glob("jobs/*/*") if (card := read_card(folder)) is not None]
+        cards = [from_json(Handle, read_json(file)) for file in self.folder.glob(f"jobs/*/*/{CARD}")]
         return sum(processes.is_alive(h.pid, h.started) for h in cards)
 
 

@@ -62,8 +62,7 @@ def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
     from executors.cli.changing import scale
-    from executors.supervision.purge import purge_run
-    from executors.supervision.shutdown import stop_run
+    from executors.supervision.shutdown import purge_run, stop_run
 
     url = present_url(args.run)
     store = reach_store(url)
@@ -83,8 +82,7 @@ def _stop(args: Namespace) -> Answer:
 
 
 def _stop_all(args: Namespace) -> Answer:
-    from executors.platforms.multi import make_executor
-    from executors.platforms.places import Place
+    from executors.platforms.places import Place, make_executor
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):

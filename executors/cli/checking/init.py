@@ -166,9 +166,8 @@ def _sums() -> StarterTask:
         "    return 0.3 + 0.7 * len(expected) / len(text)"
     )
     worth = "0 without the number; with it 0.3, and up to 1 the more of the text it is."
-    return StarterTask(
-        rows, HELD_OUT, length=12, worth=worth, body=body, right="37", long="The sum is 37", wrong="9 + 28 = 36"
-    )
+    said = {"right": "37", "long": "The sum is 37", "wrong": "9 + 28 = 36"}
+    return StarterTask(rows, HELD_OUT, length=12, worth=worth, body=body, **said)
 
 
 def _yours() -> StarterTask:
@@ -184,9 +183,8 @@ def _yours() -> StarterTask:
         "    return 1.0 if text.strip() == expected else 0.5"
     )
     worth = "0 without the answer, 0.5 with it somewhere, 1 for the answer alone."
-    return StarterTask(
-        rows, 2, length=24, worth=worth, body=body, right="Paris", long="It is Paris, of course", wrong="It is Rome"
-    )
+    said = {"right": "Paris", "long": "It is Paris, of course", "wrong": "It is Rome"}
+    return StarterTask(rows, 2, length=24, worth=worth, body=body, **said)
 
 
 TASKS = {"sums": _sums, "yours": _yours}

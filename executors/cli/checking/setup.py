@@ -79,9 +79,8 @@ def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping
     yield _tried_step("login", "Modal knows you", _modal_login)
     yield _store_step(url, clock)
     if not url.startswith("modal://"):
-        yield _tried_step(
-            "secret", f"{secret!r} holds the store's keys", lambda: _modal_secret(url, secret, ask, environ)
-        )
+        good = f"{secret!r} holds the store's keys"
+        yield _tried_step("secret", good, lambda: _modal_secret(url, secret, ask, environ))
 
 
 def _modal_login() -> None:

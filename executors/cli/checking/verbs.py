@@ -4,7 +4,8 @@
     setup doctor                          an account and a store
     objectives completion                 the menu of losses, tab completion
 
-Not promised: that a run which passes the checks learns anything.
+Not promised: that a run which passes the checks learns anything, or that a reward is right: only you know whether its
+numbers are as intended.
 """
 
 import os
@@ -12,7 +13,7 @@ import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import Answer, print_answer
 from executors.cli.checking.init import MODEL, TASKS
@@ -20,6 +21,11 @@ from executors.cli.completion import SCRIPTS
 from executors.cli.options import add_config, add_verb, again, flag, read_config, value
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from inner.usercode.trial import PromptTrial, Trial
+
+WIDTH = 72  # of a prompt or completion that `diloco check` shows
 
 
 def add_verbs(verbs: Any) -> None:
@@ -71,7 +77,6 @@ def _init(args: Namespace) -> Answer:
 def _check(args: Namespace) -> Answer:
     from dataclasses import asdict
 
-    from executors.cli.checking.check import check_lines
     from inner.usercode.trial import try_reward
 
     config = read_config(args)
@@ -80,6 +85,46 @@ def _check(args: Namespace) -> Answer:
     tried = ", ".join(rewards.named.values()) or str(config.inner.scoring_task)
     models = [f"not asked here: {spelling}, a reward model" for spelling in rewards.models.values()]
     return Answer(asdict(found), [*check_lines(found, tried), *models])
+
+
+def check_lines(trial: "Trial", reward: str) -> list[str]:
+    """Return the lines that `diloco check` prints.   reward: its name in the config."""
+    shortest, longest = trial.tokens
+    how = "through the model's chat template" if trial.template else "as plain text"
+    lines = [f"{trial.prompts} prompts of {shortest} to {longest} tokens, {how}"]
+    for number, tried in enumerate(trial.trials, 1):
+        lines += _prompt_lines(number, tried)
+    calls = len(trial.trials)
+    lines.append(f"{reward} answered {len(trial.rewards)} completions in {1000 * trial.seconds:.3g} ms ({calls} calls)")
+    return lines + _warnings(trial, reward)
+
+
+def _prompt_lines(number: int, tried: "PromptTrial") -> list[str]:
+    lines = [f"prompt {number}: {_shorten(tried.prompt)}"]
+    for scored in tried.scored:
+        value = "cannot say" if scored.reward is None else f"{scored.reward:g}"
+        text = "an empty completion" if scored.source == "empty" else f"{scored.source}: {_shorten(scored.completion)}"
+        lines.append(f"  {value:>10}   {text}")
+    return lines
+
+
+def _warnings(trial: "Trial", reward: str) -> list[str]:
+    if trial.cut:
+        return [f"warning: {trial.cut}"]
+    values = set(trial.rewards)
+    if values == {None}:
+        return [f"warning: {reward} returned no number for any completion; a run with it learns nothing"]
+    if len(values) == 1:
+        return [
+            f"warning: every completion got {next(iter(values)):g}, and a group of equal rewards teaches nothing. "
+            f'{trial.cause}Try an answer that should be worth more: --completion "…"'
+        ]
+    return []
+
+
+def _shorten(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= WIDTH else f"{flat[: WIDTH - 1]}…"
 
 
 def _doctor(args: Namespace) -> Answer:

@@ -1,5 +1,6 @@
 """A running run as lines: one key=value line per committed step and per event.
 
+    {"event": "lost", "slot": "r01", …} ──▶ event=lost at=12.31 slot=r01 …       without fields that only programs need
     view_for(out)    a terminal ──▶ Screen, a table that is redrawn in place (status.py)       else ──▶ Lines
 
 Not promised: that a line is up to date; the bucket is read a few times per second.
@@ -11,17 +12,19 @@ from typing import Any, Protocol, TextIO
 from diloco.events import SHOWN
 from diloco.runlog.learning import is_shown, over_replicas
 from diloco.runlog.reader import SUPERVISOR, Report, Step, first_and_last
-from executors.supervision.notices.event_words import event_fields, key_values
+
+SAID = (
+    "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
+    "began_at", "ended_at",
+)  # fmt: skip
 
 
 class StatusView(Protocol):
     def show(self, report: Report) -> None:
         """Show the present state of the run."""
-        ...
 
     def say(self, text: str) -> None:
         """Show a message at the next `show`.  Safe in a signal handler."""
-        ...
 
 
 def view_for(out: TextIO) -> StatusView:
@@ -97,3 +100,19 @@ def step_fields(step: Step, report: Report) -> dict[str, Any]:
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
     fields |= numbers
     return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
+
+
+def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
+    about = {"slot": event["slot"]} if event["slot"] else {}
+    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
+    generation = {"generation": event["generation"]} if event["generation"] else {}
+    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
+
+
+def _value_in_words(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text

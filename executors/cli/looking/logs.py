@@ -23,8 +23,8 @@ from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, read_report
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
-from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import process_folder
+from executors.platforms.places import build_executor
 from executors.preflight.quote import slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.lease import supervisor_of
@@ -123,9 +123,8 @@ def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
 def _session_in_words(session: SessionSummary, report: Report, store: Store) -> Iterator[str]:
     why = f", {session.why}" if session.why else ""
     yield f"({session.name}: {session.how}{why}; this is what the bucket has of it)"
-    keys = [
-        key for key in store.list(layout.logs_prefix(session.slot, session.generation)) if not layout.is_rollouts(key)
-    ]
+    listed = store.list(layout.logs_prefix(session.slot, session.generation))
+    keys = [key for key in listed if not layout.is_rollouts(key)]
     ahead = Ahead(store)
     ahead.ask(keys)
     for key in keys:

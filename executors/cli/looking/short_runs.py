@@ -16,8 +16,7 @@ from diloco.units import dollars
 from executors.cli.answers import Answer
 from executors.platforms import EXECUTORS
 from executors.platforms.base import FleetExecutor, Status, wait_for_all
-from executors.platforms.multi import make_executor
-from executors.platforms.places import Place
+from executors.platforms.places import Place, make_executor
 from executors.preflight import run_url
 from rendezvous import layout
 from rendezvous.clock import Clock

@@ -10,31 +10,46 @@
       r01-2  heal      5                       0   0.1 s
     ! r02 has offers of ['r02'], needs min_replicas=2
 
-Not promised: that a line is up to date; the bucket is read a few times per second.
+The line about the run's supervisor:
+
+    done                                             the run has all its steps, and no replica sends heartbeats
+    supervised by pid 7 on modal/supervisor.1        its heartbeat is younger than UNHEARD_S
+    … was last heard 3 h 2 min ago                   older: it was killed or cut off; how to replace it
+    no supervisor; the last one ended: …             the reason, from the log
+
+Not promised: that a silent supervisor is dead; another one takes over only if its heartbeat does not change.  And not
+that a line is up to date: the bucket is read a few times per second.
 """
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from diloco.process import exitcodes
+from diloco.process.host import host_words
 from diloco.process.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, learning_words, newest_numbers
-from diloco.runlog.reader import Report, SessionSummary, first_and_last
+from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, first_and_last
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.summary import brief_name, curve_of, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
-from diloco.views.overview import SessionRow, rows_to_show, session_rows
+from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s
 from executors.supervision.costs import Costs
+from executors.supervision.lease import still_holding
 from executors.supervision.notices.remarks import all_troubles, is_listening, remark_lines
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted
+from rendezvous.clock import Clock
+from rendezvous.records.records import Beat
 
 INDENT = " " * 12
+UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while
 
 
 class Screen:
@@ -51,9 +66,8 @@ class Screen:
     def show(self, report: Report) -> None:
         size = shutil.get_terminal_size()
         words = [f"! {self._said}"] if self._said else []
-        lines = [
-            line[: size.columns - 1] for line in [*status_table(report, width=size.columns)[: size.lines - 2], *words]
-        ]
+        table = status_table(report, width=size.columns)[: size.lines - 2]
+        lines = [line[: size.columns - 1] for line in [*table, *words]]
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
         drawn = "".join(f"{printable(line)}\x1b[K\n" for line in lines)
         raw_output(self._out).write(f"{up}{drawn}\x1b[J")
@@ -187,7 +201,7 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
-    limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
+    limit = f" of {limits}" if (limits := cost_limits(wanted)) else ""
     unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
     return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
 
@@ -215,12 +229,52 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
     if spent.unlogged:
-        rows.append(
-            f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  a control record has it, the log is gone"
-        )
+        gone = "a control record has it, the log is gone"
+        rows.append(f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  {gone}")
     if spent.untold:
         rows.append(f"  the log of their launch is gone, so their cost is unknown: {', '.join(spent.untold)}")
     each = f", {dollars(spent.usd / report.head)} each" if report.head and spent.usd else ""
     steps = f"; {report.head} outer steps{each}"
     head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"
     return [f"{report.name}: {cost_line(spent, report.wanted)}{steps}", *([head] if rows else []), *rows]
+
+
+# -------------------------------------------------------------------- supervisor
+
+
+def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
+    """Return (one line, data for `--json`).   beat: the supervisor's heartbeat; the report has its claim."""
+    holder = still_holding(report.url, report.supervisor, beat)
+    end = last_end(report)
+    if holder is None:
+        first = end["text"].strip().partition("\n")[0] if end else ""
+        words = f"; the last one ended with code {end['code']}: {first}" if end else ""
+        line = _done_words(report, clock) if report.done else f"no supervisor{words}"
+        return line, {"supervisor": None, "supervisor_end": end}
+    heard_at = beat.at if beat is not None and beat.generation == holder.generation else holder.at
+    unheard = round(max(0.0, clock.wall() - heard_at), 1)  # by the clocks of two machines
+    about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
+    who = f"pid {holder.pid} on {host_words(holder.host)}"
+    line = f"supervised by {who}"
+    if unheard >= UNHEARD_S:
+        line = (
+            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so lost replicas may not be replaced; "
+            f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
+        )
+    return _done_words(report, clock) if report.done else line, {"supervisor": about, "supervisor_end": end}
+
+
+def _done_words(report: Report, clock: Clock) -> str:
+    """Return "done", or the replicas that still work after the last outer step, with their notes."""
+    beats = [b for b in report.beats.values() if b.phase != "left"]
+    there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report.url)]
+    works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
+    return f"all {report.head} outer steps are committed, but not all is done: {works}" if works else "done"
+
+
+def last_end(report: Report) -> dict[str, Any] | None:
+    """Return the newest end of a supervisor in the log; None if it ended well, or if there is none."""
+    ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
+    if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
+        return None
+    return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}

@@ -60,15 +60,16 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 
 
 def _status(args: Namespace) -> Answer:
+    from diloco.runlog.reader import SUPERVISOR
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
-    from executors.supervision.health import describe_supervision
     from executors.supervision.money.bills import costs
+    from rendezvous.agreement.membership import read_beat
 
     _, reader = _opened(args.run, STATUS)
     report = reader.refresh()
     now = time.time()
-    last, supervisor = describe_supervision(reader.ahead, SystemClock(), report)
+    last, supervisor = status.describe_supervisor(read_beat(reader.ahead, SUPERVISOR), SystemClock(), report)
     spent = costs(report, now)
     table = status.status_table(report, now, shutil.get_terminal_size().columns)
     money = [f"  {status.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
@@ -77,7 +78,6 @@ def _status(args: Namespace) -> Answer:
 
 
 def _watch(args: Namespace) -> Answer:
-
     url = run_url.checked_url(args.run)
     if args.web or args.publish:
         from executors.cli.web.run import PageRequest, watch_page

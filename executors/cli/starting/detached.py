@@ -26,17 +26,18 @@ from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
-from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import make_process_folder
-from executors.supervision import lease
+from executors.platforms.places import build_executor
 from executors.supervision.hosted import start_hosted
-from executors.supervision.lease import Lease, Supervised
+from executors.supervision.lease import WATCHING, Lease, Supervised, living_supervisor
 from executors.supervision.supervisor import Outcome
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import newest_claim, read_beat, read_control
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced
-from rendezvous.store import Store
+from rendezvous.records.records import Beat
+from rendezvous.store import Readable, Store
 
+START = "import sys; from executors.supervision.supervisor import main; sys.exit(main())"
 TAIL = 12
 LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
 SILENT_MOST_S = 600.0  # a call found running that is silent for so long is cancelled, and a new one is started
@@ -73,11 +74,10 @@ class Handover:
 
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     """Start a supervisor unless one is alive; return when it supervises, or has ended."""
-    before = lease.latest_beat(run.store)
-    if (other := lease.living_supervisor(run.store, clock)) is not None:
-        return Handover(
-            f"process {other.pid} on {host_words(other.host)} supervises this run already; it follows your changes", 0
-        )
+    before = read_beat(run.store, SUPERVISOR)
+    if (other := living_supervisor(run.store, clock)) is not None:
+        who = f"process {other.pid} on {host_words(other.host)}"
+        return Handover(f"{who} supervises this run already; it follows your changes", 0)
     executor = build_executor(read_control(run.store).places)
     try:
         started = detach(run, executor)
@@ -90,7 +90,7 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     if outcome is None:
         word = "resumed" if run.resumed else "started"
         return Handover(f"{word} {run.url}, supervised by {started.where}", 0, started)
-    if outcome.code != exitcodes.DONE and not lease.left_since(run.store, before):
+    if outcome.code != exitcodes.DONE and not _left_since(run.store, before):
         write_end(run.store, clock, outcome)
     return Handover(f"its supervisor, {started.where}, has ended: {outcome.text}", outcome.code, started)
 
@@ -112,12 +112,7 @@ def detach(run: Run, executor: FleetExecutor) -> Detached:
 
 def _start_process(run: Run) -> Detached:
     log = make_process_folder(run.url) / "supervisor.log"
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from executors.supervision.supervisor import main; sys.exit(main())",
-        run.url,
-    ]
+    command = [sys.executable, "-c", START, run.url]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     began = log.stat().st_size if log.exists() else 0
     with appended(log) as out:
@@ -156,12 +151,12 @@ def _shell_code(code: int | None) -> int:
 
 
 def _wait_until_watching(
-    run: Run, clock: Clock, started: Detached, before: lease.LatestBeat, say: Callable[[str], None]
+    run: Run, clock: Clock, started: Detached, before: Beat | None, say: Callable[[str], None]
 ) -> Outcome | None:
     """Wait for the supervisor; return None once it supervises, else its outcome."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
-        if lease.has_looked_since(run.store, before):
+        if _has_looked_since(run.store, before):
             return None
         waited = clock.now() - began
         if clock.now() - said_at >= SAY_S:
@@ -173,6 +168,20 @@ def _wait_until_watching(
             started.cancel()
         clock.sleep(LOOK_S)
     return outcome
+
+
+def _has_looked_since(store: Readable, before: Beat | None) -> bool:
+    """Whether a supervisor has looked at the run since the latest heartbeat was `before`."""
+    holder, beat = newest_claim(store, SUPERVISOR), read_beat(store, SUPERVISOR)
+    if holder is None or beat is None or beat == before:
+        return False
+    return beat.generation == holder.generation and beat.phase == WATCHING
+
+
+def _left_since(store: Readable, before: Beat | None) -> bool:
+    """Whether a supervisor has left since the latest heartbeat was `before`.  Then the log has its last events."""
+    beat = read_beat(store, SUPERVISOR)
+    return beat is not None and beat != before and beat.phase == "left"
 
 
 def write_end(store: Store, clock: Clock, outcome: Outcome) -> None:

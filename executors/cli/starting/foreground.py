@@ -22,7 +22,7 @@ from diloco.runlog.scope import STATUS
 from diloco.units import duration
 from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for
-from executors.platforms.multi import build_executor
+from executors.platforms.places import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor
@@ -32,25 +32,18 @@ from rendezvous.clock import Clock, SystemClock
 Tick = Callable[[Supervisor, Report], None]
 
 
-def do_nothing(supervisor: Supervisor, report: Report) -> None:
-    """A hook that does nothing."""
-
-
-def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
+def supervise_here(
+    run: Run, each_tick: Tick = lambda supervisor, report: None, view: StatusView | None = None
+) -> Outcome:
     """Supervise the run to its end in this process.  If another process supervises it, only show it."""
     view = view or view_for(sys.stdout)
     wanted = read_control(run.store)
     executor = build_executor(wanted.places, wanted.former)  # replicas at former places of the run are supervised, too
     try:
         supervisor = Supervisor(
-            run,
-            executor,
-            SystemClock(),
-            parent=processes.process_name(os.getpid()),
-            alert=os.environ.get(ALERT, ""),
-            show=view.show,
-            each_tick=each_tick,
-        )
+            run, executor, SystemClock(), parent=processes.process_name(os.getpid()), alert=os.environ.get(ALERT, ""),
+            show=view.show, each_tick=each_tick,
+        )  # fmt: skip
         with _handled_signals(supervisor, view):
             return supervisor.supervise()
     except Supervised as other:

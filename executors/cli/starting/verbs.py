@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diloco.run.config import RunConfig
     from diloco.run.record import Run
     from executors.preflight.checks import Checked
-    from executors.preflight.request import StartRequest
+    from executors.preflight.quote import StartRequest
     from rendezvous.agreement.membership import Wanted
 
 
@@ -91,7 +91,7 @@ def _add_wishes(parser: ArgumentParser) -> None:
 def request_of(args: Namespace, url: str) -> "StartRequest":
     """Return the typed options as a request.   url: the run's present URL.   Raises UsageError."""
     from executors.platforms.places import Place
-    from executors.preflight.request import BudgetWish, FleetWish, PlaceWish, StartRequest
+    from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
     where = PlaceWish(

@@ -30,9 +30,8 @@ from textual.widgets.option_list import Option
 from diloco.views.overview import SessionRow, aged, rows_to_show
 from diloco.views.troubles import flagged_steps
 from executors.cli.watch import words
-from executors.cli.watch.actions import ScaleAction, drain, events_text, log_text, rollouts_text
 from executors.cli.watch.looks import Picture, RunLooks, error_words
-from executors.cli.watch.windows import PlainApp, TextWindow
+from executors.cli.watch.windows import PlainApp, ScaleAction, TextWindow, drain, events_text, log_text, rollouts_text
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal from which curves are shown
@@ -179,16 +178,9 @@ class WatchApp(PlainApp):
         more = " · curves are on their way" if self.picture.partial and not self.trouble else ""
         parts = [words.phases_words(seen), self.picture.supervision, f"{fresh}{more}"]
         last = fresh if self.trouble else words.cut(" · ".join(part for part in parts if part), width)
-        head = Text("\n").join(
-            [
-                *(
-                    Text(line, "bold")
-                    for line in words.header_lines(seen, self.picture.spent, self.picture.wanted, width)
-                ),
-                Text(last, ALARM if self.trouble else "dim"),
-            ]
-        )
-        self._static("#header").update(head)
+        first = words.header_lines(seen, self.picture.spent, self.picture.wanted, width)
+        lines = [*(Text(line, "bold") for line in first), Text(last, ALARM if self.trouble else "dim")]
+        self._static("#header").update(Text("\n").join(lines))
         self._draw_rows(list(seen.rows), width)
 
     def _draw_rows(self, rows: list[SessionRow], width: int) -> None:

@@ -19,9 +19,9 @@ from diloco.views.live import LiveReader
 from diloco.views.overview import Overview, overview
 from diloco.views.trouble import Spending, Trouble
 from diloco.views.troubles import find_troubles
+from executors.cli.looking.status import describe_supervisor
 from executors.cli.watch.words import event_lines
 from executors.supervision.costs import Costs
-from executors.supervision.health import describe_supervisor
 from executors.supervision.money.bills import costs
 from executors.supervision.notices.remarks import remark_lines
 from rendezvous.agreement.membership import Wanted

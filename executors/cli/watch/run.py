@@ -18,10 +18,9 @@ from typing import Any, TextIO
 from diloco.run.config import ConfigError
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
-from executors.cli.looking.lines import Lines
+from executors.cli.looking.lines import Lines, key_values
 from executors.cli.opening import ask_again
 from executors.cli.watch.looks import RunLooks, error_words
-from executors.supervision.notices.event_words import key_values
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 

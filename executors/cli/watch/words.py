@@ -25,8 +25,8 @@ from diloco.units import dollars, duration
 from diloco.views.overview import MetricCurve, Overview, SessionRow
 from diloco.views.trouble import PAGE, Trouble
 from executors.cli.looking.status import cost_limits
-from executors.platforms.machine.full_disk import found_room
 from executors.supervision.costs import Costs
+from executors.supervision.notices.remarks import found_room
 from rendezvous.agreement.membership import Wanted
 
 UNREAD_S = 10.0  # a heartbeat that was read longer ago is marked with "~"

@@ -60,10 +60,8 @@ class Door:
         if method != "GET":
             return 405, "this page is only read: GET"
         if not self._is_here(host):
-            return (
-                421,
-                f"this machine is not called {host[:80]!r} here; use the address that `diloco watch --web` printed",
-            )
+            name = repr(host[:80])
+            return 421, f"this machine is not called {name} here; use the address that `diloco watch --web` printed"
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             return 403, "the address lacks its token; use the one that `diloco watch --web` printed, with ?token=…"
         return None

@@ -56,21 +56,14 @@ def track(asked: TrackRequest, url: str, clock: Clock, say: Callable[[str], None
         check_tracker(name)
     view = ask_again(lambda: open_view(url, EVERYTHING), clock)
     record = view.run.record
-    run = TrackedRun(
-        name=str(record.config.get("name", "run")),
-        nonce=record.nonce,
-        project=asked.project or os.environ.get("WANDB_PROJECT") or PROJECT,
-        config={**record.config, "run": url},
-    )
+    project = asked.project or os.environ.get("WANDB_PROJECT") or PROJECT
+    config = {**record.config, "run": url}
+    run = TrackedRun(name=str(record.config.get("name", "run")), nonce=record.nonce, project=project, config=config)
     locks = hold_alone(run, names)
-    feed = Feed(
-        run=run,
-        reader=Reader(view.run.store, EVERYTHING, view.cache, view.answers),
-        samples=SampleReader(view.run.store, asked.samples),
-        trackers=[make_tracker(name, asked.folder) for name in names],
-        clock=clock,
-        say=say,
-    )
+    reader = Reader(view.run.store, EVERYTHING, view.cache, view.answers)
+    trackers = [make_tracker(name, asked.folder) for name in names]
+    samples = SampleReader(view.run.store, asked.samples)
+    feed = Feed(run=run, reader=reader, samples=samples, trackers=trackers, clock=clock, say=say)
     must_end = _ending_signals(asked.parent)
     near = getattr(view.run.store, "near", False)
     try:

@@ -4,9 +4,12 @@
     verify explain blame bisect  compute numbers again, and explain them         eval: on held-out prompts
     gc                           the only verb that changes the bucket: it deletes objects
 
-Not promised: that θ of every step is kept; `verify` says which are.
+Not promised: that manual changes in a folder of an earlier export are kept; that θ of every step is kept (`verify`
+says which are).
 """
 
+import json
+import shlex
 import sys
 from argparse import SUPPRESS, Namespace
 from pathlib import Path
@@ -16,14 +19,15 @@ from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
 from executors.cli.answers import Answer, fit_lines, say
 from executors.cli.opening import opened
 from executors.cli.options import add_run_verb, again, flag, offer, value
-from executors.cli.writing.target import mark_export, refuse_export
 from executors.preflight import run_url
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
     from diloco.run.record import Run
 
+MARK = "diloco-export.json"  # in an exported folder: its run and outer step; such a folder may be overwritten
 STEP = "after T outer steps (default: the newest)"
 
 
@@ -101,6 +105,25 @@ def _export(args: Namespace, run: "Run") -> Answer:
         data["pushed"] = None if args.dry_run else push(to, args.push, public=args.public)
         lines.append(f"pushed: {data['pushed']}" if data["pushed"] else "nothing was pushed")
     return Answer(data, lines)
+
+
+def refuse_export(to: Path) -> None:
+    """Raise UsageError if the export would overwrite files that are not of an export, or write into a run."""
+    if to.is_file():
+        raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
+    for above in (to, *to.resolve().parents):
+        if (above / layout.RUN).is_file() and (above / "control").is_dir():
+            where = f"{to} lies in the run at {above}, whose own files it would write over"
+            raise run_url.UsageError(f"{where}. Name a folder beside it")
+    if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
+        raise run_url.UsageError(
+            f"{to} holds {found}, which no export has written; some of it would be written over. Name a new folder: "
+            f"--to {shlex.quote(str(to / 'model'))}"
+        )
+
+
+def mark_export(to: Path, run: str, step: int) -> None:
+    (to / MARK).write_text(json.dumps({"run": run, "outer_step": step}, indent=1), encoding="utf-8")
 
 
 def best_step(run: "Run", step: int | None) -> int:

@@ -1,1 +1,1 @@
-"""The machine of a process: its GPU, a full disk, memory that ran out, the log file."""
+"""The machine of a process: its GPU, memory that ran out, the log file."""

@@ -16,16 +16,12 @@ from diloco.process.own_files import ForeignFile, open_own
 from rendezvous.clock import Clock
 
 
-def keep_all(line: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class LogFile:
     """A log file.   keep(line): whether to return a line."""
 
     path: Path
-    keep: Callable[[str], bool] = keep_all
+    keep: Callable[[str], bool] = lambda line: True
 
     def lines(self, tail: int | None = None) -> list[str]:
         found = self.lines_from(0)

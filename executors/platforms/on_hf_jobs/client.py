@@ -182,23 +182,12 @@ class Hub:
         After an unclear answer, look for the job before the next try, which would start a second job.
         """
         labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
+        asked = {**wanted, "timeout": limit_s, "attempts": attempts, "labels": labels, "namespace": self.namespace}
         name = f"{labels['run']}-{slot}-{attempt}"[:100]
         known: list[HubJob] = []
         for pause in (*PAUSES, None):
             try:
-                known = known or [
-                    self._job_from_info(
-                        self.api.run_job(
-                            **wanted,
-                            timeout=limit_s,
-                            attempts=attempts,
-                            labels=labels,
-                            name=name,
-                            namespace=self.namespace,
-                        )
-                    )
-                ]
-                return known[0]
+                return known[0] if known else self._job_from_info(self.api.run_job(**asked, name=name))
             except Exception as error:
                 if pause is None or not is_transient(error):
                     raise as_executor_error(f"start {slot}", error) from error
@@ -222,9 +211,8 @@ class Hub:
         job = self.job(handle.run, handle.native)
         if job is not None and not job.ended:
             labels = {"run": job.run, "slot": job.slot, "attempt": str(job.attempt), "limit": str(job.limit_s)}
-            self.api.update_job_labels(
-                job_id=job.id, labels={**labels, UNTIL: str(int(until))}, namespace=self.namespace
-            )
+            labels[UNTIL] = str(int(until))
+            self.api.update_job_labels(job_id=job.id, labels=labels, namespace=self.namespace)
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Yield the lines of a job.   follow: until the job ends; else until the output pauses for a few seconds."""
@@ -244,19 +232,14 @@ class Hub:
         limit = labels.get("limit", "")
         given = row.get("timeoutSeconds", row.get("timeout"))
         return HubJob(
-            id=info.id,
-            slot=labels.get("slot", ""),
+            id=info.id, run=labels.get("run", ""), slot=labels.get("slot", ""),
             attempt=int(number) if number.isdecimal() else 0,
-            stage=str(getattr(info.status.stage, "value", info.status.stage)),
-            message=info.status.message or "",
+            stage=str(getattr(info.status.stage, "value", info.status.stage)), message=info.status.message or "",
             created=info.created_at.timestamp() if info.created_at else 0.0,
             flavor=str(getattr(info.flavor, "value", info.flavor)),
-            limit_s=int(limit) if limit.isdecimal() else 0,
-            given_s=given if isinstance(given, int) else None,
-            ran_s=ran,
-            finished=finished,
-            run=labels.get("run", ""),
-        )
+            limit_s=int(limit) if limit.isdecimal() else 0, given_s=given if isinstance(given, int) else None,
+            ran_s=ran, finished=finished,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ code
 
@@ -266,9 +249,8 @@ class Hub:
         files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
         what = f"upload the code to the bucket {bucket_id}"
         self.patient(what, lambda: self.api.create_bucket(bucket_id, private=True, exist_ok=True))
-        there = self.patient(
-            what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, [name for _, name in files])}
-        )
+        names = [name for _, name in files]
+        there = self.patient(what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, names)})
         missing = [(body, name) for body, name in files if name not in there]
         if missing:
             self.patient(what, lambda: self._add_files(bucket_id, missing))

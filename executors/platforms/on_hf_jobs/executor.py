@@ -58,7 +58,7 @@ class HFJobsExecutor(Executor):
     code: a requirement to run instead of the installation here, as "serverless-diloco[train,diloco]==0.1.0"; or
     "image": `image` has this project and its dependencies, and a job downloads no package.
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM, and get the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM, and get the versions of packages/versions.py.
     """
 
     name = "hf-jobs"
@@ -99,13 +99,9 @@ class HFJobsExecutor(Executor):
         names = sorted({name for s in specs for name in self._recipe.names(s)})
         if any(not self.fault_of(s) for s in specs):
             self._hub.check_login()
-        return [
-            f"secrets from this environment: {', '.join(names) or 'none'}",
-            f"code: {self._recipe.code_words()}",
-            *sorted(
-                {_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs if self._recipe.downloads}
-            ),
-        ]
+        loads = {_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs if self._recipe.downloads}
+        secrets = f"secrets from this environment: {', '.join(names) or 'none'}"
+        return [secrets, f"code: {self._recipe.code_words()}", *sorted(loads)]
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
         return self._hub.prices().get(self._recipe.flavor(spec))
@@ -163,9 +159,8 @@ class HFJobsExecutor(Executor):
         Second jobs of one launch are cancelled.
         """
         runs = list(dict.fromkeys(h.run for h in handles))
-        lists = dict(
-            zip(runs, at_once([lambda run=run: self._jobs.list_run(run) for run in runs], ANSWER_S), strict=True)
-        )
+        found = at_once([lambda run=run: self._jobs.list_run(run) for run in runs], ANSWER_S)
+        lists = dict(zip(runs, found, strict=True))
         jobs = [(run, job) for run, found in lists.items() if isinstance(found, list) for job in found]
         asked = [h for h in handles if h.native and isinstance(lists[h.run], list)]
         listed = {h: [j for run, j in jobs if (run, j.slot, j.attempt) == launch_of(h)] for h in asked}
@@ -176,10 +171,9 @@ class HFJobsExecutor(Executor):
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
         """Return the status of one launch.   listed: its jobs."""
-        own = (
-            [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.run, handle.native)]
-        )  # the list may be out of date
-        job = job_that_counts([*listed, *(j for j in own if j is not None)])
+        is_listed = any(j.id == handle.native for j in listed)
+        own = None if is_listed else self._hub.job(handle.run, handle.native)  # the list may be out of date
+        job = job_that_counts([*listed, *([] if own is None else [own])])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
         if job.id != handle.native:
@@ -287,11 +281,8 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
         return Status(handle, State.CANCELLED, "cancelled", code)
     if end:
         outside = oom.from_outside(code, end["reason"], job.message)
-        words = "; ".join(
-            dict.fromkeys(
-                x for x in (end["reason"], late, job.message if oom.says_out_of_memory(job.message) else "") if x
-            )
-        )
+        starved = job.message if oom.says_out_of_memory(job.message) else ""
+        words = "; ".join(dict.fromkeys(filter(None, (end["reason"], late, starved))))
         return Status(handle, State.LOST if outside else State.FAILED, words, code)
     if late:
         return Status(handle, State.LOST, late)

@@ -24,7 +24,7 @@ from typing import Any
 from diloco.units import dollars
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_hf_jobs.client import NAMESPACE, Hub
-from executors.platforms.packages.vllm_pins import check_command, pinned_version
+from executors.platforms.packages.versions import check_command, pinned_version
 from executors.platforms.packages.wheel import Shipment, pack_code
 
 CONTAINER = "executors.platforms.container"

@@ -16,39 +16,33 @@ from rendezvous import layout
 ANY = "any"  # any GPU
 
 
-class Affinity:
-    """Cores and GPUs.   cores: number for each replica (0: all).   gpus: CUDA device numbers (None: all visible)."""
+def check_cores(cores: int) -> None:
+    """Raise ExecutorError if this machine cannot pin a replica to so many cores."""
+    if cores and not hasattr(os, "sched_setaffinity"):
+        raise ExecutorError(f"cores = {cores}: this system cannot pin processes to cores; leave it out")
+    if not 0 <= cores <= (os.cpu_count() or 1):
+        raise ExecutorError(f"cores = {cores}: this machine has {os.cpu_count()}; 0 lets a replica use all")
 
-    def __init__(self, cores: int = 0, gpus: Sequence[str] | None = None) -> None:
-        if cores and not hasattr(os, "sched_setaffinity"):
-            raise ExecutorError(f"cores = {cores}: this system cannot pin processes to cores; leave it out")
-        if not 0 <= cores <= (os.cpu_count() or 1):
-            raise ExecutorError(f"cores = {cores}: this machine has {os.cpu_count()}; 0 lets a replica use all")
-        self._cores = cores
-        self._gpus = tuple(visible_gpus() if gpus is None else map(str, gpus))
 
-    def cores(self, spec: ReplicaSpec) -> list[int]:
-        """Return the cores of a replica; []: all of them."""
-        if not self._cores:
-            return []
-        there = sorted(os.sched_getaffinity(0))
-        first = _place_in_line(spec.slot) * self._cores
-        return sorted({there[(first + i) % len(there)] for i in range(self._cores)})
+def cores_of(slot: str, cores: int) -> list[int]:
+    """Return the cores of a replica; []: all of them.   cores: number for each replica (0: all)."""
+    if not cores:
+        return []
+    there = sorted(os.sched_getaffinity(0))
+    first = _place_in_line(slot) * cores
+    return sorted({there[(first + i) % len(there)] for i in range(cores)})
 
-    def gpu(self, spec: ReplicaSpec) -> str:
-        """Return the replica's CUDA device; "" if its spec asks for no GPU."""
-        if not spec.gpu:
-            return ""
-        named = [g for g in self._gpus if g in spec.gpu or ANY in spec.gpu]
-        if not named:
-            there = f"{', '.join(self._gpus)}, or {ANY!r} for all of them" if self._gpus else "none"
-            raise ExecutorError(f"this machine has no GPU {' or '.join(spec.gpu)}; there are: {there}")
-        return named[_place_in_line(spec.slot) % len(named)]
 
-    def text(self, spec: ReplicaSpec) -> str:
-        gpu = self.gpu(spec)
-        cores = self.cores(spec)
-        return (f" on GPU {gpu}" if gpu else "") + (f" on cores {', '.join(map(str, cores))}" if cores else "")
+def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None) -> str:
+    """Return the replica's CUDA device; "" if its spec asks for no GPU.   gpus: device numbers; None: all visible."""
+    if not spec.gpu:
+        return ""
+    there = visible_gpus() if gpus is None else [str(gpu) for gpu in gpus]
+    named = [g for g in there if g in spec.gpu or ANY in spec.gpu]
+    if not named:
+        listed = f"{', '.join(there)}, or {ANY!r} for all of them" if there else "none"
+        raise ExecutorError(f"this machine has no GPU {' or '.join(spec.gpu)}; there are: {listed}")
+    return named[_place_in_line(spec.slot) % len(named)]
 
 
 def visible_gpus() -> list[str]:
@@ -61,7 +55,4 @@ def visible_gpus() -> list[str]:
 
 def _place_in_line(slot: str) -> int:
     """Return the slot's index; 0 for a name that is not a replica's slot."""
-    try:
-        return layout.slot_index(slot)
-    except ValueError:
-        return 0
+    return layout.slot_index(slot) if layout.is_slot(slot) else 0

@@ -42,32 +42,24 @@ from executors.platforms import entrypoint as child
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_name, unanswered
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
-from executors.platforms.machine.full_disk import launches_wait, room_for
-from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
-from executors.platforms.platform import NotStarted
+from executors.platforms.platform import NotStarted, launches_named, launches_wait, read_card, room_for
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.agreement.salvage import read_standing_wishes
 from rendezvous.clock import Clock
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
-from rendezvous.records.schema import from_json
 from rendezvous.stores.signed import open_signed
 
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
 
 THREADS = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
+)  # fmt: skip
 ONE_THREAD = dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
-FORK_ENV = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
-}  # else torch.cuda.is_available() in the server makes CUDA unusable after a fork
+# Without it torch.cuda.is_available() in the server makes CUDA unusable after a fork.
+FORK_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
 REAP_S = 5.0  # longest time from a process's end until its parent has written its exit code
 
@@ -100,7 +92,11 @@ class LocalProcessExecutor(Executor):
         self._folder = folder
         self._method = method or ("fork" if FORK else "spawn")
         self._env = {**ONE_THREAD, **(env or {})}
-        self._affinity = Affinity(cores, gpus)
+        self._cores, self._gpus = cores, gpus
+        if cores:
+            from executors.platforms.on_host.affinity import check_cores
+
+            check_cores(cores)
         self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
@@ -112,7 +108,9 @@ class LocalProcessExecutor(Executor):
     # ------------------------------------------------------------------ starting
 
     def plan_line(self, spec: ReplicaSpec) -> str:
-        return f"a process on this machine{self._affinity.text(spec)}, log {self._file_stem(spec)}.log"
+        gpu, cores = self._share_of(spec)
+        where = (f" on GPU {gpu}" if gpu else "") + (f" on cores {', '.join(map(str, cores))}" if cores else "")
+        return f"a process on this machine{where}, log {self._file_stem(spec)}.log"
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         return ["no cost beyond this machine"]
@@ -156,22 +154,26 @@ class LocalProcessExecutor(Executor):
         return True
 
     def _make_request(self, spec: ReplicaSpec) -> dict[str, Any]:
-        gpu = self._affinity.gpu(spec)
-        cores = self._affinity.cores(spec)
+        gpu, cores = self._share_of(spec)
         handle = replace(self.new_handle(spec), launched_at=self._clock.wall())
         env = {**spec.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         threads = dict.fromkeys(THREADS, str(len(cores))) if len(cores) > 1 else {}
         more = {"files": handle.files, "cores": cores, "path": sys.path, "env": {**threads, **env}}
         return {**spec.to_dict(), **more, "handle": handle.to_dict()}
 
-    def _start_server(self) -> ForkServer:
-        return ForkServer(self._preload, {**self._env, **FORK_ENV})
+    def _share_of(self, spec: ReplicaSpec) -> tuple[str, list[int]]:
+        """Return the replica's CUDA device ("": none was asked for) and its cores ([]: all of them)."""
+        if not (spec.gpu or self._cores):
+            return "", []
+        from executors.platforms.on_host.affinity import cores_of, gpu_of
+
+        return gpu_of(spec, self._gpus), cores_of(spec.slot, self._cores)
 
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:
             return []
         if self._server is None or not self._server.alive:  # if a server died, its children still run
-            self._server = self._start_server()
+            self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
             self._forked = set()
         found = self._server.fork(requests)
         self._forked |= {pid[0] for pid in found if isinstance(pid, tuple)}
@@ -278,8 +280,8 @@ class LocalProcessExecutor(Executor):
 
     def discover(self, run: str) -> list[Handle]:
         """Find processes; of each slot the running one comes last, else the one that was launched last."""
-        named = [p.stem.rpartition(".") for p in (self._folder or process_folder(run)).glob("*.*.json")]
-        launches = [Handle(run, slot, int(n), self.name) for slot, _, n in named if n.isascii() and n.isdecimal()]
+        names = (p.stem for p in (self._folder or process_folder(run)).glob("*.*.json"))
+        launches = launches_named(run, self.name, names)
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
         on_file = [c for c in cards if c is not None and c.host == machine_name()]
         claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
@@ -343,13 +345,9 @@ def _is_here(handle: Handle) -> bool:
 
 
 def _read_card(stem: Path | str, known: Handle) -> Handle | None:
-    """Read the handle from a launch's process file; run, slot and attempt are always those of `known`."""
-    try:
-        card = from_json(Handle, read_json(f"{stem}.json"))
-    except ValueError:
-        return None
-    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": LocalProcessExecutor.name}
-    return replace(card, **about, native="", files=str(stem))
+    """Read the handle from a launch's process file."""
+    card = read_card(f"{stem}.json", known, str(stem))
+    return card and replace(card, native="")
 
 
 def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:

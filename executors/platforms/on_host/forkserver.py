@@ -37,7 +37,7 @@ from typing import IO, Any, NoReturn
 from diloco.process.processes import describe_exit, start_ticks
 from executors.platforms import entrypoint
 from executors.platforms.machine import oom
-from executors.platforms.machine.full_disk import launches_wait
+from executors.platforms.platform import launches_wait
 
 START = "from executors.platforms.on_host.forkserver import serve; serve()"
 

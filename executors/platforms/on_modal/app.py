@@ -47,6 +47,12 @@ def app_name(run: str) -> str:
     return f"{PREFIX}{short_name(run)}"
 
 
+def handle_of(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Handle:
+    """Return the handle of a call, from its entry in the register."""
+    known = {"native": entry["call"], "launched_at": entry["launched_at"], "usd_per_hour": entry["usd_per_hour"]}
+    return Handle(run, slot, attempt, NAME, **known)
+
+
 @dataclass(frozen=True)
 class Note(Plain):
     """The argument of a call besides its spec: data with which its container registers the call."""

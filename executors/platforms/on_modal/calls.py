@@ -1,4 +1,4 @@
-"""The status and the log of one call on Modal.
+"""The status and the log of one call on Modal, and the duplicate calls of a launch.
 
     get(timeout=0) ─┬─ a value: the replica's end        ─▶ SUCCEEDED, FAILED, LOST (a signal)
                     ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
@@ -8,18 +8,28 @@
                        (if the error says that memory ran out: FAILED, the replica's fault)
     logs.fetch(since) ─▶ lines, each once
 
-Not promised: a log line that Modal shows more than half a minute late.
+Of a launch whose reply was lost, the client or another launcher called again:
+
+    register: launch/r00.1 ─▶ the only call that runs it
+              twin/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
+    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ number of unregistered calls
+
+Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
+ended with its app, but its id is unknown.  It costs nothing until its container starts, reads one key and ends.
+
+Not promised: a log line that Modal shows more than half a minute late, or that Modal's count is up to date.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
 from executors.platforms.base import Handle, State, Status, Unavailable
 from executors.platforms.container import with_times
 from executors.platforms.machine import oom
-from executors.platforms.on_modal.app import Register
+from executors.platforms.on_modal.app import SUPERVISE, Register, app_name, handle_of
 from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock
 
@@ -28,6 +38,7 @@ FOLLOW_S = 1.0
 MOST_S = 15.0
 TRIES = 3
 MOST_ENTRIES = 20_000
+LOOK_S = 10.0  # between two looks at the register
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
@@ -86,10 +97,6 @@ def log_entries(
     return []
 
 
-def lines_of(found: list[Any]) -> list[str]:
-    return "".join([str(entry.message) for entry in found]).splitlines()
-
-
 class Follower:
     """Reads new log lines, each once, also after a broken connection."""
 
@@ -138,3 +145,36 @@ class Follower:
             self._shown = Counter({k: n for k, n in self._shown.items() if k[0] >= since})
         *lines, self._part = text.split("\n")
         return lines
+
+
+# ---------------------------------------------------------------------- duplicate calls of a launch
+
+
+class Twins:
+    """The duplicate calls that one executor has reported."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._looked: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def new(self, run: str, register: Register) -> list[Handle]:
+        """Return the duplicate calls that were noted since the last look; each only once, because it ends at once."""
+        now = self._clock.now()
+        if now - self._looked.get(run, float("-inf")) < LOOK_S:
+            return []
+        self._looked[run] = now
+        fresh = [(slot, n, e) for slot, n, e in register.twins() if e["call"] not in self._said]
+        self._said |= {entry["call"] for _, _, entry in fresh}
+        return [handle_of(run, slot, attempt, entry) for slot, attempt, entry in fresh]
+
+
+def count_inputs(run: str, register: Register) -> int:
+    """Return the number of calls of the run's app that wait or run, of all launchers."""
+    functions = [*(kind.function for kind in register.kinds()), SUPERVISE]
+    count = 0
+    for name in functions:
+        with suppress(sdk().exception.NotFoundError):
+            stats = sdk().Function.from_name(app_name(run), name).get_current_stats()
+            count += stats.backlog + stats.num_running_inputs
+    return count

@@ -107,9 +107,8 @@ def no_answer(error: BaseException) -> bool:
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
         return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # these: the call or our files
-    return isinstance(error, (*service, e.ClientClosed, e.PermissionDeniedError)) or type(error).__module__.startswith(
-        "grpclib"
-    )
+    kinds = (*service, e.ClientClosed, e.PermissionDeniedError)
+    return isinstance(error, kinds) or type(error).__module__.startswith("grpclib")
 
 
 def check_account(secrets: Iterable[str], run: str) -> None:

@@ -16,15 +16,9 @@ from typing import Any
 
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_modal import app as modal_app
+from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import SUPERVISE, Note, Register, app_name
-from executors.platforms.on_modal.client import (
-    ask_patiently,
-    check_secret,
-    inside_container,
-    sdk,
-    translated_errors,
-    volume_id,
-)
+from executors.platforms.on_modal.client import ask_patiently, sdk, translated_errors
 from executors.platforms.on_modal.image import fingerprint, image_of, with_source
 from executors.platforms.on_modal.kinds import Kind
 from rendezvous.clock import Clock
@@ -87,7 +81,7 @@ class Deployments:
         needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
         if needed <= self._deployed.get(run, set()):
             return
-        if not inside_container() and not self._is_deployed(run, specs, functions):
+        if not modal_client.inside_container() and not self._is_deployed(run, specs, functions):
             self._deploy_app(run, specs)
         for name in functions:
             self._functions[run, name] = sdk().Function.from_name(app_name(run), name).hydrate()
@@ -141,8 +135,8 @@ class Deployments:
         """
         kinds = (*kinds, self._default)
         secrets = {name for kind in kinds for name in kind.secrets}
-        found = {f"secret/{name}": check_secret(name, run) for name in sorted(secrets)}
-        return found | {f"volume/{name}": volume_id(name) for kind in kinds if (name := kind.hub_cache)}
+        found = {f"secret/{name}": modal_client.check_secret(name, run) for name in sorted(secrets)}
+        return found | {f"volume/{name}": modal_client.volume_id(name) for kind in kinds if (name := kind.hub_cache)}
 
     def _still_there(self, run: str) -> set[Kind]:
         """Return the kinds that were deployed before; they stay in the app because their calls may still run."""
@@ -176,7 +170,7 @@ class Deployments:
 
 def _has_secret(name: str) -> bool:
     try:
-        check_secret(name, "")
+        modal_client.check_secret(name, "")
     except ExecutorError:
         return False
     return True

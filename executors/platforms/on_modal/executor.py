@@ -22,24 +22,12 @@ from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result,
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
-from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name
-from executors.platforms.on_modal.client import (
-    SECRET_KEYS,
-    access_denied_error,
-    ask_patiently,
-    check_account,
-    how_to_create,
-    inside_container,
-    is_access_denied,
-    live_apps,
-    no_answer,
-    sdk,
-    translated_errors,
-)
+from executors.platforms.on_modal import client as modal_client
+from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
+from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
-from executors.platforms.on_modal.twins import Twins, count_inputs
-from executors.platforms.packages.vllm_pins import pinned_version
+from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
@@ -58,7 +46,7 @@ class ModalExecutor(Executor):
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
     max_cores, max_memory_mib: limits of a container's use, which is billed (default: twice the cores; 16 GiB).
     pip: packages that your own reward needs, in addition to those of the project.
-    vllm: replicas generate with vLLM; their image has the versions of vllm_pins.py.
+    vllm: replicas generate with vLLM; their image has the versions of packages/versions.py.
     hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if missing ("": no Volume).
     """
 
@@ -97,7 +85,7 @@ class ModalExecutor(Executor):
         packages = (pip,) if isinstance(pip, str) else pip
         self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
         self._ends: dict[str, Mapping[str, Any]] = {}  # call -> its end, with its value and its last lines
-        self._twins = Twins(self._clock)
+        self._twins = modal_calls.Twins(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
 
@@ -106,14 +94,14 @@ class ModalExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
-        if any(not self.fault_of(s) for s in specs) and not inside_container():  # without an account no price holds
-            check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
+        without_fault = any(not self.fault_of(s) for s in specs)
+        if without_fault and not modal_client.inside_container():  # without an account no price holds
+            modal_client.check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
         if volumes := sorted({k.hub_cache for k in kinds if k.hub_cache}):
-            lines.append(
-                f"what is taken from the Hugging Face Hub stays in the Volume {', '.join(volumes)}, for later runs"
-            )
+            names = ", ".join(volumes)
+            lines.append(f"what is taken from the Hugging Face Hub stays in the Volume {names}, for later runs")
         if pip := self._apps.pip:
             lines.append(f"its image has what this project needs, and {', '.join(pip)}")
         if self._apps.vllm:
@@ -153,7 +141,7 @@ class ModalExecutor(Executor):
         spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
-        launched = self._apps.prepare(spec.run, [spec], [] if inside_container() else replicas, SUPERVISE)
+        launched = self._apps.prepare(spec.run, [spec], [] if modal_client.inside_container() else replicas, SUPERVISE)
         return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
@@ -176,7 +164,7 @@ class ModalExecutor(Executor):
             if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
             return NotStarted(f"Modal did not start it: {error}")
-        return _handle_from_entry(spec.run, spec.slot, spec.attempt, known)
+        return handle_of(spec.run, spec.slot, spec.attempt, known)
 
     # ------------------------------------------------------------------ watching
 
@@ -198,7 +186,8 @@ class ModalExecutor(Executor):
         return self._ends.get(handle.native, {}).get("value")
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return modal_calls.lines_of(modal_calls.log_entries(handle, self._clock, tail=tail))
+        found = modal_calls.log_entries(handle, self._clock, tail=tail)
+        return "".join([str(entry.message) for entry in found]).splitlines()
 
     def follow_log(self, handle: Handle, tail: int | None, ended: Callable[[], bool]) -> Iterator[str]:
         return modal_calls.Follower(handle, self._clock).follow(ended, tail)
@@ -222,7 +211,7 @@ class ModalExecutor(Executor):
                 launched, _ = ask_patiently(Register.open(app_name(run), create=False).look, self._clock)
             except sdk().exception.NotFoundError:
                 return []
-        handles = [_handle_from_entry(run, slot, attempt, entry) for (slot, attempt), entry in launched.items()]
+        handles = [handle_of(run, slot, attempt, entry) for (slot, attempt), entry in launched.items()]
         return sorted(handles, key=lambda handle: handle.attempt)
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
@@ -245,9 +234,9 @@ class ModalExecutor(Executor):
                 launched, _ = ask_patiently(register.look, self._clock)
             except sdk().exception.NotFoundError:
                 return []
-            handles = [_handle_from_entry(run, slot, n, entry) for (slot, n), entry in launched.items()]
+            handles = [handle_of(run, slot, n, entry) for (slot, n), entry in launched.items()]
             alive = [s.handle for s in self.poll(handles) if not s.state.ended]
-            nameless = ask_patiently(lambda: count_inputs(run, register), self._clock) - len(alive)
+            nameless = ask_patiently(lambda: modal_calls.count_inputs(run, register), self._clock) - len(alive)
             _at_once(self._threads, lambda h: _cancel_call(self._apps, h, terminate=True), alive)
             if nameless > 0:
                 self.shutdown(run)
@@ -256,7 +245,7 @@ class ModalExecutor(Executor):
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
         """End all apps of this project in this Modal environment."""
-        names = [name for name in live_apps() if name.startswith(PREFIX)]
+        names = [name for name in modal_client.live_apps() if name.startswith(PREFIX)]
         with translated_errors():
             for name in () if dry_run else names:
                 with suppress(sdk().exception.NotFoundError):
@@ -283,7 +272,7 @@ class ModalExecutor(Executor):
                 ask_patiently(lambda: sdk().Dict.objects.delete(name), self._clock)
                 removed.append(f"removed the dict {name} from Modal, which said what was launched")
         self._apps.forget(run)
-        self.forget(run)
+        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
         return removed
 
     def close(self) -> None:
@@ -309,20 +298,16 @@ def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: I
     return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]
 
 
-def _handle_from_entry(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Handle:
-    known = {"native": entry["call"], "launched_at": entry["launched_at"], "usd_per_hour": entry["usd_per_hour"]}
-    return Handle(run, slot, attempt, ModalExecutor.name, **known)
-
-
 def _stale_status(known: Status, error: Exception | None = None) -> Status:
-    if error is not None and is_access_denied(error):
-        return unanswered(known, access_denied_error(error))
+    if error is not None and modal_client.is_access_denied(error):
+        return unanswered(known, modal_client.access_denied_error(error))
     why = f"Modal did not answer: {error or f'nothing for {ANSWER_S:.0f} s'}"
     return unanswered(replace(known, reason=why), why)
 
 
 def _secret_advice(specs: Sequence[ReplicaSpec], kinds: Sequence[Kind]) -> list[str]:
     run = specs[0].run if specs else ""
-    if run.partition("://")[0] in SECRET_KEYS and not all(k.secrets for k in kinds):
-        return [f"no secret is given, and containers need the store's keys: {how_to_create('storage', run)}"]
+    if run.partition("://")[0] in modal_client.SECRET_KEYS and not all(k.secrets for k in kinds):
+        way = modal_client.how_to_create("storage", run)
+        return [f"no secret is given, and containers need the store's keys: {way}"]
     return []

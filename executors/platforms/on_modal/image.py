@@ -20,12 +20,10 @@ from packaging.utils import canonicalize_name
 
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
-from executors.platforms.packages.portable import portable_requirement
-from executors.platforms.packages.vllm_pins import check_command, vllm_requirements
+from executors.platforms.packages.versions import check_command, portable_requirement, vllm_requirements
+from executors.platforms.packages.wheel import PACKAGES, PROJECT
 
-PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")
-PACKAGES = ("diloco", "executors", "inner", "rendezvous")
 THERE_ALREADY = {"modal"}  # Modal adds its client to every image
 COMPILER = ("gcc", "libc6-dev")  # for the codecs' kernels: without them packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
@@ -84,7 +82,7 @@ def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
 
 
 def pinned_requirements() -> list[str]:
-    """Return name==version of every package that the project needs, as installed here (portable.py)."""
+    """Return name==version of every package that the project needs, as installed here (versions.py)."""
     found: dict[str, str] = {}
     todo: list[tuple[str, frozenset[str]]] = [(PROJECT, frozenset(EXTRAS))]
     seen = set(todo)

@@ -35,34 +35,11 @@ from typing import Any
 from diloco.process import processes
 from diloco.process.own_files import make_private, write_json
 from diloco.units import dollars
-from executors.platforms.base import (
-    ExecutorError,
-    Handle,
-    Refused,
-    ReplicaSpec,
-    State,
-    Status,
-    Unavailable,
-    short_name,
-)
+from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable, short_name
 from executors.platforms.executor import Executor
-from executors.platforms.machine.full_disk import launches_wait
 from executors.platforms.machine.logfile import LogFile
-from executors.platforms.on_slurm.job import (
-    CANCELLED,
-    CARD,
-    NAME,
-    UNTIL,
-    create_exclusively,
-    ended_as,
-    read_card,
-    run_job,
-    runs_here,
-    stop_here,
-    was_cancelled,
-    written_end,
-)
-from executors.platforms.platform import NotStarted, missing_secret
+from executors.platforms.on_slurm import job as slurm_job
+from executors.platforms.platform import NotStarted, launches_named, launches_wait, missing_secret
 from rendezvous.clock import Clock
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
@@ -93,7 +70,7 @@ class SlurmExecutor(Executor):
     sbatch: sbatch's options, with submitit's names.   timeout_s: for specs without a time limit.
     """
 
-    name = NAME
+    name = slurm_job.NAME
     first_state = State.PENDING
     id_form = r"\d{1,19}(_\d{1,9})?"
 
@@ -132,7 +109,7 @@ class SlurmExecutor(Executor):
         return self._usd
 
     def nameless_run(self) -> str:
-        return f"{NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
+        return f"{slurm_job.NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
@@ -141,7 +118,7 @@ class SlurmExecutor(Executor):
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         for folder in map(self._folder_of, handles):
             make_private(folder.parent.parent, folder.parent, folder)
-            write_json(str(folder / UNTIL), until)
+            write_json(str(folder / slurm_job.UNTIL), until)
         return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
@@ -151,7 +128,7 @@ class SlurmExecutor(Executor):
             with launches_wait("the jobs' files"):
                 make_private(folder.parent.parent, folder.parent, folder)
                 turn = 1
-                while not create_exclusively(folder / f"submit.{turn}"):
+                while not slurm_job.create_exclusively(folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
                     turn += 1  # the launcher of that turn died; a job that it submitted finds no input and ends
@@ -170,18 +147,19 @@ class SlurmExecutor(Executor):
             name=_job_name(spec), timeout_min=minutes, stderr_to_stdout=True,
             **{"slurm_signal_delay_s": SIGNAL_S, **options}, slurm_additional_parameters=no_restart,
         )  # fmt: skip
-        job = executor.submit(run_job, {**spec.to_dict(), "timeout_s": 60.0 * minutes}, str(folder))
+        job = executor.submit(slurm_job.run_job, {**spec.to_dict(), "timeout_s": 60.0 * minutes}, str(folder))
         pid = int(job.job_id) if self._cluster == "local" else 0
         handle = replace(
             self.new_handle(spec), native=job.job_id, pid=pid, started=processes.start_ticks(pid) or 0,
             files=str(folder), launched_at=self._clock.wall(), usd_per_hour=self._usd,
         )  # fmt: skip
-        write_json(str(folder / CARD), handle.to_dict())
+        write_json(str(folder / slurm_job.CARD), handle.to_dict())
         return handle
 
     def _wait_for_card(self, spec: ReplicaSpec) -> Handle | None:
+        folder, handle = self._folder_of(spec), self.new_handle(spec)
         until = self._clock.now() + PATIENCE_S
-        while (card := read_card(self._folder_of(spec), self.new_handle(spec))) is None and self._clock.now() < until:
+        while (card := slurm_job.submitted(folder, handle)) is None and self._clock.now() < until:
             self._clock.sleep(0.05)
         return card
 
@@ -191,7 +169,7 @@ class SlurmExecutor(Executor):
             return why
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
-        if spec.gpu and (kinds := self._gpu_kinds()) is not None and _gpu_kind(spec.gpu[0]) not in kinds:
+        if spec.gpu and (kinds := self._gpu_kinds()) is not None and spec.gpu[0].partition(":")[0] not in kinds:
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {spec.gpu[0]!r}; there are: {known} (sinfo -o %G)"
         return ""
@@ -213,7 +191,8 @@ class SlurmExecutor(Executor):
         scheme, colon, rest = run.partition("://")
         local = not colon or scheme == "file"
         root = self._folder or Path.home() / ".diloco" / "slurm"
-        return root / _plain_name(str(Path(rest if colon else run).absolute()) if local else run)
+        whole = str(Path(rest if colon else run).absolute()) if local else run
+        return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
         """Return the folder of its files.  A handle's `files` is not used: it may be forged."""
@@ -223,15 +202,15 @@ class SlurmExecutor(Executor):
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """Return a status each, with one call of squeue, and one of sacct for jobs that squeue has forgotten."""
-        open_ones = [h for h in handles if written_end(self._folder_of(h)) is None]
+        open_ones = [h for h in handles if slurm_job.written_end(self._folder_of(h)) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
 
     def _status_or_error(
         self, handle: Handle, told: Mapping[str, Told], trouble: ExecutorError | None
     ) -> Status | ExecutorError:
-        if (end := written_end(self._folder_of(handle))) is not None:
-            return ended_as(handle, end, asked=was_cancelled(self._folder_of(handle)))
+        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:
+            return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
         if self._cluster == "local":
             return self._local_status(handle)
         state, name = told.get(handle.native, ("UNKNOWN", ""))
@@ -250,17 +229,17 @@ class SlurmExecutor(Executor):
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
             return Status(handle, State.RUNNING, "its end is on the way")
-        if was_cancelled(self._folder_of(handle)):
+        if slurm_job.was_cancelled(self._folder_of(handle)):
             return Status(handle, State.CANCELLED, "killed after the grace")
         reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
 
     def _local_status(self, handle: Handle) -> Status:
-        if runs_here(handle, self._folder_of(handle)):
+        if slurm_job.runs_here(handle, self._folder_of(handle)):
             return Status(handle, State.RUNNING)
-        if (end := written_end(self._folder_of(handle))) is not None:  # written since the look before
-            return ended_as(handle, end, asked=was_cancelled(self._folder_of(handle)))
-        state = State.CANCELLED if was_cancelled(self._folder_of(handle)) else State.LOST
+        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:  # written since the look before
+            return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
+        state = State.CANCELLED if slurm_job.was_cancelled(self._folder_of(handle)) else State.LOST
         return Status(handle, state, "gone, and it left no result")
 
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
@@ -272,12 +251,11 @@ class SlurmExecutor(Executor):
         return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
-        return LogFile(
-            self._folder_of(handle) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None
-        )
+        file = self._folder_of(handle) / f"{handle.native}_0_log.out"
+        return LogFile(file, lambda line: OWN_LINE.match(line) is None)
 
     def read_value(self, handle: Handle) -> Any:
-        return (written_end(self._folder_of(handle)) or {}).get("value")
+        return (slurm_job.written_end(self._folder_of(handle)) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
@@ -286,17 +264,18 @@ class SlurmExecutor(Executor):
         super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        going = [h for h in handles if written_end(self._folder_of(h)) is None and self._folder_of(h).is_dir()]
+        folders = {h: self._folder_of(h) for h in handles}
+        going = [h for h, folder in folders.items() if slurm_job.written_end(folder) is None and folder.is_dir()]
         for handle in going:
-            (self._folder_of(handle) / CANCELLED).touch()
+            (folders[handle] / slurm_job.CANCELLED).touch()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            stop = _scancel if self._cluster == "slurm" else lambda h, kill: stop_here(h, self._folder_of(h), kill)
+            stop_here = lambda h, kill: slurm_job.stop_here(h, folders[h], kill)  # noqa: E731
+            stop = _scancel if self._cluster == "slurm" else stop_here
             list(pool.map(stop, going, [kill] * len(going)))
 
     def discover(self, run: str) -> list[Handle]:
-        named = [p.name.rpartition(".") for p in self._run_folder(run).glob("*.*")]
-        launches = [Handle(run, slot, int(n), NAME) for slot, _, n in named if n.isascii() and n.isdecimal()]
-        cards = [read_card(self._folder_of(launch), launch) for launch in launches]
+        launches = launches_named(run, slurm_job.NAME, (p.name for p in self._run_folder(run).glob("*.*")))
+        cards = [slurm_job.submitted(self._folder_of(launch), launch) for launch in launches]
         return sorted((card for card in cards if card is not None), key=lambda card: card.attempt)
 
 
@@ -333,15 +312,6 @@ def _scancel(handle: Handle, kill: bool) -> None:
     else:
         _run_quietly(["scancel", "--state=PENDING", *one])
         _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *one])
-
-
-def _plain_name(run: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", run.rstrip("/"))
-
-
-def _gpu_kind(gpu: str) -> str:
-    """Return the kind of "h100:2", "h100"."""
-    return gpu.partition(":")[0]
 
 
 def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:

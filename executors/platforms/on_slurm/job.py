@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +21,7 @@ from diloco.process.own_files import read_json, write_json
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times
 from executors.platforms.machine import oom
-from rendezvous.records.schema import from_json
+from executors.platforms.platform import read_card
 
 NAME = "slurm"
 CARD = "card.json"
@@ -83,16 +82,9 @@ def create_exclusively(path: Path) -> bool:
     return True
 
 
-def read_card(folder: Path, known: Handle | None = None) -> Handle | None:
-    """Read the handle that a launch's submitter wrote.   known: overrides its run, slot and attempt."""
-    try:
-        card = from_json(Handle, read_json(folder / CARD))
-    except ValueError:
-        return None
-    if known is None:
-        return card
-    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": NAME}
-    return replace(card, **about, files=str(folder))
+def submitted(folder: Path, known: Handle) -> Handle | None:
+    """Return the handle that a launch's submitter wrote."""
+    return read_card(folder / CARD, known, str(folder))
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:

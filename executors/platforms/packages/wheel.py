@@ -23,8 +23,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from executors.platforms.base import ExecutorError
-from executors.platforms.packages import vllm_pins
-from executors.platforms.packages.portable import portable_requirement
+from executors.platforms.packages import versions
 
 PROJECT = "serverless-diloco"
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
@@ -50,10 +49,10 @@ def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -
     project = _own_distribution()
     wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
     code = _build_wheel(project, [*PACKAGES, *packages])
-    pins = vllm_pins.PINS.read_bytes() if vllm else _constraints_file()
+    pins = versions.VLLM_PINS.read_bytes() if vllm else _constraints_file()
     digest = hashlib.sha256(code + pins).hexdigest()[:16]
-    extras = vllm_pins.EXTRAS if vllm else EXTRAS
-    others = vllm_pins.NEEDS if vllm else ()
+    extras = versions.VLLM_EXTRAS if vllm else EXTRAS
+    others = versions.VLLM_NEEDS if vllm else ()
     seal = hashlib.sha256(code).hexdigest()
     needs = f"-c constraints.txt\n{PROJECT}[{extras}] @ file://{mount}/{digest}/{wheel}#sha256={seal}\n"
     needs += "".join(f"{name}\n" for name in others)
@@ -117,12 +116,9 @@ def left_out(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 def _record_file(files: dict[str, bytes], own: str) -> bytes:
-    rows = [f"{name},sha256={_sha256_base64(body)},{len(body)}" for name, body in sorted(files.items())]
+    seal = lambda body: base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()  # noqa: E731
+    rows = [f"{name},sha256={seal(body)},{len(body)}" for name, body in sorted(files.items())]
     return "\n".join([*rows, f"{own},,", ""]).encode()
-
-
-def _sha256_base64(body: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
 
 
 def _constraints_file() -> bytes:
@@ -131,5 +127,5 @@ def _constraints_file() -> bytes:
     for d in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
         if name and d.read_text("direct_url.json") is None:
-            found.setdefault(name, portable_requirement(name, d.version))
+            found.setdefault(name, versions.portable_requirement(name, d.version))
     return "".join(f"{found[name]}\n" for name in sorted(found) if "==" in found[name]).encode()

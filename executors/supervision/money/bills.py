@@ -173,15 +173,10 @@ def _make_bill(
     newest = [x for x in events if x["event"] in WAITS][-1:]
     waits = any(x["event"] == "pending" and all(s.claimed < x["at"] for s in sessions) for x in newest)
     return Bill(
-        slot=e["slot"],
-        attempt=e.get("attempt", 1),
-        executor=e.get("executor", "local"),
+        slot=e["slot"], attempt=e.get("attempt", 1), executor=e.get("executor", "local"),
         usd_per_hour=e.get("usd_per_hour", 0.0),
-        began=_begin_time(e),
-        seconds=seconds,
-        ended=ended,
-        pending=waits and ended is None,
-    )
+        began=_begin_time(e), seconds=seconds, ended=ended, pending=waits and ended is None,
+    )  # fmt: skip
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:

@@ -105,13 +105,10 @@ def changes(
 ) -> list[dict[str, Any]]:
     """Return a message for each trouble that began, and for each that is over.   began: the open troubles."""
     there = {trouble.key for trouble in found}
-    news = [{**asdict(t), "id": _new_id(t, now), "state": "begun"} for t in found if t.key not in began]
+    new_id = lambda t: f"{t.kind}-{t.slot or 'run'}-{now:.3f}"  # noqa: E731
+    news = [{**asdict(t), "id": new_id(t), "state": "begun"} for t in found if t.key not in began]
     over = [e for key, e in began.items() if key not in there]
     return [*news, *({**{k: e.get(k) for k in (*WORDS, "step")}, "state": "over"} for e in over)]
-
-
-def _new_id(trouble: Trouble, now: float) -> str:
-    return f"{trouble.kind}-{trouble.slot or 'run'}-{now:.3f}"
 
 
 def payload(message: Mapping[str, Any], name: str) -> bytes:
@@ -200,7 +197,8 @@ class Alerts:
 
     def tick(self, report: Report, *, last: bool = False) -> None:
         """Look for troubles, if a check is due or this is the last call.  Never waits."""
-        self._log_settled()
+        while self._messenger is not None and (settled := self._messenger.take()) is not None:
+            self._log_one(settled)
         is_time = last or self._clock.now() >= self._check_at
         if self._messenger is None or not is_time or report.wanted.stop:
             return
@@ -230,10 +228,6 @@ class Alerts:
         said = {k: v for k, v in message.items() if k != "at"}  # the log adds its own time
         self._emit(BEGUN if message["state"] == "begun" else OVER, **said)
         self._messenger.put(message, payload(message, name))
-
-    def _log_settled(self) -> None:
-        while self._messenger is not None and (found := self._messenger.take()) is not None:
-            self._log_one(found)
 
     def _log_one(self, found: tuple[dict[str, Any], str] | None) -> None:
         if found is not None:

@@ -56,4 +56,4 @@ def end_with_run(child: "TrackerChild | Nothing", lease: Lease, code: int) -> No
     """End the child.  Its last rows may take a while, so renew the lease meanwhile unless it is lost.   code: of
     the run's end."""
     end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
-    return end() if code == LOST_LEASE else lease.keep_while(end, "launching")
+    return end() if code == LOST_LEASE else lease.keep_while(end)

@@ -4,25 +4,64 @@
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
     newest warnings, notes of replicas ─────────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
 
-Not promised: all messages; `remark_lines` returns only the most urgent.
+    lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
+    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
+
+A launch does not count if its replica has left since.  The reason is the text of the supervisor's newest event of a
+kind in REASONS.
+
+A replica's event that its own disk was full is hidden once the replica has joined.  A heartbeat cannot say that the
+run's disk is full, as there is no room for one: `full_words` looks.
+
+Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `remark_lines`
+returns only the most urgent.  And not the exact time of a start, which needs a running supervisor.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from diloco.events import WARNINGS, event_text
-from diloco.runlog.reader import Report
+from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.summary import solo_words
+from diloco.units import dollars, duration
 from diloco.views.overview import silent_s
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
-from executors.platforms.machine.full_disk import found_room, full_words
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.reward_waits import reward_waits
 from executors.supervision.outage import open_outages
-from executors.supervision.slots.unserved import unserved
+from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
 
 MOST_LINES = 8
+SETTLES = ("launched", "found", "lost", "ended")
+AFTER_S = 120.0  # time for a supervisor's look, a pause before the second start, and the budget's check
+ABOUT = ("launched", "found", "lost", "ended", "killed")
+REASONS = ("refused", "platform_silent")
+LEAST = 64 << 10  # bytes of a disk; with fewer, not even heartbeats and logs can be written reliably
+
+
+def full_words(url: str) -> str:
+    """Return a warning if the run is a folder of this machine and its disk is full; else ""."""
+    scheme, colon, rest = url.partition("://")
+    if colon and scheme != "file":
+        return ""
+    try:
+        disk = os.statvfs(rest if colon else url)
+    except OSError:
+        return ""
+    free = disk.f_bavail * disk.f_frsize
+    if free >= LEAST or disk.f_blocks == 0:
+        return ""
+    size = disk.f_blocks * disk.f_frsize
+    return f"the run's disk is full ({free} bytes left of {size / 1e6:.0f} MB): all wait; free some, they go on"
+
+
+def found_room(event: Mapping[str, Any], report: Report) -> bool:
+    """Whether the event says that a replica's own disk was full, and that replica has joined or ended since."""
+    if event["event"] != "disk_full":
+        return False
+    return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.sessions)
 
 
 def disk_full(report: Report, now: float) -> list[Trouble]:
@@ -98,4 +137,88 @@ def is_listening(beat: Beat, report: Report, now: float) -> bool:
     return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
 
 
-# -------------------------------------------------------------------- an event as a line
+# -------------------------------------------------------------------- slots that wait for their reward
+
+
+def reward_waits(report: Report, now: float) -> list[str]:
+    """Return one line if any slot waits, else [].   now: Unix time."""
+    if report.done or report.stopped:
+        return []
+    waiting = {slot: e for slot, e in _newest_events(report).items() if e["event"] == "lost" and e.get("again_in_s")}
+    waiting = {slot: e for slot, e in waiting.items() if slot in report.wanted.slot_names}
+    if not waiting:
+        return []
+    slots = ", ".join(_wait_in_words(slot, e, now) for slot, e in sorted(waiting.items()))
+    return [f"the reward failed: {slots}{_cost_in_words(waiting, report, now)}"]
+
+
+def _newest_events(report: Report) -> dict[str, Mapping[str, Any]]:
+    """Return per slot a supervisor's newest event about its launches."""
+    return {e["slot"]: e for e in report.of_kind(*SETTLES) if e["who"].startswith(SUPERVISOR)}
+
+
+def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
+    left = max(0.0, end["at"] + end["again_in_s"] - now)
+    row = f"{end.get('reward_failures', 1)} of {end.get('reward_limit', 1)} times in a row"
+    return f"{slot} {row}, again in {duration(left)}"
+
+
+def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now: float) -> str:
+    """Return a phrase with the cost of the sessions that the reward ended; "" if it is 0."""
+    ended = {(slot, e["attempt"]) for slot, e in waiting.items() for e in _streak(report.of_kind("lost"), slot, e)}
+    usd = sum(bill.usd for bill in costs(report, now).bills if (bill.slot, bill.attempt) in ended)
+    return f"; those sessions cost {dollars(usd)}" if usd else ""
+
+
+def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return this slot's consecutive ends by its reward, up to `newest`."""
+    own = [e for e in lost if e["slot"] == slot and e.get("by_reward") and e["at"] <= newest["at"]]
+    return own[-newest.get("reward_failures", 1) :]
+
+
+# -------------------------------------------------------------------- slots that no replica serves
+
+
+def unserved(report: Report, now: float) -> list[str]:
+    """Return one line about all of these slots; [] if there are none.   now: Unix time."""
+    started = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
+    if report.done or report.stopped or not started:
+        return []
+    before = past(report.events)
+    if before.get("publish", History()).open:  # replicas start once the model is published
+        return []
+    wanted = [slot for slot in report.wanted.slot_names if not report.wanted.is_to_leave(slot)]
+    wanted = [slot for slot in wanted if _is_idle(report, slot, before.get(slot, History()), now)]
+    idle = {slot: now - max(started[0], _idle_since(report, slot)) for slot in wanted}
+    idle = {slot: seconds for slot, seconds in idle.items() if seconds >= AFTER_S and not _waits(report, slot, now)}
+    if not idle:
+        return []
+    words = ", ".join(f"{slot} for {duration(seconds)}" for slot, seconds in sorted(idle.items()))
+    return [f"wanted, but neither running nor being started: {words}; {_reason(report)}"]
+
+
+def _is_idle(report: Report, slot: str, before: History, now: float) -> bool:
+    beat = report.beats.get(slot)
+    if beat is not None and beat.phase != "left" and now - beat.at <= silent_s(report.url):
+        return False
+    return all(_said_goodbye(beat, h.launched_at) for h in before.open)
+
+
+def _said_goodbye(beat: Beat | None, launched_at: float) -> bool:
+    return beat is not None and beat.phase == "left" and beat.at > launched_at
+
+
+def _idle_since(report: Report, slot: str) -> float:
+    beat = report.beats.get(slot)
+    return max([e["at"] for e in report.of_kind(*ABOUT) if e["slot"] == slot] + [beat.at if beat else 0.0])
+
+
+def _waits(report: Report, slot: str, now: float) -> bool:
+    """Whether the wait announced by the slot's newest event (`again_in_s`), plus AFTER_S, is not over yet."""
+    newest = [e for e in report.of_kind(*ABOUT) if e["slot"] == slot][-1:]
+    return any(e["at"] + e.get("again_in_s", 0.0) + AFTER_S > now for e in newest)
+
+
+def _reason(report: Report) -> str:
+    told = [e for e in report.of_kind(*REASONS) if e["who"].startswith(SUPERVISOR)][-1:]
+    return str(told[0].get("text")) if told else "no supervisor has said why"

@@ -14,16 +14,8 @@ from dataclasses import replace
 
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from diloco.runlog.scope import COSTS
-from executors.platforms.base import (
-    ExecutorError,
-    FleetExecutor,
-    Handle,
-    State,
-    Status,
-    require_fleet,
-    unanswered,
-)
-from executors.platforms.multi import build_executor
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status, require_fleet, unanswered
+from executors.platforms.places import build_executor
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.slot_state import can_be_asked, past
 from rendezvous.agreement.salvage import read_standing_wishes

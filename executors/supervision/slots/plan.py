@@ -14,8 +14,23 @@ generation is left alone while that sends heartbeats.  A platform may restart a 
 RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A replica
 that waits for a machine (PENDING) is not silent.
 
-Not promised: that two supervisors never launch one slot twice.  The supervisor's own claim prevents two supervisors,
-and as a last resort the claim of the slot fences the older replica.
+A slot's ends in a row determine the pause before its next start:
+
+    an end ──▶ count_end ──▶ Strikes ──▶ Limits: pause, give up
+
+    steps that counted its session's work     losses         failures           reward_failures
+    ---------------------------------------   ------------   ----------------   -------------------------------
+    none                                      one more       one more if own    one more if by the reward
+    some, fewer than ENOUGH                   1              1 if own, or 0     one more if by the reward
+    ENOUGH or more                            1              1 if own, or 0     1 if by the reward, or 0
+
+An end is `by_reward` if the reward returned no more numbers in a run that has committed outer steps.  Its judge may be
+down for a while, so pauses grow to half an hour.  Or it fails in every session after some batches, so a session with a
+little counted work does not reset the count (decision 034).  Such an end is no `own_fault`.
+
+Not promised: an end of restarts if each session brings ENOUGH steps; then only the run's number of steps limits them.
+Nor is it promised that two supervisors never launch one slot twice.  The supervisor's own claim prevents two
+supervisors, and as a last resort the claim of the slot fences the older replica.
 """
 
 from collections.abc import Iterable
@@ -25,8 +40,8 @@ from typing import Literal
 from diloco.process import exitcodes
 from diloco.process.processes import describe_exit
 from executors.platforms.base import State
-from executors.supervision.slots.strikes import ENOUGH
 
+ENOUGH = 10  # outer steps; a session that brought so many was worth its start
 Holder = Literal["none", "unknown", "beating", "silent", "left"]
 
 
@@ -36,7 +51,7 @@ class Limits:
 
     failures: ends in a row by a replica's own fault, without a counted pseudogradient, before the run is given up.
     losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
-    reward_failures: ends in a row by a reward that has worked before (strikes.py).   reward_backoff_s: before the first
+    reward_failures: ends in a row by a reward that has worked before (Strikes).   reward_backoff_s: before the first
     replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for so long.
     restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
@@ -63,6 +78,43 @@ class Limits:
     def reward_pause(self, failures: int) -> float:
         """Return the same after the latest of `failures` ends in a row by the reward."""
         return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
+
+
+@dataclass(frozen=True)
+class Strikes:
+    """Ends in a row.   losses: of any kind.   failures: by the replica's own fault.   reward_failures: by its reward.
+
+    by_reward: whether the latest end was by the reward.
+    """
+
+    losses: int = 0
+    failures: int = 0
+    reward_failures: int = 0
+    by_reward: bool = False
+
+
+NO_STRIKES = Strikes()
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """An end that was not requested.   counted: outer steps that counted the session's work."""
+
+    counted: int = 0
+    own_fault: bool = False
+    by_reward: bool = False
+
+
+def count_end(before: Strikes, end: SessionEnd) -> Strikes:
+    """Return the strikes after one more end."""
+    fresh = NO_STRIKES if end.counted else before
+    streak = 0 if end.counted >= ENOUGH else before.reward_failures
+    return Strikes(
+        losses=fresh.losses + 1,
+        failures=fresh.failures + end.own_fault,
+        reward_failures=streak + end.by_reward,
+        by_reward=end.by_reward,
+    )
 
 
 @dataclass(frozen=True)
@@ -218,10 +270,8 @@ def _give_up_reason(s: Observation, limits: Limits) -> str | None:
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"
     if s.reward_failures >= limits.reward_failures:
-        return (
-            f"its reward failed in {s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its "
-            f"work ({_end_in_words(s)})"
-        )
+        rows = f"{s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its work"
+        return f"its reward failed in {rows} ({_end_in_words(s)})"
     if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
         return "nothing moved for too long"
     if s.failures >= limits.failures:

@@ -16,8 +16,7 @@ from typing import Any
 from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
-from executors.supervision.slots.plan import Holder, Observation
-from executors.supervision.slots.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
+from executors.supervision.slots.plan import NO_STRIKES, Holder, Observation, SessionEnd, Strikes, count_end
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat
 from rendezvous.records.schema import from_json
@@ -95,32 +94,17 @@ def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, Histor
 
 def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
     attempt = e.get("attempt", p.attempt)
-    others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
+    native = native_of(e)  # None: the event is about all processes of its launch
+    others = tuple(h for h in p.open if h.attempt != attempt or native not in (None, h.native))
     if e["event"] in ("launched", "found"):
         launched = handle_in(e, run)
         still = (*others, *([launched] if launched else []))
-        return History(
-            attempt=max(p.attempt, attempt),
-            strikes=p.strikes,
-            ended_at=p.ended_at,
-            state=p.state,
-            exit_code=p.exit_code,
-            reason=p.reason,
-            open=still,
-        )
+        return replace(p, attempt=max(p.attempt, attempt), open=still, pending=False)
     if e["event"] == "ended":
         return replace(p, open=others) if attempt < p.attempt or e.get("twin") else History(p.attempt, open=others)
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
-    code = e.get("exit_code")
-    return History(
-        attempt=p.attempt,
-        strikes=count_end(p.strikes, end_in(e)),
-        ended_at=e["at"],
-        state=state,
-        exit_code=code,
-        reason=e.get("reason", ""),
-        open=others,
-    )
+    strikes = count_end(p.strikes, end_in(e))
+    return History(p.attempt, strikes, e["at"], state, e.get("exit_code"), e.get("reason", ""), open=others)
 
 
 def native_of(e: Mapping[str, Any]) -> str | None:
@@ -128,11 +112,6 @@ def native_of(e: Mapping[str, Any]) -> str | None:
     handle = e.get("handle") or {}
     found = e.get("native", handle.get("native"))
     return found if isinstance(found, str) else None
-
-
-def same_process(native: str | None, other: str) -> bool:
-    """Whether an event is about this process; an event without an id (None) is about all processes of its launch."""
-    return native is None or native == other
 
 
 def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
@@ -275,20 +254,15 @@ class SlotState:
         since = lambda at: None if at is None else now - at  # noqa: E731
         return Observation(
             slot=self.slot,
-            state=s.state if s else None,
-            exit_code=s.exit_code if s else None,
+            state=s.state if s else None, exit_code=s.exit_code if s else None, reason=s.reason if s else "",
             ended_at=self.ended_at,
             holder=self._classify_holder(beat, now, fresh_s),
-            silent_s=self._silent_s(beat, now),
-            losses=self.strikes.losses,
-            failures=self.strikes.failures,
+            silent_s=self._silent_s(beat, now), beaten=self.beaten,
+            losses=self.strikes.losses, failures=self.strikes.failures,
             reward_failures=self.strikes.reward_failures if self.strikes.by_reward else 0,
-            reason=s.reason if s else "",
             native=bool(self.handle and self.handle.native),
-            beaten=self.beaten,
-            replacing_s=since(self.replacing_at),
-            draining_s=since(self.draining_at),
-        )
+            replacing_s=since(self.replacing_at), draining_s=since(self.draining_at),
+        )  # fmt: skip
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
         """Return seconds since the process's last new heartbeat, or since it began to run without one."""

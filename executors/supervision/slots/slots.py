@@ -21,7 +21,7 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.outage import Outages, launch_name
-from executors.supervision.slots.plan import Limits, Observation
+from executors.supervision.slots.plan import Limits, Observation, SessionEnd, count_end
 from executors.supervision.slots.slot_state import (
     BLAMELESS,
     History,
@@ -32,7 +32,6 @@ from executors.supervision.slots.slot_state import (
     is_from_launch,
     past,
 )
-from executors.supervision.slots.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the slot of the publisher, which is not a replica: it writes θ₀ into the bucket
@@ -44,13 +43,7 @@ class Slots:
     limits: the pauses after failures of the reward."""
 
     def __init__(
-        self,
-        run: Run,
-        executor: FleetExecutor,
-        clock: Clock,
-        fresh_s: float,
-        emit: Callable[..., None],
-        limits: Limits,
+        self, run: Run, executor: FleetExecutor, clock: Clock, fresh_s: float, emit: Callable[..., None], limits: Limits
     ) -> None:
         self.run = run
         self.executor = executor
@@ -89,7 +82,9 @@ class Slots:
         for state, handle in known:
             if handle is not None and not (status := statuses[handle]).stale:
                 self._adopt_older_process(state, status.handle)
-                self._note_status(state, status, report)
+                state.polled(status, self.clock.now())
+                if status.state.ended:
+                    self._count_end(state, status, report)
         for slot, beat in report.beats.items():
             self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
         for state, _ in known:
@@ -180,12 +175,6 @@ class Slots:
             elif self.clock.now() - self.replaced[handle] > AGAIN_S:
                 self.executor.cancel([handle], 0.0)
                 self.replaced[handle] = self.clock.now()
-
-    def _note_status(self, state: SlotState, status: Status, report: Report) -> None:
-        was_running = state.running
-        state.polled(status, self.clock.now())
-        if was_running and status.state.ended:
-            self._count_end(state, status, report)
 
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
         """Count and log an end.  An end that was not requested is a loss; the count restarts if its work counted."""

@@ -1,0 +1,92 @@
+"""The places that a request names, or the run's own with other settings.
+
+    --executor --place ─▶ names ┐
+    the run's places before     ┴─▶ + --gpu --secret --timeout --pip --option ─▶ places
+
+Not promised: that a platform knows an option; `build_executor` checks that.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from executors.platforms import EXECUTORS, FAR
+from executors.platforms.places import Place, places_of
+from executors.preflight.run_url import UsageError
+
+if TYPE_CHECKING:
+    from executors.preflight.quote import PlaceWish
+
+OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
+
+
+def refined_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
+    """Return the places of the request.   before: those that the run had, for a request that names none."""
+    if wish.places and wish.executor:
+        raise UsageError("--executor is for one place, --place for several; use one of them")
+    named = wish.places or ((Place(wish.executor),) if wish.executor else places_of(before))
+    if not (wish.places or wish.executor or before):
+        options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
+        raise UsageError(f"{options} are for a place: add --executor NAME")
+    _check_words(wish, named)
+    return tuple(_refined_place(place, wish) for place in named)
+
+
+def _check_words(wish: "PlaceWish", named: Sequence[Place]) -> None:
+    """Raise UsageError if an option names an unknown executor, or one that no place has."""
+    _check_pip(wish.pip, named)
+    there = {p.executor for p in named}
+    if unknown := there.difference(EXECUTORS):
+        raise UsageError(f"there is no executor {min(unknown)!r}; there are {', '.join(EXECUTORS)}")
+    said = [("option", key, "." in key) for key, _ in wish.options]
+    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in wish.secrets]
+    for what, name, is_for_one in said:
+        if is_for_one and name.partition(".")[0] not in there:
+            raise UsageError(f"--{what} {name}: none of the places is {name.partition('.')[0]!r}")
+
+
+def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
+    if packages and not any(p.executor in FAR for p in places):
+        raise UsageError(
+            f"--pip is for images that are built ({', '.join(FAR)}); replicas on {places[0].executor} use the Python "
+            f"that is here: `pip install {' '.join(packages)}`"
+        )
+
+
+def _refined_place(place: Place, wish: "PlaceWish") -> Place:
+    """Return a place with the request's options.  "modal.region=eu" is an option only for modal.
+
+    Secrets, environment and time limit become fields of the place, even if they were given as options.
+    """
+    options = dict(place.options)
+    for key, value in wish.options:
+        whose, dot, rest = key.partition(".")
+        if not dot or whose == place.executor:
+            options[rest if dot else key] = value
+    if wish.pip and place.executor in FAR:
+        options["pip"] = list(wish.pip)
+    own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
+    return Place(
+        executor=place.executor,
+        count=place.count,
+        gpu=place.gpu or (wish.gpu or _words(own.get("gpu", ()))),
+        timeout_s=wish.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
+        secrets=_secrets_of(place, wish.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
+        env={**place.env, **own.get("env", {})},
+        options=options,
+        lease=place.lease and not wish.no_lease,
+    )
+
+
+def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of `--secret` for this place: "modal.aws" is only for modal, "aws" for every place."""
+    pairs = [(name, *name.partition(".")) for name in names]
+    return tuple(
+        rest if dot and whose == place.executor else name
+        for name, whose, dot, rest in pairs
+        if not dot or whose == place.executor or whose not in EXECUTORS
+    )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """Return a list, or a text with commas, as a tuple."""
+    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
