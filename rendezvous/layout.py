@@ -3,6 +3,7 @@
     {run}/
     ├── seal.json                                  in a run under a key: its records are sealed    put_once
     ├── run.json                                   the run's shared settings and parameter layout  put_once
+    ├── script.json                                the same of a launched script, once it joins    put_once
     ├── code/{digest}/{name}                       the user's own files, as launched               put_once
     ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
     ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences  put_once
