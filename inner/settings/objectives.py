@@ -1,4 +1,4 @@
-"""The menu of policy-gradient objectives. Each is a preset of TRL's settings.
+"""[inner.grpo], and the menu of policy-gradient objectives. Each is a preset of TRL's settings.
 
     r = π / π_old per token    s = exp(mean_t log r) per sequence    A = (R - mean of the group) / scale
 
@@ -20,9 +20,10 @@ No torch here: machines that never train also read the menu.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from inner.errors import InnerError
+from inner.settings.tables import Table, setting
 
 SCALE_REWARDS = ("batch", "group", "none")
 NEVER_CLIPS = 0.05  # epsilon; s is a mean over tokens and changes by thousandths
@@ -285,33 +286,44 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
     )
 
 
-# The menu
+# The table
 
 
-def format_menu(settings: Mapping[str, Any] | None = None) -> str:
-    """Describe every objective: formula, knobs, when to use it, and the knobs without effect under these settings.
+@dataclass(frozen=True)
+class GrpoSettings(Table):
+    """The policy gradient: an objective of the menu, and what of it a run changes."""
 
-    settings: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing: the preset's."""
-    here = {k: v for k, v in (settings or {}).items() if v is not None}
-    return "\n\n".join(_menu_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
+    path: ClassVar[str] = "inner.grpo"
 
-
-def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
-    run = dict(here)
-    accumulated = run.get("gradient_accumulation_steps", 1)
-    if preset.stale > 1 and run.get("num_iterations", 1) == 1:
-        run.setdefault("steps_per_generation", preset.stale * accumulated)
-    knobs = inert_knobs(name, run)
-    state = f"inert, the run is exactly on-policy: {', '.join(knobs)}; left: {preset.on_policy}" if knobs else "active"
-    if preset.stale > 1 and not knobs and "steps_per_generation" not in here:
-        state += f", with its own steps_per_generation = {preset.stale * accumulated}"
-    shown = {**preset.fixed, **preset.values}
-    return "\n".join(
-        [
-            f"{name:9s} {preset.title} ({preset.paper})",
-            f"  loss    {preset.formula}",
-            f"  knobs   {', '.join(f'{k} = {v}' for k, v in shown.items())}",
-            f"  when    {preset.when}",
-            f"  here    {state}",
-        ]
+    objective: str = setting(
+        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
     )
+    weight: float = setting(
+        1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+    )
+    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
+    epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
+    epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
+    dynamic_sampling: int | None = setting(
+        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
+    )
+    soft_overlong_tokens: int | None = setting(
+        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
+    )
+    steps_per_generation: int | None = setting(
+        None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
+    )
+    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
+
+    def check(self) -> None:
+        find_objective(self.objective)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The objective's settings that this run overrides."""
+        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
+
+
+POLICY_KNOBS = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
+OBJECTIVE_KNOBS = (*POLICY_KNOBS, "dynamic_sampling", "soft_overlong_tokens")

@@ -32,7 +32,7 @@ from inner.rollouts.positions import number_positions
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:
-    from inner.settings.lora import LoraSettings
+    from inner.settings.task import LoraSettings
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from inner.data.prompts import load_prompts
 from inner.data.rendering import template_fault
-from inner.settings.flat_names import EVAL, setting_of
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
+from inner.settings.task import EVAL, setting_of
 from inner.usercode.rehearse import ask_child
 
 TIME_S = 120.0

@@ -217,10 +217,11 @@ def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer],
     has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
     if not (has_terms or task.pairs or task.process):
         return PolicyTrainer, {}
+    from inner.settings.keywords import keywords_of
     from inner.train.trainer import ComposerReplicationTrainer
 
     given = {"pairs": task.pairs, "hint": task.hint, "process": task.process}
-    return ComposerReplicationTrainer, {**channels.to_keywords(), **given}
+    return ComposerReplicationTrainer, {**keywords_of(channels), **given}
 
 
 class Rows(data.Dataset):
@@ -290,6 +291,14 @@ class _Watch(TrainerCallback):
             control.should_training_stop = True
 
 
+def _vllm_keywords(config: InnerConfig) -> dict[str, Any]:
+    if config.vllm is None:
+        return {}
+    from inner.settings.vllm import vllm_keywords
+
+    return vllm_keywords(config.vllm)
+
+
 def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
     """Return TRL's settings. Its defaults suit large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
@@ -308,7 +317,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_completion_length=config.completion_length,
         max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
         temperature=config.sampling.temperature,
-        **(config.vllm.to_trl() if config.vllm is not None else {}),
+        **_vllm_keywords(config),
         **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
         **config.trl,
         **config.grpo.overrides,

@@ -49,8 +49,9 @@ from inner.data.order import Share, step_in_generation
 from inner.host import Host
 from inner.losses.divergence import zero_on_graph
 from inner.replay.pairs import DPOPair
-from inner.settings.channels import ChannelSettings, linear_ramp, pop_channel_settings
+from inner.settings.channels import linear_ramp
 from inner.settings.inner import InnerError
+from inner.settings.keywords import channels_from_keywords, pop_channel_settings
 from inner.train.policy import PolicyTrainer
 from inner.usercode.hint_calls import ForgivingHint
 from inner.usercode.process_calls import ForgivingProcess
@@ -96,7 +97,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         **kwargs: Any,
     ) -> None:
         other = sdpo_teacher if isinstance(sdpo_teacher, nn.Module) else None
-        self.channels = ChannelSettings.from_keywords(
+        self.channels = channels_from_keywords(
             alpha_sdpo=alpha_sdpo,
             beta_replay=beta_replay,
             sdpo_jsd_beta=sdpo_jsd_beta,

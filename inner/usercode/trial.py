@@ -24,8 +24,8 @@ from typing import Any
 from inner.data.rendering import prompt_ids, render_text, template_fault, text_of
 from inner.models.known import folder_or_refusal
 from inner.models.naming import is_gguf_file
-from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.settings.task import setting_of
 from inner.usercode.rehearse import ask_child
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 

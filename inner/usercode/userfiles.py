@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from inner.data.prompts import local_file
-from inner.settings.flat_names import MODULES, setting_of
 from inner.settings.inner import Files, InnerError
+from inner.settings.task import MODULES, setting_of
 from inner.usercode.attempts import LARGEST, is_reward
 from inner.usercode.reward_form import call_fault
 
