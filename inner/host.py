@@ -4,11 +4,10 @@
                ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps.
+Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps
+(inner/usercode/reward_calls.py StandaloneHost).
 """
 
-import time
-import warnings
 from typing import Any, Protocol
 
 
@@ -24,15 +23,3 @@ class Host(Protocol):
     def pause(self, seconds: float) -> None:
         """Wait this long, or less if this replica is asked to leave."""
         ...
-
-
-class StandaloneHost:
-    """The Host of a loop that belongs to no run."""
-
-    def note(self, text: str) -> None: ...
-
-    def emit(self, event: str, text: str, **fields: Any) -> None:
-        warnings.warn(text, stacklevel=2)
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)

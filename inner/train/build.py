@@ -27,8 +27,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
-from inner.rollouts.positions import number_positions
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -31,11 +31,9 @@ from torch.utils import data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from inner.host import Host
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, gpu_has_bfloat16
-from inner.rollouts.engine_choice import MASKED
-from inner.rollouts.generation import BROKEN
+from inner.rollouts.generation import BROKEN, MASKED
 from inner.rollouts.sample import RolloutSample, secrets_here
 from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
 from inner.settings.poconfig import POConfig, make_po_config
@@ -43,6 +41,9 @@ from inner.train.metric_means import MetricMeans
 from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
 from inner.usercode.reward_calls import RewardCalls
+
+if TYPE_CHECKING:
+    from inner.host import Host
 
 # transformers 5.17 (the newest that vLLM 0.31 accepts) has only the older name; later versions warn about it
 NAMES = POConfig.__dataclass_fields__
@@ -177,7 +178,7 @@ class GrpoLoop:
             drop_reference_copy(model)
         return trainer
 
-    def report_to(self, host: Host) -> None:
+    def report_to(self, host: "Host") -> None:
         self._reward_calls.host = host
         self.trainer.report_to(host)
 

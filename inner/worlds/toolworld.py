@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from inner.worlds.body import tiny_llama
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
@@ -75,6 +73,32 @@ RESPONSE_TEMPLATE = {
 }
 
 Message = dict[str, Any]
+
+
+def tiny_llama(tokenizer: Any, positions: int, seed: int) -> LlamaForCausalLM:
+    """Return the built-in models' architecture with random weights: a Llama of about 0.1 M parameters. One seed always
+    gives the same bits. The caller's random state does not change.
+
+    It is not a Qwen2: if a folder's config says "qwen2", AutoTokenizer ignores the folder's tokenizer and silently uses
+    Qwen2's (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.05,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
 
 
 @dataclass(frozen=True)
