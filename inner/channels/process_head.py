@@ -218,11 +218,7 @@ def train_process_head(
 
 
 def head_examples(
-    tokenizer: Any,
-    states: Sequence[TraceState],
-    actions: Iterable[TeacherAction],
-    *,
-    key: str | Key | None = None,
+    tokenizer: Any, states: Sequence[TraceState], actions: Iterable[TeacherAction], *, key: str | Key | None = None
 ) -> list[Example]:
     """Return one example per distinct action in each state that has answers."""
 

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inner.channels.terms import (
-    Turns,
-    backbone_states,
-    eval_mode,
-    logits_at,
-    pad_rows,
-)
+from inner.channels.terms import Turns, backbone_states, eval_mode, logits_at, pad_rows
 from inner.errors import InnerError
 from inner.models.causal_lm import causal_lm
 from inner.models.precision import uncached_autocast

@@ -41,15 +41,7 @@ from inner.replay.commands import Key, key_of
 from inner.replay.exchange import send_and_read
 from inner.replay.ledger import CeilingReached, CostCeiling, Ledger, LedgerError, call_digest, to_usd
 from inner.replay.states import TraceState
-from inner.replay.teachers import (
-    MOST_USD,
-    NANO,
-    Reading,
-    Teacher,
-    TeacherAction,
-    request_body,
-    worst_cost_nano,
-)
+from inner.replay.teachers import MOST_USD, NANO, Reading, Teacher, TeacherAction, request_body, worst_cost_nano
 from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)

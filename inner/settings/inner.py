@@ -134,8 +134,7 @@ class InnerConfig(Table):
     vllm: VllmSettings | None = None
     toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
     trl: dict = setting(
-        dict,
-        "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end).",
+        dict, "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end)."
     )
 
     def to_dict(self) -> dict[str, Any]:

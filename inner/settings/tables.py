@@ -163,12 +163,7 @@ def default_of(f: Field[Any]) -> Any:
 
 
 def refuse_unknown(
-    raw: Mapping[str, Any],
-    cls: type,
-    *,
-    error: type[Exception],
-    prefix: str | None = None,
-    known: Iterable[str] = (),
+    raw: Mapping[str, Any], cls: type, *, error: type[Exception], prefix: str | None = None, known: Iterable[str] = ()
 ) -> None:
     """Raise `error` for the first key in `raw` that is not a setting. The text names the most similar known key.
 

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from inner.models.causal_lm import number_positions
@@ -38,12 +32,7 @@ BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"} 
 
 
 def build_inner(
-    config: InnerConfig,
-    model_dir: Path,
-    files: Files,
-    seeds: Seeds,
-    warmup_steps: int = 0,
-    scratch: Path | None = None,
+    config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
 ) -> InnerLoop:
     """Build the loop that `config` describes, on the model in `model_dir`. It begins at inner step `seeds.start`.
 

@@ -224,11 +224,7 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
         batch[f"dpo_{side}_ref_logprobs"] = torch.zeros(1, device=device)
     if hint is not None:
         hinted_ids, hinted_mask = _encode(tokenizer, f"{question} {hint}", answer, device)
-        batch |= {
-            "ctx_teacher_input_ids": hinted_ids,
-            "ctx_teacher_loss_mask": hinted_mask,
-            "sdpo_loss_mask": mask,
-        }
+        batch |= {"ctx_teacher_input_ids": hinted_ids, "ctx_teacher_loss_mask": hinted_mask, "sdpo_loss_mask": mask}
     return batch
 
 

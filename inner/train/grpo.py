@@ -141,12 +141,7 @@ class GrpoLoop:
 
     @_silence_libraries()
     def _build_trainer(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
-        seeds: Seeds,
-        warmup_steps: int,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, seeds: Seeds, warmup_steps: int
     ) -> PolicyTrainer:
         config = self.config
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)

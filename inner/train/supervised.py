@@ -31,12 +31,7 @@ class SupervisedLoop:
     boundary = 1
 
     def __init__(
-        self,
-        config: InnerConfig,
-        model: nn.Module,
-        tokens: np.ndarray,
-        seeds: Seeds,
-        warmup_steps: int = 0,
+        self, config: InnerConfig, model: nn.Module, tokens: np.ndarray, seeds: Seeds, warmup_steps: int = 0
     ) -> None:
         if len(tokens) <= config.data.context_length:
             raise InnerError(

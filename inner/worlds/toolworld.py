@@ -28,17 +28,7 @@ if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
 
 NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1
-SPECIAL = [
-    "<pad>",
-    "<unk>",
-    "<end>",
-    "<user>",
-    "<assistant>",
-    "<tool>",
-    "<system>",
-    "<call>",
-    "</call>",
-]
+SPECIAL = ["<pad>", "<unk>", "<end>", "<user>", "<assistant>", "<tool>", "<system>", "<call>", "</call>"]
 TEMPLATE = (
     "{%- for m in messages -%}"
     "{%- if m.role == 'user' -%}<user> {{ m.content }} <end> "
@@ -57,19 +47,13 @@ CALL_FIELD = {
     "close_pattern": r"</call>\s*",
     "repeats": True,
     "content": "xml-inline",
-    "content_args": {
-        "tag_pattern": r"(?P<key>[ab]) (?P<value>\d+)",
-        "value_parser": {"name": "int"},
-    },
+    "content_args": {"tag_pattern": r"(?P<key>[ab]) (?P<value>\d+)", "value_parser": {"name": "int"}},
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",
-    "fields": {
-        "tool_calls": CALL_FIELD,
-        "content": {"close_pattern": r"<end>\s*", "content": "text"},
-    },
+    "fields": {"tool_calls": CALL_FIELD, "content": {"close_pattern": r"<end>\s*", "content": "text"}},
 }
 
 Message = dict[str, Any]
@@ -165,18 +149,10 @@ class ToolWorld:
             answer = "giveup"
         else:  # any number, because the model should learn to copy it
             tool = answer = str(rng.randrange(NUMBERS))
-        return [
-            *messages,
-            {"role": "tool", "content": tool},
-            {"role": "assistant", "content": answer},
-        ]
+        return [*messages, {"role": "tool", "content": tool}, {"role": "assistant", "content": answer}]
 
     def warm_start(
-        self,
-        model: LlamaForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        steps: int = 450,
-        seed: int = 0,
+        self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int = 450, seed: int = 0
     ) -> float:
         """Take supervised steps on the assistant's tokens, in place. Return the last loss."""
         rng = random.Random(seed)
