@@ -25,8 +25,7 @@ from inner.channels.hints import Hint
 from inner.data.rendering import render_ids
 from inner.errors import InnerError
 from inner.replay.actions import Message, action_message, action_text
-from inner.replay.states import TraceState
-from inner.replay.tool_errors import error_record
+from inner.replay.states import TraceState, error_record
 
 CACHED = 4096  # how many hints' ids are cached
 

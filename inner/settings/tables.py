@@ -51,18 +51,9 @@ class Bounds:
         return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
 
 
-def setting(
-    default: Any,
-    sentence: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    one_of: tuple[str, ...] = (),
-) -> Any:
-    """Declare a field of a table.   default: a value, or a class that is called for it."""
-    metadata = {"sentence": sentence, "bounds": Bounds(least, above, most, below, one_of)}
+def setting(default: Any, sentence: str, **bounds: Any) -> Any:
+    """Declare a field of a table.   default: a value, or a class that is called for it.   bounds: of Bounds."""
+    metadata = {"sentence": sentence, "bounds": Bounds(**bounds)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -53,8 +53,7 @@ from inner.settings.channels import linear_ramp
 from inner.settings.inner import InnerError
 from inner.settings.keywords import channels_from_keywords, pop_channel_settings
 from inner.train.policy import PolicyTrainer
-from inner.usercode.hint_calls import ForgivingHint
-from inner.usercode.process_calls import ForgivingProcess
+from inner.usercode.forgiving import ForgivingHint, ForgivingProcess
 
 # Key of TRL's batches: one list of lessons per rollout. TRL's shuffle and split keep lists and rollouts aligned.
 LESSONS = "sdpo_lessons"
