@@ -83,12 +83,12 @@ class Ended:
 def run_sandboxed(files: Mapping[str, str], program: str, limits: SandboxLimits, *, value: bool = False) -> Ended:
     """Run `program` beside `files`.   value: return its variable `result` (inside.py) instead of its output."""
     require_sandbox()
-    return _run_in_new_sandbox(files, program, limits, value=value)
-
-
-def _run_in_new_sandbox(files: Mapping[str, str], program: str, limits: SandboxLimits, *, value: bool) -> Ended:
-    inside = {"memory": limits.memory, "cpu": int(limits.seconds) + 1, "file": limits.file}
-    asked = {"run": program, "path": WORK, "value": value, "limits": inside}
+    asked = {
+        "run": program,
+        "path": WORK,
+        "value": value,
+        "limits": {"memory": limits.memory, "cpu": int(limits.seconds) + 1, "file": limits.file},
+    }
     with _two_folders() as (folder, room):
         write_files(Path(folder), files)
         return _watch(_command(folder, room, limits), json.dumps(asked).encode(), limits)
@@ -127,7 +127,10 @@ def require_sandbox() -> None:
         raise SandboxMissing(f"{where}: no system calls are listed for {platform.machine()}. Use x86-64 or arm64.")
     if shutil.which("bwrap") is None:
         raise SandboxMissing(f"{where}: `bwrap` is not on the PATH. `apt-get install bubblewrap`.")
-    ended = _run_in_new_sandbox({}, "print('inside')", SandboxLimits(seconds=20), value=False)
+    with _two_folders() as (folder, room):
+        asked = {"run": "print('inside')", "path": WORK, "value": False}
+        asked["limits"] = {"memory": 256 << 20, "cpu": 5, "file": 1 << 20}
+        ended = _watch(_command(folder, room, SandboxLimits()), json.dumps(asked).encode(), SandboxLimits(seconds=20))
     if ended.output != b"inside\n":
         said = ended.output.decode(errors="replace").strip()[-300:]
         raise SandboxMissing(
