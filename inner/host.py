@@ -14,12 +14,9 @@ from typing import Any, Protocol
 class Host(Protocol):
     def note(self, text: str) -> None:
         """Show in `diloco status` why this inner step waits; "" when it continues.  Any thread may call this."""
-        ...
 
     def emit(self, event: str, text: str, **fields: Any) -> None:
         """Write an event to the log.   fields: numbers."""
-        ...
 
     def pause(self, seconds: float) -> None:
         """Wait this long, or less if this replica is asked to leave."""
-        ...

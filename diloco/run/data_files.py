@@ -26,8 +26,7 @@ from typing import Any
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
-from inner.data.hub_data import HubDataset, pin_dataset, read_dataset
-from inner.data.hub_pins import PREFIX
+from inner.data.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
 from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig

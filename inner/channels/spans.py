@@ -79,12 +79,6 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
     return turns
 
 
-def error_text(content: object) -> str | None:
-    """Return the error message of a tool result; None if the result is not an error."""
-    record = error_record(content)
-    return None if record is None else str(record["error"])
-
-
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """Match the k-th run of 1s with the k-th assistant message. The tool messages after it are its results."""
     failures: list[Mapping[str, Any] | None] = []

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from inner.models.gguf_header import GgufHeader, check_gguf_file
+from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 

@@ -245,9 +245,7 @@ class _RequestDispatcher:
         self.counts: Counter[str] = Counter()
         self.stopped = ""
         self.group: asyncio.TaskGroup
-        self._idle_clients: asyncio.LifoQueue[httpx.AsyncClient] = (
-            asyncio.LifoQueue()
-        )  # reuses the last client: its connection is open
+        self._idle_clients = asyncio.LifoQueue[httpx.AsyncClient]()  # reuses the last client: its connection is open
         for client in clients:
             self._idle_clients.put_nowait(client)
         self._in_flight: Counter[str] = Counter()

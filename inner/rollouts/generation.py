@@ -130,7 +130,7 @@ class GenerationTrainer(LeanToolLoop):
     def _guarded(self, reward: Any) -> Any:
         if self._reward_calls is not None:
             return self._reward_calls.wrap_reward(reward)
-        from inner.rollouts.answers import guard_answers
+        from inner.usercode.userfiles import guard_answers
 
         return guard_answers(reward)
 

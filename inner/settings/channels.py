@@ -206,23 +206,7 @@ class ChannelSettings:
     weight_steps: int | None = None
 
     def __post_init__(self) -> None:
-        self.check_channels()
-
-    # the weights at outer step `step`
-
-    def alpha_at(self, step: int) -> float:
-        return linear_ramp(self.sdpo.weight, self.sdpo.weight_end, step, self.weight_steps)
-
-    def beta_at(self, step: int) -> float:
-        return linear_ramp(self.replay.weight, self.replay.weight_end, step, self.weight_steps)
-
-    def taid_t_at(self, step: int) -> float:
-        return linear_ramp(self.sdpo.taid_t_start, self.sdpo.taid_t_end, step, self.weight_steps)
-
-    # contradictions
-
-    def check_channels(self) -> None:
-        """Check the three channels together.   Raises ChannelError."""
+        """Raise ChannelError if the three channels contradict each other."""
         self._check_schedule()
         for condition, holds, names in READ_ONLY_WHERE:
             refuse_unread(self, names, is_read=holds(self), condition=condition)
@@ -231,6 +215,10 @@ class ChannelSettings:
                 "inner.grpo.weight = 0 with inner.sdpo.weight = 0 and inner.replay.weight = 0 learns nothing. Set "
                 "inner.sdpo.weight = 1 for the SDPO paper's method, or leave inner.grpo.weight out."
             )
+
+    def taid_t_at(self, step: int) -> float:
+        """Return TAID's t at outer step `step`."""
+        return linear_ramp(self.sdpo.taid_t_start, self.sdpo.taid_t_end, step, self.weight_steps)
 
     def _check_schedule(self) -> None:
         moving = ["inner.sdpo.weight_end"] if self.sdpo.weight_end is not None else []

@@ -243,7 +243,7 @@ class InnerConfig(Table):
         self._check_unread()
 
     def _check_unread(self) -> None:
-        """Raise InnerError for settings that this run never reads. (check_channels does it for the channels.)"""
+        """Raise InnerError for settings that this run never reads. (ChannelSettings does it for the channels.)"""
         unread = partial(refuse_unread, self, error=InnerError)
         unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='inner.loop = "grpo"')
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
@@ -344,19 +344,15 @@ class InnerLoop(Protocol):
         parameter name; `replicas` returns how many replicas' pseudogradients that step averaged.
 
         The loop calls them when it needs them."""
-        ...
 
     def start_at(self, inner_step: int) -> None:
         """Set the first inner step in the order of the data. Call it before `train`."""
-        ...
 
     def report_to(self, host: Host) -> None:
         """Report failures of the user's own code to `host` (inner/host.py) from now on."""
-        ...
 
     def train(self, stop: Callable[[], bool]) -> None:
         """Run inner steps until `stop()` returns True."""
-        ...
 
     def pop_metrics(self) -> dict[str, float]:
         """Return means since the last pop_metrics; "samples" is a count."""

@@ -323,13 +323,9 @@ class LoraSettings(Table):
                 f"inner.lora.r = {self.r}: an adapter of that rank has no parameters, so nothing would be trained. Set "
                 "inner.lora.r to 16, or leave the table [inner.lora] out to train the whole model."
             )
-        self._check_targets()
-
-    def _check_targets(self) -> None:
-        if self.targets == ALL_LINEAR:
-            return
         names = self.targets
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        listed = isinstance(names, list) and names and all(isinstance(name, str) and name for name in names)
+        if names != ALL_LINEAR and not listed:
             raise InnerError(
                 f'inner.lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets '
                 'to ["q_proj", "v_proj"], say.'

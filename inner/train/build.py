@@ -6,7 +6,7 @@
     build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
-    *.gguf       dequantised (inner/models/gguf_model.py)
+    *.gguf       dequantised (inner/models/gguf.py)
     others       loaded from the folder or the Hub at `revision`, saved again
 
 Not promised: that a Hub id without `revision` is the same model tomorrow; a run therefore records the commit
@@ -111,7 +111,7 @@ def _load_model(
     where = {"revision": revision} if revision is not None else {}
     try:
         if is_gguf_file(source):
-            from inner.models.gguf_model import load_gguf
+            from inner.models.gguf import load_gguf
 
             model, tokenizer = load_gguf(source, config.dtype)
         else:

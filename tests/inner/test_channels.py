@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from inner.channels.lessons import Rollout, reprompt, rollout_lessons
-from inner.channels.pair_ids import encode_pair, turn_marks
+from inner.channels.reference import encode_pair, turn_marks
 from inner.channels.spans import Turn
 from inner.channels.teacher import DistillationTeacher
 from inner.channels.terms import scale_logits_as_model

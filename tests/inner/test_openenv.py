@@ -27,7 +27,7 @@ from inner.extras.openenv.mcp_tools import method_name, tool_method, tool_method
 from inner.replay.states import error_record
 from inner.settings.inner import InnerError
 from inner.usercode.attempts import AtMostWorst
-from inner.usercode.environment import tool_names
+from inner.usercode.userfiles import tool_names
 
 websockets = pytest.importorskip("websockets", reason="the extra `openenv` is not installed")
 

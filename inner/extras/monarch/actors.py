@@ -81,7 +81,6 @@ class ReplicaPlan:
     def check(self) -> None:
         """Raise InnerError for a plan that would end an actor, before any actor starts."""
         config = self.inner
-        config.check()
         refuse_unrepeatable(config, self.steps)
         if config.loop != "grpo" or config.vllm is not None:
             raise InnerError(
