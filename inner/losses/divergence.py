@@ -153,7 +153,13 @@ def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Non
         return
     if labels.shape != student.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(student.shape[:-1])}.")
-    refuse_mask(labels)
+    # a 0/1 mask? (All 0 or all 1 mark every position in both readings.)
+    values = labels.unique() if labels.numel() else labels
+    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
+        raise ValueError(
+            "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
+            "torch.where(mask.bool(), 0, -100)."
+        )
 
 
 def check_knobs(beta: float, temperature: float) -> None:
@@ -170,13 +176,3 @@ def _check_choices(reduction: str, top_k: int | None, token_clip: float | None) 
         raise ValueError(f"top_k = {top_k} must be 1 or more; None means the whole vocabulary.")
     if token_clip is not None and not token_clip > 0:
         raise ValueError(f"token_clip = {token_clip} must be greater than 0; None means no clip.")
-
-
-def refuse_mask(labels: Tensor) -> None:
-    """Raise ValueError if labels look like a 0/1 mask. (All 0 or all 1 mark every position in both readings.)"""
-    values = labels.unique() if labels.numel() else labels
-    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
-        raise ValueError(
-            "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
-            "torch.where(mask.bool(), 0, -100)."
-        )
