@@ -37,7 +37,7 @@ from inner.replay.pairs import extract_dpo_pairs, save_pairs
 from inner.replay.states import TraceState
 from inner.rollouts.rollout_states import rollout_states
 from inner.settings.channels import ReplaySettings, SdpoSettings
-from inner.settings.task import GrpoSettings
+from inner.settings.objectives import GrpoSettings
 
 WORLD = ToolWorld(kinds=6, names=32)
 THETA_0_STEPS = 4  # generations of 64 at θ₀, for the pairs

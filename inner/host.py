@@ -4,35 +4,19 @@
                ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps.
+Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps
+(inner/usercode/reward_calls.py StandaloneHost).
 """
 
-import time
-import warnings
 from typing import Any, Protocol
 
 
 class Host(Protocol):
     def note(self, text: str) -> None:
         """Show in `diloco status` why this inner step waits; "" when it continues.  Any thread may call this."""
-        ...
 
     def emit(self, event: str, text: str, **fields: Any) -> None:
         """Write an event to the log.   fields: numbers."""
-        ...
 
     def pause(self, seconds: float) -> None:
         """Wait this long, or less if this replica is asked to leave."""
-        ...
-
-
-class StandaloneHost:
-    """The Host of a loop that belongs to no run."""
-
-    def note(self, text: str) -> None: ...
-
-    def emit(self, event: str, text: str, **fields: Any) -> None:
-        warnings.warn(text, stacklevel=2)
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds)

@@ -31,8 +31,7 @@ from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run
 from inner.data.prompts import local_file
 from inner.train.build import load_start
-from inner.train.supervised import load_tokens
-from inner.train.text_loss import text_losses
+from inner.train.supervised import load_tokens, text_losses
 
 WIDTH = 256  # tokens in a window, if the run's loop has no context_length
 LOWER, HIGHER, UNKNOWN = -1, +1, 0  # the better direction

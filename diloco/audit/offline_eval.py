@@ -25,7 +25,7 @@ from diloco.runlog.evaluation import Evaluation, read_evaluations
 from inner import InnerLoop, Seeds, build_inner
 from inner.data.prompts import Row, load_prompts
 from inner.errors import RewardFailed
-from inner.settings.flat_names import EVAL
+from inner.settings.task import EVAL
 
 
 def evaluate_step(

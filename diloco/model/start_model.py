@@ -35,7 +35,7 @@ from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
 
 if TYPE_CHECKING:
-    from inner.settings.lora import LoraSettings
+    from inner.settings.task import LoraSettings
 
 T = TypeVar("T")
 AGAIN_S = 5.0  # between two tries; the Hub's client itself retries for half a minute

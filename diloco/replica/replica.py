@@ -343,7 +343,7 @@ def _make_evaluator(
         return None
     from diloco.replica.evaluation import Evaluator
     from inner.data.prompts import load_prompts
-    from inner.settings.flat_names import EVAL
+    from inner.settings.task import EVAL
 
     rows = load_prompts(config.source, inputs.files, run.config.inner.data, kind=EVAL)
     must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731

@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 from diloco.run.eval_config import TASK_ONLY, EvalConfig
 from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
-from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
-from inner.settings.inner import MOVED, TRL_NAMES
-from inner.settings.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
-from inner.settings.task import entry_point, is_one_file
+from inner.settings.tables import Table, as_type, field_types, refuse_unknown, setting
+from inner.settings.task import EVAL, FILE_SETTINGS, MODULES, entry_point, is_code, is_one_file, setting_of
 from inner.tasks.spec import is_task
 from rendezvous.agreement.rules import WEIGHTINGS, Rules, Timing
 from rendezvous.codecs import NAMES as CODECS
@@ -253,7 +251,7 @@ class RunConfig:
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Make the config from the tables of a run.toml.   Raises ConfigError."""
         raw = with_keep(raw)
-        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
+        refuse_unknown(raw, cls, error=ConfigError, prefix="")
         hints = field_types(cls)
         try:
             config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
@@ -329,9 +327,6 @@ class RunConfig:
         )
 
 
-KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run.toml.  Raises ConfigError with the reason and the next thing to do.
 
@@ -372,8 +367,7 @@ def _read_override(text: str) -> tuple[str, Any]:
             "lists and tables as TOML has them: --set 'inner.lora={r = 4}'"
         ) from None
     try:
-        refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="",
-                       known=KNOWN, moved=MOVED)  # fmt: skip
+        refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="")
     except ConfigError as error:
         raise ConfigError(f"--set {text}: {error}") from None
     return name, found

@@ -26,13 +26,11 @@ from typing import Any
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
-from inner.data.hub_data import HubDataset, pin_dataset, read_dataset
-from inner.data.hub_pins import PREFIX
+from inner.data.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
 from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.errors import InnerError
-from inner.settings.flat_names import EVAL, MODULES, is_code, setting_of
 from inner.settings.inner import InnerConfig
-from inner.settings.task import DataSettings, is_one_file
+from inner.settings.task import EVAL, MODULES, DataSettings, is_code, is_one_file, setting_of
 from inner.tasks.make import make_rows
 from inner.tasks.spec import TaskSpec, refuse_absent
 from inner.usercode.reward_model import pin_reward_model

@@ -11,8 +11,8 @@ from typing import Any
 
 from diloco.run.eval_config import EvalConfig, EvalError
 from inner.data.prompts import load_prompts
-from inner.settings.flat_names import EVAL, setting_of
 from inner.settings.inner import Files, InnerConfig
+from inner.settings.task import EVAL, setting_of
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:

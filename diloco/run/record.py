@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from diloco.run.config import ConfigError, FleetConfig, RunConfig, without_settings
 from diloco.run.script import Script, ScriptConfig
-from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
+from inner.settings.task import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
 from rendezvous.records.digests import SHA256, hex_of, is_digest

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diloco.run.config import ConfigError, RunConfig
 from inner import InnerError
-from inner.models.gguf_header import read_gguf_header
+from inner.models.gguf import read_gguf_header
 from inner.models.naming import is_gguf_file
 from rendezvous.clock import Clock
 from rendezvous.codecs import choose

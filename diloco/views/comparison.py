@@ -16,7 +16,7 @@ from typing import Any
 from diloco.run.record import RunRecord
 from diloco.runlog.reader import Report
 from diloco.runlog.summary import curve_of
-from inner.settings.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
+from inner.settings.task import EVAL, FILE_SETTINGS, is_code, setting_of
 from rendezvous.records.digests import hex_of
 
 COLUMNS = 8

@@ -25,7 +25,7 @@ from trials import Curve, Row, Trial, area, paired, run_missing
 from worlds import NAMES, PROMPTS
 
 from inner import InnerConfig, InnerLoop, Seeds, ToolWorld, TraceState, build_inner, publish_model, train_process_head
-from inner.settings.process import ProcessSettings
+from inner.settings.channels import ProcessSettings
 from inner.settings.task import RewardSettings, ToolworldSettings
 from inner.train.build import load_start
 

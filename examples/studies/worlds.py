@@ -26,9 +26,8 @@ import torch
 
 from inner import InnerConfig, InnerLoop, Seeds, ToolWorld, build_inner, publish_model
 from inner.settings.inner import SamplingSettings
-from inner.settings.lora import LoraSettings
-from inner.settings.task import DataSettings, RewardSettings, ToolworldSettings
-from inner.train.text_loss import text_losses
+from inner.settings.task import DataSettings, LoraSettings, RewardSettings, ToolworldSettings
+from inner.train.supervised import text_losses
 
 NAMES, PROMPTS = 16, 256
 WIDTH = 32  # bytes of context

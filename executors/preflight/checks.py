@@ -155,7 +155,7 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
         return
     from inner.data.prompts import load_prompts
     from inner.models.known import chat_template
-    from inner.settings.flat_names import setting_of
+    from inner.settings.task import setting_of
 
     (row,) = load_prompts(inner.data.source, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:

@@ -50,16 +50,14 @@ def hint_lessons(
         prepare([(seen, turn.error) for each in failed for turn, seen in each])
     return [
         [
-            aligned_lesson(r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, _turn_tokens(r, turn)))
+            aligned_lesson(
+                r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, r.ids[turn.start : turn.end])
+            )
             for turn, seen in each
             if (text := hint(seen, str(turn.error))) is not None
         ]
         for r, each in zip(rollouts, failed, strict=True)
     ]
-
-
-def _turn_tokens(rollout: Rollout, turn: Turn) -> list[int]:
-    return rollout.ids[turn.start : turn.end]
 
 
 def aligned_lesson(

@@ -115,16 +115,12 @@ class LLMHints:
             state = hint_request(row, error)
         except _UNREADABLE as why:
             log.warning(
-                "no hint from %s; a template is used: the turn cannot be written as JSON (%r)", self._model_name, why
+                "no hint from %s; a template is used: the turn cannot be written as JSON (%r)", self.teacher.model, why
             )
             return None
         if state["state_id"] not in self._answers:
             self._ask_model([state])
         return read_hint(self._answers[state["state_id"]])
-
-    @property
-    def _model_name(self) -> str:
-        return self.teacher.model
 
     def _ask_model(self, states: Sequence[TraceState]) -> None:
         """Store an answer for every state; "" if the model gave none. Never raises."""
@@ -134,7 +130,7 @@ class LLMHints:
             return
         try:
             with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in a notebook's thread
-                actions = thread.submit(self._replay_states, states).result()
+                actions = thread.submit(asyncio.run, self._replay_in_time(states)).result()
         except Exception as error:
             actions = self._skip_after_failure(error)
         else:
@@ -148,12 +144,9 @@ class LLMHints:
         why = f"nothing for {self.wait_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
         log.warning(
             "no more hints from %s for now; templates are used (the next %d batches are skipped): %s",
-            *(self._model_name, self._to_skip, why),
+            *(self.teacher.model, self._to_skip, why),
         )
         return getattr(error, "replay", ())
-
-    def _replay_states(self, states: Sequence[TraceState]) -> Any:
-        return asyncio.run(self._replay_in_time(states))
 
     async def _replay_in_time(self, states: Sequence[TraceState]) -> Any:
         from inner.replay.ask import replay_trace

@@ -35,7 +35,7 @@ from inner.replay.commands import Key, key_of
 from inner.replay.pairs import count_votes
 from inner.replay.states import TraceState
 from inner.replay.teachers import TeacherAction
-from inner.settings.process import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
+from inner.settings.channels import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
 
 HIDDEN = 32
 AT_ONCE = 32  # rows per forward pass
@@ -218,11 +218,7 @@ def train_process_head(
 
 
 def head_examples(
-    tokenizer: Any,
-    states: Sequence[TraceState],
-    actions: Iterable[TeacherAction],
-    *,
-    key: str | Key | None = None,
+    tokenizer: Any, states: Sequence[TraceState], actions: Iterable[TeacherAction], *, key: str | Key | None = None
 ) -> list[Example]:
     """Return one example per distinct action in each state that has answers."""
 

@@ -66,13 +66,7 @@ class ScoredSpan:
 
 
 def process_advantages(
-    advantages_B: Tensor,
-    steps: Sequence[ScoredSpan],
-    *,
-    group: int,
-    width: int,
-    process: ProcessReward,
-    scale: str,
+    advantages_B: Tensor, steps: Sequence[ScoredSpan], *, group: int, width: int, process: ProcessReward, scale: str
 ) -> Tensor:
     """Return TRL's advantages plus those of the turns, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)

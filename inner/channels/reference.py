@@ -1,6 +1,7 @@
 """The replay channel's pairs: their token ids, their log-probs under θ₀, and their order.
 
-    pairs ──pair_ids.py──▶ ids
+    pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
+                                    │ rejected                         prompt ids │ rejected ids
 
     reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass over all pairs without gradient, when a session
                 builds its trainer. At that time the model has the weights θ₀, on every replica. With an adapter
@@ -8,23 +9,37 @@
     order       micro-batch number m takes entries P·m … P·m + P - 1 of an endless permutation: a function of m and the
                 data seed (one per run and slot)
 
-Not promised: that long pairs fit in memory; a batch is as wide as its longest pair.
+`chosen` is the text of another model. It must not contain the tokens with which this model's template begins and ends
+turns. The tokenizer would read them as turn marks, and the student would learn to write the user's turn, too.
+
+Templates differ in the messages that they accept: DeepSeek-V3's joins texts with "+" (None as a tool's result is a
+TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. If the template
+cannot write a pair, an error names the pair; with replay_skip_unfit, all replicas leave it out.
+
+Not promised: that an accepted pair looks like this model's own training data; that long pairs fit in memory; a batch is
+as wide as its longest pair.
 """
 
-from collections.abc import Callable, Sequence
+import json
+import logging
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inner.channels.pair_ids import PairIds, encode_fitting_pairs
+from inner.channels.spans import context_and_action
 from inner.channels.terms import backbone_states, eval_mode, pad_rows, response_logprobs
 from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
 from inner.models.lora import adapter_off
+from inner.replay.actions import action_message
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
+log = logging.getLogger(__name__)
+SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all that do not fit."
 PAIRS = 2**65  # salt: pairs get another order than prompts
 
 
@@ -57,7 +72,7 @@ class ReplayPairs:
 
 
 def pair_logprobs(
-    model: Any, pairs: Sequence[PairIds], device: torch.device, tap: Callable[[Tensor], Tensor] | None = None
+    model: Any, pairs: "Sequence[PairIds]", device: torch.device, tap: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return summed log-probs and lengths of the responses, (2P,) each, all chosen ones first. One forward.
 
@@ -80,3 +95,106 @@ def _checked_pairs(pairs: Sequence[DPOPair]) -> list[DPOPair]:
     if not found:
         raise InnerError("pairs is empty, and beta_replay is above 0. Pass pairs, or set beta_replay = 0.")
     return found
+
+
+# -------------------------------------------------------------------- token ids
+
+
+@dataclass(frozen=True)
+class PairIds:
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    weight: float
+
+    @property
+    def rows(self) -> tuple[list[int], list[int]]:
+        return self.prompt + self.chosen, self.prompt + self.rejected
+
+
+def encode_fitting_pairs(
+    pairs: Sequence[DPOPair],
+    render: Callable[..., list[int]],
+    tokenizer: Any,
+    *,
+    limit: int | None,
+    skip_unfit: bool = False,
+) -> list[PairIds]:
+    """Encode the pairs that fit this model.   limit: its positions.   skip_unfit: leave out the others.
+
+    render(messages, opened, tools) -> ids.   Raises InnerError for the first pair that does not fit, or if none fits.
+    """
+    marks = turn_marks(render, tokenizer)
+    found = list[PairIds]()
+    left_out = list[str]()
+    for pair in pairs:
+        try:
+            found.append(encode_pair(pair, render, tokenizer, limit, marks))
+        except InnerError as error:
+            if not skip_unfit:
+                raise
+            left_out.append(str(error))
+    if left_out and not found:
+        raise InnerError(f"none of the {len(pairs)} pairs fits this model. The first: {left_out[0]}")
+    if left_out:
+        log.warning("replay: %d of %d pairs are left out. The first: %s", len(left_out), len(pairs), left_out[0])
+    return found
+
+
+def encode_pair(
+    pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
+) -> PairIds:
+    """Encode one pair.   limit: how many positions the model has.   marks: strings that `chosen` must not contain."""
+    if found := _marks_in(pair["chosen"], marks):
+        raise InnerError(
+            f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
+            f"The student would learn to end its turn there and to write the next speaker's turn. {SKIP}"
+        )
+    (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
+    for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+        if not ids:
+            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
+    longest = len(prompt) + max(len(chosen), len(rejected))
+    if limit is not None and longest > limit:
+        raise InnerError(f"pair {pair['state_id']} has {longest} tokens, and the model {limit} positions. {SKIP}")
+    if chosen == rejected:
+        raise InnerError(
+            f"pair {pair['state_id']}: chosen and rejected are the same tokens to this model's tokenizer, so there is "
+            "nothing to prefer. Take the pair out, or use a tokenizer that tells them apart."
+        )
+    return PairIds(prompt, chosen, rejected, _checked_weight(pair))
+
+
+def _marks_in(action: str, marks: Set[str]) -> str | None:
+    """Return the first mark in the text, or in a call's arguments after JSON decoding ("\\u003c" is "<")."""
+    written = action + json.dumps(action_message(action), ensure_ascii=False)
+    return next((mark for mark in sorted(marks) if mark in written), None)
+
+
+def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
+    """Return the special tokens that the template writes around plain turns, and bos and eos."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    return {special[i] for i in render(talk, False) if i in special} | {end for end in ends if end}
+
+
+def _checked_weight(pair: DPOPair) -> float:
+    weight = pair.get("weight", 1.0)
+    if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
+        raise InnerError(f"pair {pair['state_id']} has weight {weight!r}: it must be a number of 0 or more.")
+    return float(weight)
+
+
+def _encode_side(
+    pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """Return the ids of the state and of one side. A chat template may raise any exception."""
+    try:
+        return context_and_action(pair, pair[side], render, tokenizer)
+    except Exception as error:
+        roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in pair["state_messages"]))
+        raise InnerError(
+            f"pair {pair['state_id']}: this model's chat template cannot write it with its {side} turn "
+            f"({type(error).__name__}: {error}); its messages have the roles {roles}. {SKIP}"
+        ) from error

@@ -25,8 +25,7 @@ from inner.channels.hints import Hint
 from inner.data.rendering import render_ids
 from inner.errors import InnerError
 from inner.replay.actions import Message, action_message, action_text
-from inner.replay.states import TraceState
-from inner.replay.tool_errors import error_record
+from inner.replay.states import TraceState, error_record
 
 CACHED = 4096  # how many hints' ids are cached
 
@@ -78,12 +77,6 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
             turns.append((start, i))
             start = None
     return turns
-
-
-def error_text(content: object) -> str | None:
-    """Return the error message of a tool result; None if the result is not an error."""
-    record = error_record(content)
-    return None if record is None else str(record["error"])
 
 
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:

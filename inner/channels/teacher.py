@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inner.channels.terms import (
-    Turns,
-    backbone_states,
-    eval_mode,
-    logits_at,
-    pad_rows,
-)
+from inner.channels.terms import Turns, backbone_states, eval_mode, logits_at, pad_rows
 from inner.errors import InnerError
 from inner.models.causal_lm import causal_lm
 from inner.models.precision import uncached_autocast
@@ -45,7 +39,7 @@ class DistillationTeacher:
             self.kind = "live"
             self.model = other.eval().requires_grad_(False)
         elif kind != "live":
-            self._weights = {name: p.detach().clone() for name, p in _trainable_parameters(student).items()}
+            self._weights = {name: p.detach().clone() for name, p in trained_parameters(student).items()}
         # An average in bf16 would round small changes away. For fp32 weights, float() returns the same tensors.
         self._average = {name: value.float() for name, value in self._weights.items()} if kind == "ema" else {}
 
@@ -58,7 +52,7 @@ class DistillationTeacher:
             self._at = committed
         elif self.kind == "ema" and inner != self._at:
             rate = 1.0 if self._at is None else self.ema_rate
-            for name, p in _trainable_parameters(self.model).items():
+            for name, p in trained_parameters(self.model).items():
                 self._weights[name].copy_(self._average[name].lerp_(p.detach().float(), rate))
             self._at = inner
 
@@ -78,7 +72,7 @@ class DistillationTeacher:
 @contextmanager
 def swapped_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the model other weights during a `with`. It copies nothing and changes no existing autograd graph."""
-    parameters = _trainable_parameters(model) if weights else {}
+    parameters = trained_parameters(model) if weights else {}
     own = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
@@ -89,7 +83,7 @@ def swapped_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator
             parameter.data = own[name]
 
 
-def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

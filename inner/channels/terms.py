@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from inner.losses.chunks import by_position
 from inner.losses.divergence import IGNORE, generalized_jsd_loss
 from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
-from inner.losses.preference import dpo_loss, simpo_loss
+from inner.losses.preference import dpo_loss, simpo_loss, token_logprobs
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
 from inner.models.causal_lm import causal_lm
@@ -155,13 +155,8 @@ def response_logprobs(model: Any, states_B_T_D: Tensor, prompts: Sequence[int], 
     response_ids = torch.tensor([i for row, n in zip(rows, lengths, strict=True) for i in row[-n:]], device=device)
     row_of = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)], device=device)
     everywhere = torch.ones(len(response_ids), dtype=torch.bool, device=device)
-    logps_N = by_position(_token_logprobs, logits_N_V, response_ids[:, None], everywhere)
+    logps_N = by_position(token_logprobs, logits_N_V, response_ids[:, None], everywhere)
     return torch.zeros(len(rows), dtype=logps_N.dtype, device=device).index_add(0, row_of, logps_N)
-
-
-def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    logits = logits if logits.element_size() >= 4 else logits.float()
-    return logits.log_softmax(-1).gather(-1, ids)[:, 0]
 
 
 def preference_loss(

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.rendering import text_of
-from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerError
-from inner.settings.task import DataSettings
+from inner.settings.task import DataSettings, setting_of
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
 LONGEST_FIELD = 2**31 - 1  # characters of a .csv

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inner.losses.chunks import by_position
+from inner.losses.chunks import PositionLoss, by_position
 
 IGNORE = -100
 Reduction = Literal["batchmean", "mean", "sum", "none"]
@@ -125,6 +125,20 @@ def zero_on_graph(logits: Tensor) -> Tensor:
     return logits.masked_fill(~logits.isfinite(), 0.0).sum() * 0.0
 
 
+def mean_by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of a loss of logits (..., V) over a 0/1 mask (...). An empty mask gives 0, on the graph."""
+    if student.shape != teacher.shape or mask.shape != student.shape[:-1]:
+        raise ValueError(
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask {tuple(mask.shape)} do not fit: "
+            "(..., V), (..., V), (...)."
+        )
+    if bool((mask < 0).any()):
+        raise ValueError("the mask holds negative numbers: these are labels. Pass labels != -100.")
+    if student.numel() == 0 or not bool(mask.bool().any()):
+        return zero_on_graph(student)
+    return by_position(loss, student, teacher, mask.bool()).mean()
+
+
 def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> None:
     if student.shape != teacher.shape:
         hint = "Pair the k-th token of both by index before you compare them."
@@ -139,17 +153,13 @@ def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Non
         return
     if labels.shape != student.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(student.shape[:-1])}.")
-    refuse_mask(labels)
-
-
-def check_mask(student: Tensor, teacher: Tensor, mask: Tensor) -> None:
-    if student.shape != teacher.shape or mask.shape != student.shape[:-1]:
+    # a 0/1 mask? (All 0 or all 1 mark every position in both readings.)
+    values = labels.unique() if labels.numel() else labels
+    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
         raise ValueError(
-            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask {tuple(mask.shape)} do not fit: "
-            "(..., V), (..., V), (...)."
+            "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
+            "torch.where(mask.bool(), 0, -100)."
         )
-    if bool((mask < 0).any()):
-        raise ValueError("the mask holds negative numbers: these are labels. Pass labels != -100.")
 
 
 def check_knobs(beta: float, temperature: float) -> None:
@@ -166,13 +176,3 @@ def _check_choices(reduction: str, top_k: int | None, token_clip: float | None) 
         raise ValueError(f"top_k = {top_k} must be 1 or more; None means the whole vocabulary.")
     if token_clip is not None and not token_clip > 0:
         raise ValueError(f"token_clip = {token_clip} must be greater than 0; None means no clip.")
-
-
-def refuse_mask(labels: Tensor) -> None:
-    """Raise ValueError if labels look like a 0/1 mask. (All 0 or all 1 mark every position in both readings.)"""
-    values = labels.unique() if labels.numel() else labels
-    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
-        raise ValueError(
-            "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
-            "torch.where(mask.bool(), 0, -100)."
-        )

@@ -19,8 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from inner.losses.chunks import PositionLoss, by_position
-from inner.losses.divergence import check_mask, divergence_entries, log_probs, zero_on_graph
+from inner.losses.divergence import divergence_entries, log_probs, mean_by_position
 
 
 def teacher_entropy(t: Tensor) -> Tensor:
@@ -39,14 +38,11 @@ def entropy_aware_opd_loss(
         raise ValueError(f"h_max = {h_max} must be greater than 0.")
 
     def gated(student: Tensor, teacher: Tensor) -> Tensor:
-        s = log_probs(student)
-        t = log_probs(teacher)
-        w = (teacher_entropy(t) / h_max).clamp(0, 1)
-        forward = divergence_entries(s, t, 0.0).sum(-1)
-        reverse = divergence_entries(s, t, 1.0).sum(-1)
+        forward, reverse, entropy = _both_ways(student, teacher)
+        w = (entropy / h_max).clamp(0, 1)
         return w * forward + (1 - w) * reverse
 
-    return _mean_over(gated, student_logits, teacher_logits, mask)
+    return mean_by_position(gated, student_logits, teacher_logits, mask)
 
 
 def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -58,18 +54,14 @@ def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, thre
         raise ValueError(f"threshold = {threshold} must be 0 or more (nats).")
 
     def gated(student: Tensor, teacher: Tensor) -> Tensor:
-        s = log_probs(student)
-        t = log_probs(teacher)
-        forward = divergence_entries(s, t, 0.0).sum(-1)
-        reverse = divergence_entries(s, t, 1.0).sum(-1)
-        return reverse + torch.where(teacher_entropy(t) > threshold, forward, 0.0)
+        forward, reverse, entropy = _both_ways(student, teacher)
+        return reverse + torch.where(entropy > threshold, forward, 0.0)
 
-    return _mean_over(gated, student_logits, teacher_logits, mask)
+    return mean_by_position(gated, student_logits, teacher_logits, mask)
 
 
-def _mean_over(gated: PositionLoss, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> Tensor:
-    check_mask(student_logits, teacher_logits, mask)
-    kept = mask.bool()
-    if student_logits.numel() == 0 or not bool(kept.any()):
-        return zero_on_graph(student_logits)
-    return by_position(gated, student_logits, teacher_logits, kept).mean()
+def _both_ways(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return KL(T ‖ S), KL(S ‖ T) and the teacher's entropy of logits (n, V): (n,) each."""
+    s = log_probs(student)
+    t = log_probs(teacher)
+    return divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1), teacher_entropy(t)

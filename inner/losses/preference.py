@@ -38,13 +38,14 @@ def sequence_logprobs(
     if bool((counts == 0).any()):
         rows = (counts == 0).nonzero().flatten().tolist()
         raise ValueError(f"rows {rows} have no response token after the first position. Drop them, or fix the mask.")
-    logps = by_position(_token_logprob, logits_B_T_V[:, :-1], ids_B_T[:, 1:, None], mask)
+    logps = by_position(token_logprobs, logits_B_T_V[:, :-1], ids_B_T[:, 1:, None], mask)
     row_of = mask.nonzero(as_tuple=True)[0]
     total = torch.zeros(len(counts), dtype=logps.dtype, device=logps.device).index_add(0, row_of, logps)
     return total / counts if average else total
 
 
-def _token_logprob(logits: Tensor, ids: Tensor) -> Tensor:
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return log p of each position's token: logits (n, V), ids (n, 1) -> (n,), in float32 at least."""
     logits = logits if logits.element_size() >= 4 else logits.float()
     return logits.log_softmax(-1).gather(-1, ids)[:, 0]
 

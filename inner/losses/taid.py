@@ -15,8 +15,7 @@ from math import exp, isfinite
 import torch
 from torch import Tensor
 
-from inner.losses.chunks import by_position
-from inner.losses.divergence import check_mask, floor_log_zero, log_probs, zero_on_graph
+from inner.losses.divergence import floor_log_zero, log_probs, mean_by_position
 
 
 def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: float) -> Tensor:
@@ -25,16 +24,12 @@ def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: f
     An empty mask gives 0, on the graph."""
     if not 0 <= t <= 1:
         raise ValueError(f"t = {t} is outside [0, 1].")
-    check_mask(student_logits, teacher_logits, mask)
-    kept = mask.bool()
-    if student_logits.numel() == 0 or not bool(kept.any()):
-        return zero_on_graph(student_logits)
 
     def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
         target = _blend_logits(student.detach(), teacher, t).softmax(-1)
         return -(target * torch.where(target == 0, 0.0, floor_log_zero(log_probs(student)))).sum(-1)
 
-    return by_position(cross_entropy, student_logits, teacher_logits, kept).mean()
+    return mean_by_position(cross_entropy, student_logits, teacher_logits, mask)
 
 
 def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:

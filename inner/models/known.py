@@ -3,7 +3,7 @@
     inner.model   toolworld, tiny ─▶ built in code
                   a .gguf file    ─▶ its header: an architecture that transformers reads
                   a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
-                  a Hub id        ─▶ in the cache: the same checks    not there: one request, at most `timeout_s`
+                  a Hub id        ─▶ in the cache: the same checks    not there: one request, at most ASK_S seconds
                                        └─ no such model, no such revision, gated: refused      no answer: "not checked"
 
 Not promised: that the weights load; that the model still exists when a replica loads it.  No torch here.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from inner.models.gguf_header import GgufHeader, check_gguf_file
+from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
@@ -176,9 +176,7 @@ def chat_template(folder: Path) -> bool | None:
 # -------------------------------------------------------------------- the Hub
 
 
-def _ask_in_time(
-    model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S
-) -> str:
+def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | None], None]) -> str:
     """Return "" if the Hub has the model, else why this was not checked.  Raises InnerError if the Hub refuses."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return f"{NOT_CHECKED}offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
@@ -193,9 +191,9 @@ def _ask_in_time(
 
     thread = threading.Thread(target=run, daemon=True)  # a DNS lookup cannot be interrupted
     thread.start()
-    thread.join(timeout_s)
+    thread.join(ASK_S)
     if not outcome:
-        return f"{NOT_CHECKED}the Hub did not answer within {timeout_s:.0f} s, so whether {model} is there"
+        return f"{NOT_CHECKED}the Hub did not answer within {ASK_S:.0f} s, so whether {model} is there"
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from inner.errors import InnerError
-from inner.settings.lora import LoraSettings
+from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder
 SEED = 0  # for A; all replicas load the saved values

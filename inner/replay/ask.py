@@ -41,21 +41,12 @@ from inner.replay.commands import Key, key_of
 from inner.replay.exchange import send_and_read
 from inner.replay.ledger import CeilingReached, CostCeiling, Ledger, LedgerError, call_digest, to_usd
 from inner.replay.states import TraceState
-from inner.replay.teachers import (
-    MOST_USD,
-    NANO,
-    Reading,
-    Teacher,
-    TeacherAction,
-    request_body,
-    worst_cost_nano,
-)
+from inner.replay.teachers import MOST_USD, NANO, Reading, Teacher, TeacherAction, request_body, worst_cost_nano
 from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 120.0  # if a teacher's Retry-After is longer, this replay does not ask it again
-
 
 Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # True: no further tier is needed
 
@@ -186,9 +177,8 @@ async def _ask_all(
 
         async def one(state: TraceState) -> list[TeacherAction]:
             rows = await _ask_state(dispatcher, state, tiers_of(teachers), done)
-            spent = dispatcher.cost_ceiling.spent
-            ceiling = dispatcher.cost_ceiling.ceiling
-            bar.set_postfix_str(f"${to_usd(spent):.2f} of ${to_usd(ceiling):.2f}", refresh=False)
+            money = dispatcher.cost_ceiling
+            bar.set_postfix_str(f"${to_usd(money.spent):.2f} of ${to_usd(money.ceiling):.2f}", refresh=False)
             bar.update()
             return rows
 
@@ -253,9 +243,7 @@ class _RequestDispatcher:
         self.counts: Counter[str] = Counter()
         self.stopped = ""
         self.group: asyncio.TaskGroup
-        self._idle_clients: asyncio.LifoQueue[httpx.AsyncClient] = (
-            asyncio.LifoQueue()
-        )  # reuses the last client: its connection is open
+        self._idle_clients = asyncio.LifoQueue[httpx.AsyncClient]()  # reuses the last client: its connection is open
         for client in clients:
             self._idle_clients.put_nowait(client)
         self._in_flight: Counter[str] = Counter()
@@ -317,7 +305,8 @@ class _RequestDispatcher:
                 client, teacher, call.body, self.headers[teacher.model], timeout_s=self.timeout_s, now=time.time()
             )
             cost = reserve if reading.cost_nano is None else reading.cost_nano
-            answer = _ledger_answer(reading, cost, time.monotonic() - started, attempt)
+            is_kept = reading.verdict == "answer" or (reading.verdict == "failed" and cost > 0)
+            answer = _answer_record(reading, cost, time.monotonic() - started, attempt) if is_kept else None
             self._apply_reading(teacher, reading, cost, reserve)
             self.ledger.record_answer(number, call.digest, cost, answer, reading.why)
         finally:
@@ -353,7 +342,7 @@ class _RequestDispatcher:
     def _count_outcome(self, reading: Reading, answer: dict[str, Any] | None) -> dict[str, Any] | None:
         if reading.verdict == "failed":
             self.counts["failed"] += 1
-            return answer or _failed_answer(reading, 0.0)
+            return answer or _answer_record(reading)
         self.counts["asked"] += reading.verdict == "answer"
         return answer
 
@@ -363,7 +352,7 @@ class _RequestDispatcher:
             self._stop(f"{reading.why}, tried {self.tries} times: is the endpoint up, and is base_url right")
         if teacher.model not in self._closed:  # _put_off logged it already
             log.warning("%s gave no answer: %s", teacher.model, reading.why)
-        return _failed_answer(reading, 0.0)
+        return _answer_record(reading)
 
     def _stop(self, why: str) -> None:
         self.stopped = self.stopped or why
@@ -371,17 +360,17 @@ class _RequestDispatcher:
     async def _acquire_permit(self, teacher: Teacher, reserve: int) -> None:
         model = teacher.model
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: (
-                    self._in_flight[model] <= self._earned_permits[model] or bool(self.stopped) or model in self._closed
-                )
-            )
+            await self._changed.wait_for(lambda: self._has_permit(model))
             self._in_flight[model] += 1
         try:
             await self.cost_ceiling.hold(reserve)
         except BaseException:
             await self._release_permit(teacher, 0, 0)
             raise
+
+    def _has_permit(self, model: str) -> bool:
+        """Whether a request may go on; after a stop it may, in order to end."""
+        return self._in_flight[model] <= self._earned_permits[model] or bool(self.stopped) or model in self._closed
 
     async def _release_permit(self, teacher: Teacher, reserve: int, cost: int) -> None:
         await self.cost_ceiling.settle(reserve, cost)
@@ -402,25 +391,13 @@ def _retry_delay_s(reading: Reading, attempt: int) -> float:
     return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 
-def _ledger_answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[str, Any] | None:
-    """Return the record for the ledger: an answer, or a failure that cost money; else None."""
-    if reading.verdict == "failed" and cost > 0:
-        return _failed_answer(reading, to_usd(cost)) | {"seconds": round(seconds, 3), "attempts": attempt}
-    if reading.verdict != "answer":
-        return None
-    return {
-        "action": reading.action,
-        "cost_usd": to_usd(cost),
-        "estimated": reading.estimated,
-        "seconds": round(seconds, 3),
-        "attempts": attempt,
-        "model": reading.model,
-    }
-
-
-def _failed_answer(reading: Reading, cost_usd: float) -> dict[str, Any]:
-    known = {"cost_usd": cost_usd, "estimated": reading.estimated, "seconds": 0.0, "attempts": 0}
-    return {"action": "", **known, "model": reading.model, "error": reading.why}
+def _answer_record(reading: Reading, cost: int = 0, seconds: float = 0.0, attempt: int = 0) -> dict[str, Any]:
+    """Return the answer as the ledger keeps it; one that is none has an `error`.   cost: nano-dollars."""
+    record = {
+        "action": reading.action, "cost_usd": to_usd(cost), "estimated": reading.estimated,
+        "seconds": round(seconds, 3), "attempts": attempt, "model": reading.model,
+    }  # fmt: skip
+    return record if reading.verdict == "answer" else {**record, "error": reading.why}
 
 
 def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeout_s: float) -> None:

@@ -9,10 +9,18 @@
 
 A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it.
 
-Not promised: that two states come from different episodes.
+Whether a tool's result is an error, and its message (error_record):
+
+    {'error': text, …}  as TRL writes it, the same in JSON      "Error: …"      a traceback      ──▶ {"error": text, …}
+
+The environment may add error_kind and hint_template_key; the hint gets them unchanged.
+
+Not promised: that two states come from different episodes; that each result is read as a person would read it.
 """
 
+import ast
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -22,6 +30,8 @@ from typing import Any, NotRequired, TypedDict
 from inner.replay.actions import Message
 from inner.replay.untrusted import load_json
 from inner.settings.inner import InnerError
+
+_SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most recent call last\)")
 
 
 class TraceState(TypedDict):
@@ -106,7 +116,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
             f"{path} is not JSON: {error}. Files with one JSON object per line are called .jsonl."
         ) from error
     records = document if isinstance(document, list) else [document]
-    yield from ((number, partial(_return_record, record)) for number, record in enumerate(records, 1))
+    yield from ((number, lambda record=record: record) for number, record in enumerate(records, 1))
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
@@ -118,10 +128,6 @@ def _json_line(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _return_record(record: Any) -> Any:
-    return record
-
-
 def _place_name(path: Path) -> str:
     return "line" if path.suffix == ".jsonl" else "record"
 
@@ -130,3 +136,27 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+# -------------------------------------------------------------------- a tool's result
+
+
+def error_record(content: object) -> dict[str, Any] | None:
+    """Return {"error": text, and what the environment added}; None if it is not an error."""
+    if not isinstance(content, str):
+        return None
+    if content.startswith(("{'error':", '{"error":')):
+        record = _parse_record(content)
+        return record if record is not None and record["error"] else None
+    return {"error": content} if _SAYS_ERROR.match(content) else None
+
+
+def _parse_record(content: str) -> dict[str, Any] | None:
+    for parse in (ast.literal_eval, json.loads):
+        try:
+            record = parse(content)
+            _ = record["error"]
+            return record
+        except (ValueError, SyntaxError, KeyError, TypeError):  # it only looks like a record
+            continue
+    return None

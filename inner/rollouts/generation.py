@@ -2,12 +2,16 @@
 
     prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
 
+    generation g = micro-batch // micro-batches per generation: its prompts are a function of (share, g)
+
 toolloop.py avoids repeated work of TRL's tool loop. Whole runs still give TRL's numbers, bit for bit.
 
-Not promised: several processes; image prompts in the caches.
+Not promised: several processes; image prompts in the caches; that all prompts are used equally often.
 """
 
-from contextlib import nullcontext
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, cast
 
@@ -15,18 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from trl.rewards.other_rewards import get_soft_overlong_punishment
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import is_async_callable
 
 from inner.data.order import Share, prompt_order
 from inner.data.rendering import render_ids
-from inner.rollouts.engine_choice import MASKED, engine_instead
-from inner.rollouts.positions import number_positions
-from inner.rollouts.sampler import GenerationSampler
-from inner.rollouts.sampling_config import sample_as_asked
+from inner.models.causal_lm import number_positions, sample_as_asked
 from inner.rollouts.toolloop import LeanToolLoop, total_rewards
 from inner.settings.objectives import check_settings
 from inner.usercode.reward_calls import RewardCalls
 
+MASKED = "sampling/masked"  # metric: share of sequences ("token_…": of tokens) with importance weight 0
 BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
 REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
 
@@ -127,7 +130,7 @@ class GenerationTrainer(LeanToolLoop):
     def _guarded(self, reward: Any) -> Any:
         if self._reward_calls is not None:
             return self._reward_calls.wrap_reward(reward)
-        from inner.rollouts.answers import guard_answers
+        from inner.usercode.userfiles import guard_answers
 
         return guard_answers(reward)
 
@@ -212,3 +215,45 @@ class GenerationTrainer(LeanToolLoop):
 
     def _render_ids(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
         return render_ids(self.processing_class, messages, opened=opened, tools=tools, **self._template_options())
+
+
+class GenerationSampler(Sampler):
+    """Yield prompt indices, beginning at the trainer's current micro-batch.
+
+    A generation's prompts are yielded once per micro-batch that it serves; TRL uses the first and reads the others from
+    its buffer. It is endless, because an inner loop has no last step."""
+
+    def __init__(self, trainer: Any, n_prompts: int, share: Share) -> None:
+        self.trainer = trainer
+        self.at = prompt_order(n_prompts, share)
+
+    def __iter__(self) -> Iterator[int]:
+        args: Any = self.trainer.args
+        repeats = args.num_generations
+        per_generation = args.generation_batch_size // repeats
+        served = args.steps_per_generation * self.trainer.num_iterations
+        for micro in itertools.count(self.trainer._step):
+            first = micro // served * per_generation
+            for position in range(first, first + per_generation):
+                yield from itertools.repeat(self.at(position), repeats)
+
+    def __len__(self) -> int:
+        return 2**40
+
+
+@contextmanager
+def engine_instead(dtype: str | None) -> Iterator[None]:
+    """Let a GRPOTrainer that is made in this `with`, and uses vLLM, generate with this project's engine (engine.py)."""
+
+    def make(**asked: Any) -> Any:
+        from inner.rollouts.engine import Engine
+
+        return Engine(dtype=dtype, **asked)
+
+    module: Any = grpo_trainer
+    made = module.VLLMGeneration
+    module.VLLMGeneration = make
+    try:
+        yield
+    finally:
+        module.VLLMGeneration = made

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inner.replay.actions import Message, action_text
-from inner.replay.states import TraceState
-from inner.replay.tool_errors import error_record
+from inner.replay.states import TraceState, error_record
 from inner.rollouts.sample import SampledRollout
 
 

@@ -1,4 +1,5 @@
 """The settings of the loss's three channels, and how the weights change over a run: [inner.sdpo], [inner.replay].
+[inner.process] is here, too.
 
     total(t) = grpo.weight · policy  +  α(t) · sdpo  +  β(t) · replay           t: the committed outer step
 
@@ -15,15 +16,14 @@ and 1, and DPO's gradient grows with the length of the responses.
 No torch here: machines that never train also read and write configs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar
 
 from inner.errors import InnerError
-from inner.settings.flat_names import FLAT_NAMES
-from inner.settings.tables import Table, default_of, list_settings, setting
-from inner.settings.task import GrpoSettings, ScheduleSettings
+from inner.settings.tables import Table, default_of, setting
 
 
 class ChannelError(InnerError, ValueError):
@@ -34,6 +34,9 @@ TEACHERS = ("round", "frozen", "ema", "live")
 CONTEXTS = ("hint", "rollout")
 WRAPPERS = ("none", "taid", "entropy_opd", "eopd")
 DPO_VARIANTS = ("dpo", "simpo")
+CREDITS = ("turn", "rest")
+HEAD_FORM = "process head 1"  # file format, in the metadata of a head's file
+WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # loss types whose formula has one advantage per rollout
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,38 @@ class ReplaySettings(Table):
 
 
 @dataclass(frozen=True)
+class ProcessSettings(Table):
+    """Scores of single turns, beside the reward.
+
+        A_t  =  A  +  weight · Σ z_k        z_k: turn k's score, normalised over the k-th turns of the same prompt
+
+        credit = "turn"     Σ over the turn that contains token t
+        credit = "rest"     Σ over that turn and all later turns
+
+    Not promised: that higher scores from teachers lead to a higher reward.  The model learns to raise the score."""
+
+    path: ClassVar[str] = "inner.process"
+
+    weight: float = setting(1.0, "w, the weight of a turn's advantage beside that of its rollout.", above=0)
+    credit: str = setting(
+        "turn",
+        'The tokens that learn from a turn\'s score: "turn" its own, "rest" also those before it.',
+        one_of=CREDITS,
+    )
+    function: str | None = setting(
+        None, '`"process.py:score"`: a score, or None, for each turn of each rollout (docs/channels.md).'
+    )
+    head: str | None = setting(None, "Learned scorer that replaces `function`: a .safetensors of `ProcessHead.save`.")
+
+    def check(self) -> None:
+        if (self.function is None) == (self.head is None):
+            raise InnerError(
+                f"[inner.process] needs one of inner.process.function = {self.function!r} and inner.process.head = "
+                f'{self.head!r}. Set inner.process.function = "process.py:score", or leave the table out.'
+            )
+
+
+@dataclass(frozen=True)
 class ChannelSettings:
     """All three channels.   policy_weight: [inner.grpo] weight.   weight_steps: [inner.schedule] weight_steps."""
 
@@ -171,48 +206,7 @@ class ChannelSettings:
     weight_steps: int | None = None
 
     def __post_init__(self) -> None:
-        self.check_channels()
-
-    @classmethod
-    def from_keywords(cls, **keywords: Any) -> Self:
-        """Make the settings from a trainer's keywords (inner/settings/flat_names.py). Errors use these names, too."""
-        tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
-        for name, value in keywords.items():
-            table, key = CHANNEL_KEYWORDS[name]
-            tables[table][key] = value
-        try:
-            return cls(
-                policy_weight=GrpoSettings(**tables["grpo"]).weight,
-                sdpo=SdpoSettings(**tables["sdpo"]),
-                replay=ReplaySettings(**tables["replay"]),
-                weight_steps=ScheduleSettings(**tables["schedule"]).weight_steps,
-            )
-        except InnerError as error:
-            raise ChannelError(_with_keywords(str(error))) from None
-
-    def to_keywords(self) -> dict[str, Any]:
-        owners = {"sdpo": self.sdpo, "replay": self.replay}
-        values = {"policy_weight": self.policy_weight, "schedule_steps": self.weight_steps}
-        for name, (table, key) in CHANNEL_KEYWORDS.items():
-            if table in owners:
-                values[name] = getattr(owners[table], key)
-        return values
-
-    # the weights at outer step `step`
-
-    def alpha_at(self, step: int) -> float:
-        return linear_ramp(self.sdpo.weight, self.sdpo.weight_end, step, self.weight_steps)
-
-    def beta_at(self, step: int) -> float:
-        return linear_ramp(self.replay.weight, self.replay.weight_end, step, self.weight_steps)
-
-    def taid_t_at(self, step: int) -> float:
-        return linear_ramp(self.sdpo.taid_t_start, self.sdpo.taid_t_end, step, self.weight_steps)
-
-    # contradictions
-
-    def check_channels(self) -> None:
-        """Check the three channels together.   Raises ChannelError."""
+        """Raise ChannelError if the three channels contradict each other."""
         self._check_schedule()
         for condition, holds, names in READ_ONLY_WHERE:
             refuse_unread(self, names, is_read=holds(self), condition=condition)
@@ -221,6 +215,10 @@ class ChannelSettings:
                 "inner.grpo.weight = 0 with inner.sdpo.weight = 0 and inner.replay.weight = 0 learns nothing. Set "
                 "inner.sdpo.weight = 1 for the SDPO paper's method, or leave inner.grpo.weight out."
             )
+
+    def taid_t_at(self, step: int) -> float:
+        """Return TAID's t at outer step `step`."""
+        return linear_ramp(self.sdpo.taid_t_start, self.sdpo.taid_t_end, step, self.weight_steps)
 
     def _check_schedule(self) -> None:
         moving = ["inner.sdpo.weight_end"] if self.sdpo.weight_end is not None else []
@@ -296,33 +294,26 @@ def highest_jsd_entry(beta: float) -> float:
     return float("inf") if beta in (0, 1) else max(-beta * log(beta), -(1 - beta) * log(1 - beta))
 
 
-CHANNEL_SETTINGS = tuple(
-    name.removeprefix("inner.")
-    for table in (SdpoSettings, ReplaySettings)
-    for name in list_settings(table, f"{table.path}.")
-)
-# a trainer's keyword -> (table, key). Replay's `pairs` is not here: a trainer also takes it as objects
-CHANNEL_KEYWORDS: dict[str, tuple[str, str]] = {
-    flat: (table, key)
-    for flat, dotted in FLAT_NAMES.items()
-    for table, _, key in [dotted.partition(".")]
-    if (table in ("sdpo", "replay") and dotted != "replay.pairs") or dotted in ("grpo.weight", "schedule.weight_steps")
-}
-
-
-def pop_channel_settings(options: dict[str, Any]) -> Mapping[str, Any]:
-    """Remove the channel settings from keyword arguments, and return them."""
-    return {name: options.pop(name) for name in CHANNEL_KEYWORDS if name in options}
-
-
 def linear_ramp(start: float, end: float | None, step: int, steps: int | None) -> float:
     if end is None or steps is None:
         return start
     return start + (end - start) * min(1.0, max(0, step) / steps)
 
 
-def _with_keywords(text: str) -> str:
-    """Return a table's error text with the trainer's keywords in place of the table's keys."""
-    for flat, (table, key) in sorted(CHANNEL_KEYWORDS.items(), key=lambda item: -len(item[1][1])):
-        text = text.replace(f"inner.{table}.{key}", flat)
-    return text
+def read_head_width(path: Path) -> int:
+    """Return D, the width of the hidden states that a head reads, from its file's header.
+
+    Raises InnerError if the file does not hold a head.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "numpy") as file:
+            metadata = file.metadata() or {}
+        if metadata.get("form") != HEAD_FORM:
+            raise ValueError(f"its metadata are {metadata}")
+        return int(metadata["width"])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise InnerError(
+            f"{path} is not a process head: {error}. Write it with `train_process_head(…)[0].save(path)`."
+        ) from error

@@ -1,4 +1,4 @@
-"""The name of a setting outside its table (as a keyword), and its place in a run.toml.
+"""The name of a setting outside its table (as a keyword), its place in a run.toml, and what an unknown key may mean.
 
     alpha_sdpo = 0.1     a keyword of ComposerReplicationTrainer and compose_loss          (the channels' settings)
                          in [inner] of a run.toml: refused, "write weight in the table [inner.sdpo]"
@@ -6,10 +6,12 @@
 Not promised: that every setting has such a name; newer settings have only their place in a table.
 """
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
-from inner.tasks.spec import is_task
+from inner.settings.trl import ALIASES, HANDED_THROUGH, instead_in_words
 
+SLIP = 0.85  # minimal similarity of a mistyped key to a key elsewhere
 FLAT_NAMES: dict[str, str] = {
     "schedule_steps": "schedule.weight_steps",
     "text": "data.text",
@@ -69,27 +71,52 @@ FLAT_NAMES: dict[str, str] = {
 GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
 # the same for a key that became a table; dotted names
 NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself"}
-
-# the user's files: the kind, by which `files`, run.json and errors name a file ─▶ its setting
-FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
-FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
-MODULES = "modules"  # kind: a .zip of modules that the user's code imports (diloco/run/sibling_modules.py)
-EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
+MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
 
 
-def setting_of(kind: str, spelling: Any = None) -> str:
-    """Return the setting as a user writes it: "reward" -> "inner.rewards.function", "reward.exact" -> its table.
+def unknown_text(name: str, known: Iterable[str]) -> str:
+    """Return the error for a key that is not in `known`, dotted names: its new place, or the most similar key."""
+    known = list(known)
+    moved: Mapping[str, str] = {}
+    if "inner.trl" in known:  # else a table of its own, which shares no names with [inner]
+        known += [f"inner.trl.{each}" for each in HANDED_THROUGH]
+        moved = MOVED
+    if name in moved:
+        place, _, remark = moved[name].partition(" ")
+        table, _, key = place.rpartition(".")
+        where = f"the table {place}" if place[0] == "[" else f"{key} in the table [{table}] (that is {place})"
+        text = f"{name} has moved: write {where}"
+        return f"{text}, {remark}" if remark else text
+    prefix, _, key = name.rpartition(".")
+    others = [n for n in known if n.rpartition(".")[2] == key]
+    if key in ALIASES and len(others) != 1:
+        return f"unknown setting {name}{instead_in_words(ALIASES[key])}"
+    if guess := _nearest_name(prefix, key, known, moved):
+        return f"unknown setting {name}; did you mean {guess}?"
+    here = sorted(n.rpartition(".")[2] for n in known if n.rpartition(".")[0] == prefix)
+    tables = {f"[{n.rpartition('.')[0]}]" for n in known if n.startswith(prefix and f"{prefix}.")} - {
+        f"[{prefix}]",
+        "[]",
+    }
+    more = f"; tables: {', '.join(sorted(tables))}" if tables else ""
+    return f"unknown setting {name}; known: {', '.join(here)}{more}"
 
-    spelling: the setting's value; it tells whether rows come from a file or a task."""
-    if kind in (EVAL, "prompts") and is_task(spelling):
-        return "eval.task" if kind == EVAL else "inner.data.task"
-    if kind == EVAL:
-        return "eval.prompts"
-    if kind == MODULES:
-        return "the modules beside inner.rewards and inner.sampling.environment"
-    return "inner.rewards.functions" if kind.startswith("reward.") else f"inner.{FILE_SETTINGS[kind]}"
 
-
-def is_code(kind: str) -> bool:
-    """Whether files of this kind are Python, spelled "file.py:name"."""
-    return kind.partition(".")[0] in ("reward", "environment", "process")
+def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
+    """Return a guess: the same key in another table, else the most similar key of this table, else a key of any table
+    that differs by a typing error. Old names count, too. "" if there is none."""
+    same = [n for n in known if n.rpartition(".")[2] == key]
+    near_by = [n for n in same if n == f"inner.trl.{key}"]
+    near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
+    if len(same) == 1 or len(near_by) == 1:
+        return (near_by or same)[0]
+    start = prefix and f"{prefix}."
+    here = {k: start + k for n in known if n.startswith(start) and (k := n[len(start) :].partition(".")[0])}
+    if near := get_close_matches(key, here, n=1):
+        return here[near[0]]
+    anywhere = {n.rpartition(".")[2]: n for n in known} | {
+        old.rpartition(".")[2]: new.partition(" ")[0] for old, new in moved.items()
+    }
+    if near := get_close_matches(key, anywhere, n=1, cutoff=SLIP):
+        return anywhere[near[0]]
+    return same[0] if same else ""

@@ -23,27 +23,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from inner.errors import FLOAT16, InnerError
-from inner.settings.channels import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
-from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE, NOW_TABLES
-from inner.settings.lora import LoraSettings
-from inner.settings.objectives import find_objective, po_settings
-from inner.settings.process import WHOLE_SEQUENCE_LOSSES, ProcessSettings
-from inner.settings.tables import Table, list_settings, refuse_unknown, setting
+from inner.settings.channels import ChannelSettings, ProcessSettings, ReplaySettings, SdpoSettings, refuse_unread
+from inner.settings.objectives import POLICY_KNOBS, GrpoSettings, find_objective, po_settings
+from inner.settings.tables import Table, list_settings, setting
 from inner.settings.task import (
+    FILE_SETTINGS,
     LR_REPLICAS,
-    POLICY_KNOBS,
     DataSettings,
-    GrpoSettings,
+    LoraSettings,
     RewardSettings,
     SamplingSettings,
     ScheduleSettings,
     ToolworldSettings,
+    VllmSettings,
 )
-from inner.settings.trl import ENGINE_ONLY, HANDED_THROUGH, check_trl
-from inner.settings.vllm import VllmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,7 +53,6 @@ BUILT_IN_MODELS = ("toolworld", "tiny")
 OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 AUTOCAST = ("auto", "bfloat16", "off")
-BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
 
 # kind ("reward", "reward.NAME", "environment", "prompts", "pairs", "process", …) -> the user's file on this machine
 Files = Mapping[str, Path]
@@ -139,8 +134,7 @@ class InnerConfig(Table):
     vllm: VllmSettings | None = None
     toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
     trl: dict = setting(
-        dict,
-        "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end).",
+        dict, "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end)."
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,12 +222,6 @@ class InnerConfig(Table):
         """The task whose own scorer is the reward, if the config names a task and no reward; else None."""
         return None if self.rewards.lines else self.data.task
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make the config from a dict.   Raises InnerError; for an unknown key it names the most similar known one."""
-        refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
-        return cls(**values)
-
     def check(self) -> None:
         """Raise InnerError if settings contradict each other. It runs before any download or rental."""
         if self.dtype == "float16":
@@ -241,23 +229,21 @@ class InnerConfig(Table):
         if self.dtype not in DTYPES:
             raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
         self.channels  # noqa: B018  (it raises if invalid)
-        check_trl(self.trl)
-        if self.rewards.functions and "reward_weights" in self.trl:
-            raise InnerError(
-                f"inner.trl.reward_weights = {self.trl['reward_weights']} is set beside [inner.rewards.functions], "
-                "which has the weights. Leave inner.trl.reward_weights out."
-            )
-        _check_reward_weights(self)
+        if self.trl:
+            from inner.settings.trl import check_trl
+
+            check_trl(self)
         self._check_pairs()
-        if self.loop == "supervised":
-            self._check_supervised()
-        else:
+        if self.loop == "grpo":
             self._check_grpo()
-            self._check_sdpo()
+        if self.loop == "supervised" or self.sdpo.is_used or self.process is not None or self.vllm is not None:
+            from inner.settings.contradictions import check_options
+
+            check_options(self)
         self._check_unread()
 
     def _check_unread(self) -> None:
-        """Raise InnerError for settings that this run never reads. (check_channels does it for the channels.)"""
+        """Raise InnerError for settings that this run never reads. (ChannelSettings does it for the channels.)"""
         unread = partial(refuse_unread, self, error=InnerError)
         unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='inner.loop = "grpo"')
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
@@ -268,33 +254,6 @@ class InnerConfig(Table):
         unread(("data.system",), is_read=bool(self.data.source), condition=has_rows)
         unread(TASK_ONLY, is_read=bool(self.data.task), condition="inner.data.task is set")
         unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
-
-    def _check_supervised(self) -> None:
-        if self.data.text is None:
-            raise InnerError(
-                'inner.loop = "supervised" has no text to learn from. Set inner.data.text to a .txt, .npy or .bin file.'
-            )
-        if self.model == "toolworld":
-            raise InnerError(
-                'inner.model = "toolworld" only knows its own 200 words. For inner.loop = "supervised" set '
-                'inner.model = "tiny" (bytes), a local folder or a Hub id.'
-            )
-        if self.vllm is not None:
-            raise InnerError(
-                '[inner.vllm] generates rollouts, and inner.loop = "supervised" has none. Leave the table out, or set '
-                'inner.loop = "grpo".'
-            )
-        if self.sdpo.is_used or self.replay.is_used:
-            raise InnerError(
-                f"inner.sdpo.weight = {self.sdpo.weight} and inner.replay.weight = {self.replay.weight} are terms "
-                'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
-                "to 0."
-            )
-        if self.process is not None:
-            raise InnerError(
-                '[inner.process] scores turns of rollouts, and inner.loop = "supervised" has none. Leave the table '
-                'out, or set inner.loop = "grpo".'
-            )
 
     def _check_grpo(self) -> None:
         if self.model == "tiny":
@@ -311,49 +270,19 @@ class InnerConfig(Table):
                 "an inner step. Make one a multiple of the other."
             )
         self.objective_settings  # noqa: B018  (it raises if invalid)
-        self._check_vllm()
-        self._check_batching()
-        self._check_process()
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
 
-    def _check_batching(self) -> None:
-        """Refuse BATCHING: to generate, TRL 1.16 casts the whole model to bfloat16, and never back."""
-        asked = [name for name in BATCHING if self.trl.get(name)]
-        if asked and self.dtype == "float32" and self.autocast != "off":
+    def _check_own_task(self) -> None:
+        if self.data.source is None:
             raise InnerError(
-                f'inner.trl.{asked[0]} = true with inner.autocast = "{self.autocast}": where products are taken in '
-                "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
-                '"off", or leave it out (on a CPU it is the slower way to generate).'
+                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
+                "inner.data.task."
             )
-
-    def _check_process(self) -> None:
-        if self.process is None:
-            return
-        if self.objective_settings.get("loss_type") in WHOLE_SEQUENCE_LOSSES:
+        if not self.rewards.lines and self.sampling.environment is None and self.scoring_task is None:
             raise InnerError(
-                f"[inner.process] gives each turn an advantage of its own, and inner.grpo.objective = "
-                f'"{self.grpo.objective}" has one for the whole rollout by its formula. Choose another objective, or '
-                "leave [inner.process] out."
-            )
-        if self.grpo.weight == 0:
-            raise InnerError(
-                "[inner.process] moves the policy gradient, which inner.grpo.weight = 0 leaves out. Set "
-                "inner.grpo.weight above 0, or leave [inner.process] out."
-            )
-
-    def _check_vllm(self) -> None:
-        if self.vllm is None:
-            if unread := [name for name in ENGINE_ONLY if name in self.trl]:
-                raise InnerError(
-                    f"inner.trl.{unread[0]} does nothing here: nothing generates with vLLM. Add the table [inner.vllm]."
-                )
-            return
-        mode = self.vllm.importance_mode
-        if self.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
-            raise InnerError(
-                f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
-                'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'
+                f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
+                "inner.sampling.environment to a class with `get_reward`."
             )
 
     def _check_groups(self) -> None:
@@ -370,36 +299,6 @@ class InnerConfig(Table):
             f"{group} or a multiple of it, or inner.grpo.steps_per_generation to {fitting} or a multiple of it."
         )
 
-    def _check_own_task(self) -> None:
-        if self.data.source is None:
-            raise InnerError(
-                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
-                "inner.data.task."
-            )
-        if not self.rewards.lines and self.sampling.environment is None and self.scoring_task is None:
-            raise InnerError(
-                f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
-                "inner.sampling.environment to a class with `get_reward`."
-            )
-
-    def _check_sdpo(self) -> None:
-        if not self.sdpo.is_used:
-            return
-        has_tools = self.sampling.environment is not None or self.model == "toolworld"
-        iterations = self.sampling.max_tool_calling_iterations
-        if self.sdpo.context == "hint" and (not has_tools or iterations == 0):
-            raise InnerError(
-                f"inner.sdpo.weight = {self.sdpo.weight} learns at tool errors, and this run can never report one "
-                f"(inner.sampling.environment = {self.sampling.environment}, max_tool_calling_iterations = "
-                f'{iterations}). Set inner.sampling.environment, inner.sdpo.context = "rollout", or inner.sdpo.weight '
-                "= 0."
-            )
-        if self.sdpo.may_collapse:
-            raise InnerError(
-                f"inner.sdpo.weight = {self.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
-                'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
-            )
-
     def _check_pairs(self) -> None:
         if self.replay.is_used and self.replay.pairs is None:
             raise InnerError(
@@ -413,25 +312,10 @@ class InnerConfig(Table):
             )
 
 
-def _check_reward_weights(config: InnerConfig) -> None:
-    """Require one weight per reward function, as TRL does. An environment's get_reward has no weight."""
-    weights = config.trl.get("reward_weights")
-    own = config.scoring_task is not None or config.model == "toolworld"
-    functions = len(config.rewards.lines) or int(own)
-    if isinstance(weights, list) and len(weights) != functions:
-        raise InnerError(
-            f"inner.trl.reward_weights = {weights} has {len(weights)} weights, and the run has {functions} reward "
-            f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
-            "[inner.rewards.functions]."
-        )
-
-
 def _keys_of(table: type[Table]) -> tuple[str, ...]:
     return tuple(name.removeprefix("inner.") for name in list_settings(table, f"{table.path}."))
 
 
-TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
-MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
 TASK_ONLY = tuple(f"data.{key}" for key in ("task_options", "task_size", "task_seed", "task_chat"))
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
@@ -460,19 +344,15 @@ class InnerLoop(Protocol):
         parameter name; `replicas` returns how many replicas' pseudogradients that step averaged.
 
         The loop calls them when it needs them."""
-        ...
 
     def start_at(self, inner_step: int) -> None:
         """Set the first inner step in the order of the data. Call it before `train`."""
-        ...
 
     def report_to(self, host: Host) -> None:
         """Report failures of the user's own code to `host` (inner/host.py) from now on."""
-        ...
 
     def train(self, stop: Callable[[], bool]) -> None:
         """Run inner steps until `stop()` returns True."""
-        ...
 
     def pop_metrics(self) -> dict[str, float]:
         """Return means since the last pop_metrics; "samples" is a count."""

@@ -1,4 +1,4 @@
-"""The menu of policy-gradient objectives. Each is a preset of TRL's settings.
+"""[inner.grpo], and the menu of policy-gradient objectives. Each is a preset of TRL's settings.
 
     r = π / π_old per token    s = exp(mean_t log r) per sequence    A = (R - mean of the group) / scale
 
@@ -20,9 +20,10 @@ No torch here: machines that never train also read the menu.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from inner.errors import InnerError
+from inner.settings.tables import Table, setting
 
 SCALE_REWARDS = ("batch", "group", "none")
 NEVER_CLIPS = 0.05  # epsilon; s is a mean over tokens and changes by thousandths
@@ -149,13 +150,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         formula="-Σ_i Σ_t sg(w^k exp(λ (1 - w))) A log π / tokens of the inner step, w = Π_t r; k, λ by A's sign",
         when="very stale data: a smooth weight per sequence",
         fixed=_fixed_settings("vespo"),
-        values={
-            "vespo_k_pos": 2.0,
-            "vespo_lambda_pos": 3.0,
-            "vespo_k_neg": 3.0,
-            "vespo_lambda_neg": 2.0,
-            "beta": 0.0,
-        },
+        values={"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "beta": 0.0},
         ratio=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         ignores=("epsilon", "epsilon_high", "delta"),
         on_policy="dapo's token mean",
@@ -315,3 +310,46 @@ def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
             f"  here    {state}",
         ]
     )
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class GrpoSettings(Table):
+    """The policy gradient: an objective of the menu, and what of it a run changes."""
+
+    path: ClassVar[str] = "inner.grpo"
+
+    objective: str = setting(
+        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
+    )
+    weight: float = setting(
+        1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+    )
+    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
+    epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
+    epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
+    dynamic_sampling: int | None = setting(
+        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
+    )
+    soft_overlong_tokens: int | None = setting(
+        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
+    )
+    steps_per_generation: int | None = setting(
+        None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
+    )
+    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
+
+    def check(self) -> None:
+        find_objective(self.objective)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The objective's settings that this run overrides."""
+        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
+
+
+POLICY_KNOBS = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
+OBJECTIVE_KNOBS = (*POLICY_KNOBS, "dynamic_sampling", "soft_overlong_tokens")

@@ -17,15 +17,11 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Self
 
 from inner.errors import InnerError
-from inner.settings.trl import ALIASES, instead_in_words
-
-SLIP = 0.85  # minimal similarity of a mistyped key to a key elsewhere
 
 
 @dataclass(frozen=True)
@@ -55,18 +51,9 @@ class Bounds:
         return f"must be {' and '.join(words.format(limit) for limit, _, words in asked)}"
 
 
-def setting(
-    default: Any,
-    sentence: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    one_of: tuple[str, ...] = (),
-) -> Any:
-    """Declare a field of a table.   default: a value, or a class that is called for it."""
-    metadata = {"sentence": sentence, "bounds": Bounds(least, above, most, below, one_of)}
+def setting(default: Any, sentence: str, **bounds: Any) -> Any:
+    """Declare a field of a table.   default: a value, or a class that is called for it.   bounds: of Bounds."""
+    metadata = {"sentence": sentence, "bounds": Bounds(**bounds)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -167,69 +154,21 @@ def default_of(f: Field[Any]) -> Any:
 
 
 def refuse_unknown(
-    raw: Mapping[str, Any],
-    cls: type,
-    *,
-    error: type[Exception],
-    prefix: str | None = None,
-    known: Iterable[str] = (),
-    moved: Mapping[str, str] = types.MappingProxyType({}),
+    raw: Mapping[str, Any], cls: type, *, error: type[Exception], prefix: str | None = None, known: Iterable[str] = ()
 ) -> None:
     """Raise `error` for the first key in `raw` that is not a setting. The text names the most similar known key.
 
-    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted new name or [table],
-    then optionally a space and a note.
-    """
+    known: dotted names to guess from (default: those of `cls`)."""
     if prefix is None:
         prefix = f"{cls.path}." if issubclass(cls, Table) and cls.path else ""
-    known = list(known) or list(list_settings(cls, prefix))
+    known = known or list_settings(cls, prefix)
     own = {f.name: table_class(field_types(cls)[f.name]) for f in fields(cls)}
     for key, value in raw.items():
         name = prefix + key
         below = own.get(key)
         if key not in own or (below is None and name not in known):
-            raise error(_unknown_text(name, known, moved))
+            from inner.settings.flat_names import unknown_text
+
+            raise error(unknown_text(name, known))
         if below is not None and isinstance(value, Mapping):
-            refuse_unknown(value, below, error=error, prefix=f"{name}.", known=known, moved=moved)
-
-
-def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
-    if name in moved:
-        place, _, remark = moved[name].partition(" ")
-        table, _, key = place.rpartition(".")
-        where = f"the table {place}" if place[0] == "[" else f"{key} in the table [{table}] (that is {place})"
-        text = f"{name} has moved: write {where}"
-        return f"{text}, {remark}" if remark else text
-    prefix, _, key = name.rpartition(".")
-    others = [n for n in known if n.rpartition(".")[2] == key]
-    if key in ALIASES and len(others) != 1:
-        return f"unknown setting {name}{instead_in_words(ALIASES[key])}"
-    if guess := _nearest_name(prefix, key, known, moved):
-        return f"unknown setting {name}; did you mean {guess}?"
-    here = sorted(n.rpartition(".")[2] for n in known if n.rpartition(".")[0] == prefix)
-    tables = {f"[{n.rpartition('.')[0]}]" for n in known if n.startswith(prefix and f"{prefix}.")} - {
-        f"[{prefix}]",
-        "[]",
-    }
-    more = f"; tables: {', '.join(sorted(tables))}" if tables else ""
-    return f"unknown setting {name}; known: {', '.join(here)}{more}"
-
-
-def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
-    """Return a guess: the same key in another table, else the most similar key of this table, else a key of any table
-    that differs by a typing error. Old names count, too. "" if there is none."""
-    same = [n for n in known if n.rpartition(".")[2] == key]
-    near_by = [n for n in same if n == f"inner.trl.{key}"]
-    near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
-    if len(same) == 1 or len(near_by) == 1:
-        return (near_by or same)[0]
-    start = prefix and f"{prefix}."
-    here = {k: start + k for n in known if n.startswith(start) and (k := n[len(start) :].partition(".")[0])}
-    if near := get_close_matches(key, here, n=1):
-        return here[near[0]]
-    anywhere = {n.rpartition(".")[2]: n for n in known} | {
-        old.rpartition(".")[2]: new.partition(" ")[0] for old, new in moved.items()
-    }
-    if near := get_close_matches(key, anywhere, n=1, cutoff=SLIP):
-        return anywhere[near[0]]
-    return same[0] if same else ""
+            refuse_unknown(value, below, error=error, prefix=f"{name}.", known=known)

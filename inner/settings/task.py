@@ -1,8 +1,10 @@
-"""The tables of [inner] except those of the channels: data, sampling, rewards, objective, schedule.
+"""The tables of [inner] except those of the loss: data, sampling, vllm, rewards, schedule, lora; and the user's files.
 
     [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
          └ text ──▶ next-token loss                    [inner.toolworld]: a built-in task
     [inner.schedule]    values that change with the committed outer step
+    [inner.lora]        the run trains, synchronises and snapshots an adapter. The base model stays unchanged.
+    [inner.vllm]        vLLM generates, in the replica's own process (vllm.py). If the table exists, it is on.
 
 Not promised: a full description of each setting here; docs/channels.md and `diloco objectives` say more.
 No torch here.
@@ -16,13 +18,24 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from inner.errors import InnerError
-from inner.settings.objectives import find_objective
 from inner.settings.tables import Table, setting
 from inner.tasks.spec import TaskSpec, check_spelling, is_task
 
 _REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
 LR_SHAPES = ("constant", "linear", "cosine")
+ALL_LINEAR = "all-linear"
+ENGINE_DTYPES = ("float32", "bfloat16")
+OFF = "off"
+IMPORTANCE_MODES = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate", OFF)
 LR_REPLICAS: dict[str, Callable[[int], float]] = {"constant": lambda n: 1.0, "sqrt": sqrt, "linear": float}
+
+# the user's files: the kind, by which `files`, run.json and errors name a file ─▶ its setting
+FILE_SETTINGS = {
+    "reward": "rewards.function", "environment": "sampling.environment", "prompts": "data.prompts",
+    "pairs": "replay.pairs", "text": "data.text", "process": "process.function", "process_head": "process.head",
+}  # fmt: skip
+MODULES = "modules"  # kind: a .zip of modules that the user's code imports (diloco/run/sibling_modules.py)
+EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
 
 
 @dataclass(frozen=True)
@@ -275,46 +288,6 @@ class SamplingSettings(Table):
 
 
 @dataclass(frozen=True)
-class GrpoSettings(Table):
-    """The policy gradient: an objective of the menu, and what of it a run changes."""
-
-    path: ClassVar[str] = "inner.grpo"
-
-    objective: str = setting(
-        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
-    )
-    weight: float = setting(
-        1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
-    )
-    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
-    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
-    epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
-    epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
-    dynamic_sampling: int | None = setting(
-        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
-    )
-    soft_overlong_tokens: int | None = setting(
-        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
-    )
-    steps_per_generation: int | None = setting(
-        None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
-    )
-    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
-
-    def check(self) -> None:
-        find_objective(self.objective)
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """The objective's settings that this run overrides."""
-        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
-
-
-POLICY_KNOBS = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
-OBJECTIVE_KNOBS = (*POLICY_KNOBS, "dynamic_sampling", "soft_overlong_tokens")
-
-
-@dataclass(frozen=True)
 class ToolworldSettings(Table):
     """The built-in task: ask for the right one of many tools."""
 
@@ -323,3 +296,97 @@ class ToolworldSettings(Table):
     kinds: int = setting(6, "Kinds of task.", above=0)
     names: int = setting(32, "Tool names for each kind; one of them works.", above=0)
     warm_start_steps: int = setting(450, "Supervised steps that teach the start model the format.", above=0)
+
+
+@dataclass(frozen=True)
+class LoraSettings(Table):
+    """Train an adapter, and leave the model as it is.
+
+        W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
+
+    The average of B A is not the product of the averages of A and B (decision 036). With `freeze_a`, A keeps its random
+    start values, and then the two are equal. Not promised: quantised base models, or adapters other than LoRA."""
+
+    path: ClassVar[str] = "inner.lora"
+
+    r: int = setting(16, "Rank of the adapter.")
+    alpha: float = setting(32.0, "The adapter's product is multiplied by alpha / r.", above=0)
+    dropout: float = setting(0.0, "Dropout of the adapter's input, while training.", least=0, below=1)
+    targets: str | list = setting(
+        ALL_LINEAR, 'Every linear layer but the head, or names of layers, such as ["q_proj", "v_proj"].'
+    )
+    freeze_a: bool = setting(False, "Train B alone: then the mean of the products is the product of the means.")
+
+    def check(self) -> None:
+        if self.r < 1:
+            raise InnerError(
+                f"inner.lora.r = {self.r}: an adapter of that rank has no parameters, so nothing would be trained. Set "
+                "inner.lora.r to 16, or leave the table [inner.lora] out to train the whole model."
+            )
+        names = self.targets
+        listed = isinstance(names, list) and names and all(isinstance(name, str) and name for name in names)
+        if names != ALL_LINEAR and not listed:
+            raise InnerError(
+                f'inner.lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets '
+                'to ["q_proj", "v_proj"], say.'
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the adapted layers; [] means all linear layers."""
+        return [] if isinstance(self.targets, str) else list(self.targets)
+
+
+@dataclass(frozen=True)
+class VllmSettings(Table):
+    """Generate with vLLM. The table is the switch: an empty one takes the defaults (vllm.md)."""
+
+    path: ClassVar[str] = "inner.vllm"
+
+    memory: float = setting(
+        0.3, "Share of the GPU's memory for the engine: its weights, activations and KV cache.", above=0, below=1
+    )
+    max_model_length: int | None = setting(
+        None,
+        "Tokens of the longest prompt and its completion together (default: the model's own limit, for which the KV "
+        "cache is often too small).",
+        above=0,
+    )
+    sleep: bool = setting(
+        False, "Free the engine's memory while the optimizer works; each generation loads the weights again."
+    )
+    dtype: str | None = setting(
+        None,
+        "The dtype that the engine computes in (default: inner.dtype). bfloat16 under a float32 trainer is faster, and "
+        "samples from a slightly other policy.",
+        one_of=ENGINE_DTYPES,
+    )
+    importance_mode: str = setting(
+        "sequence_mask",
+        "Correction of π_trainer / π_engine: per sequence or token, where the ratio is above the clip, leave it out "
+        '("mask") or cap it ("truncate"); "off" saves a forward, for an engine in the trainer\'s dtype.',
+        one_of=IMPORTANCE_MODES,
+    )
+    importance_clip: float = setting(3.0, "The largest ratio that counts as it is.", above=0)
+
+    @property
+    def corrects(self) -> bool:
+        return self.importance_mode != OFF
+
+
+def setting_of(kind: str, spelling: Any = None) -> str:
+    """Return the setting as a user writes it: "reward" -> "inner.rewards.function", "reward.exact" -> its table.
+
+    spelling: the setting's value; it tells whether rows come from a file or a task."""
+    if kind in (EVAL, "prompts") and is_task(spelling):
+        return "eval.task" if kind == EVAL else "inner.data.task"
+    if kind == EVAL:
+        return "eval.prompts"
+    if kind == MODULES:
+        return "the modules beside inner.rewards and inner.sampling.environment"
+    return "inner.rewards.functions" if kind.startswith("reward.") else f"inner.{FILE_SETTINGS[kind]}"
+
+
+def is_code(kind: str) -> bool:
+    """Whether files of this kind are Python, spelled "file.py:name"."""
+    return kind.partition(".")[0] in ("reward", "environment", "process")

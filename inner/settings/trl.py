@@ -10,10 +10,13 @@ No torch here.
 import numbers
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
+
+if TYPE_CHECKING:
+    from inner.settings.inner import InnerConfig
 
 _SAME = ("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "gradient_accumulation_steps")
 _SAMPLING = ("num_generations", "max_completion_length", "temperature", "max_tool_calling_iterations")
@@ -112,11 +115,25 @@ _ELSEWHERE = {
 # the same for names from older TRLs, PEFT and other trainers
 ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
+BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
-def check_trl(values: Mapping[str, Any]) -> None:
-    """Raise InnerError for the first setting that TRL does not have, that the run owns, or that has another type."""
+def check_trl(config: "InnerConfig") -> None:
+    """Raise InnerError for a setting that TRL does not have, that the run owns, that has another type, or that
+    contradicts the run's other settings."""
+    _check_names(config.trl)
+    _check_reward_weights(config)
+    if config.loop == "supervised":
+        return
+    _check_batching(config)
+    if config.vllm is None and (unread := [name for name in ENGINE_ONLY if name in config.trl]):
+        raise InnerError(
+            f"inner.trl.{unread[0]} does nothing here: nothing generates with vLLM. Add the table [inner.vllm]."
+        )
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in ALIASES and name not in TRL_FIELDS:
             raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")
@@ -139,6 +156,35 @@ def check_trl(values: Mapping[str, Any]) -> None:
             f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
             "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
             "several. With [inner.vllm], vLLM's own name is stop."
+        )
+
+
+def _check_reward_weights(config: "InnerConfig") -> None:
+    """Require one weight per reward function, as TRL does. An environment's get_reward has no weight."""
+    weights = config.trl.get("reward_weights")
+    if config.rewards.functions and weights is not None:
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} is set beside [inner.rewards.functions], "
+            "which has the weights. Leave inner.trl.reward_weights out."
+        )
+    own = config.scoring_task is not None or config.model == "toolworld"
+    functions = len(config.rewards.lines) or int(own)
+    if isinstance(weights, list) and len(weights) != functions:
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} has {len(weights)} weights, and the run has {functions} reward "
+            f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
+            "[inner.rewards.functions]."
+        )
+
+
+def _check_batching(config: "InnerConfig") -> None:
+    """Refuse BATCHING: to generate, TRL 1.16 casts the whole model to bfloat16, and never back."""
+    asked = [name for name in BATCHING if config.trl.get(name)]
+    if asked and config.dtype == "float32" and config.autocast != "off":
+        raise InnerError(
+            f'inner.trl.{asked[0]} = true with inner.autocast = "{config.autocast}": where products are taken in '
+            "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
+            '"off", or leave it out (on a CPU it is the slower way to generate).'
         )
 
 

@@ -1,6 +1,6 @@
 """[inner.vllm]: generate with vLLM, in the replica's own process.   If the table exists, vLLM is on.
 
-    [inner.vllm]              an empty table: vLLM with the defaults below
+    [inner.vllm]              an empty table: vLLM with the defaults of VllmSettings
     (no such table)           transformers generates
 
 The engine holds a second copy of the weights, which the trainer sends before each generation (rollouts/engine.py).
@@ -11,66 +11,26 @@ Not promised: an engine on another device or machine than the replica's.  No tor
 """
 
 import importlib.util
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from inner.errors import InnerError
-from inner.settings.tables import Table, setting
+from inner.settings.task import IMPORTANCE_MODES, VllmSettings
 
-ENGINE_DTYPES = ("float32", "bfloat16")
-OFF = "off"
-IMPORTANCE_MODES = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate", OFF)
 INSTALL = "pip install -c executors/platforms/packages/constraints-vllm.txt -e '.[vllm]'"
 
 
-@dataclass(frozen=True)
-class VllmSettings(Table):
-    """Generate with vLLM. The table is the switch: an empty one takes the defaults (vllm.md)."""
-
-    path: ClassVar[str] = "inner.vllm"
-
-    memory: float = setting(
-        0.3, "Share of the GPU's memory for the engine: its weights, activations and KV cache.", above=0, below=1
-    )
-    max_model_length: int | None = setting(
-        None,
-        "Tokens of the longest prompt and its completion together (default: the model's own limit, for which the KV "
-        "cache is often too small).",
-        above=0,
-    )
-    sleep: bool = setting(
-        False, "Free the engine's memory while the optimizer works; each generation loads the weights again."
-    )
-    dtype: str | None = setting(
-        None,
-        "The dtype that the engine computes in (default: inner.dtype). bfloat16 under a float32 trainer is faster, and "
-        "samples from a slightly other policy.",
-        one_of=ENGINE_DTYPES,
-    )
-    importance_mode: str = setting(
-        "sequence_mask",
-        "Correction of π_trainer / π_engine: per sequence or token, where the ratio is above the clip, leave it out "
-        '("mask") or cap it ("truncate"); "off" saves a forward, for an engine in the trainer\'s dtype.',
-        one_of=IMPORTANCE_MODES,
-    )
-    importance_clip: float = setting(3.0, "The largest ratio that counts as it is.", above=0)
-
-    @property
-    def corrects(self) -> bool:
-        return self.importance_mode != OFF
-
-    def to_trl(self) -> dict[str, Any]:
-        """Return keywords for GRPOConfig."""
-        return {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": self.memory,
-            "vllm_max_model_length": self.max_model_length,
-            "vllm_enable_sleep_mode": self.sleep,
-            "vllm_importance_sampling_correction": self.corrects,
-            "vllm_importance_sampling_mode": self.importance_mode if self.corrects else IMPORTANCE_MODES[0],
-            "vllm_importance_sampling_clip_max": self.importance_clip,
-        }
+def vllm_keywords(settings: VllmSettings) -> dict[str, Any]:
+    """Return keywords for GRPOConfig."""
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": settings.memory,
+        "vllm_max_model_length": settings.max_model_length,
+        "vllm_enable_sleep_mode": settings.sleep,
+        "vllm_importance_sampling_correction": settings.corrects,
+        "vllm_importance_sampling_mode": settings.importance_mode if settings.corrects else IMPORTANCE_MODES[0],
+        "vllm_importance_sampling_clip_max": settings.importance_clip,
+    }
 
 
 def has_vllm() -> bool:

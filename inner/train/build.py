@@ -6,7 +6,7 @@
     build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
-    *.gguf       dequantised (inner/models/gguf_model.py)
+    *.gguf       dequantised (inner/models/gguf.py)
     others       loaded from the folder or the Hub at `revision`, saved again
 
 Not promised: that a Hub id without `revision` is the same model tomorrow; a run therefore records the commit
@@ -18,32 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
-from inner.rollouts.positions import number_positions
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:
-    from inner.settings.lora import LoraSettings
+    from inner.settings.task import LoraSettings
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
 
 def build_inner(
-    config: InnerConfig,
-    model_dir: Path,
-    files: Files,
-    seeds: Seeds,
-    warmup_steps: int = 0,
-    scratch: Path | None = None,
+    config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
 ) -> InnerLoop:
     """Build the loop that `config` describes, on the model in `model_dir`. It begins at inner step `seeds.start`.
 
@@ -122,7 +111,7 @@ def _load_model(
     where = {"revision": revision} if revision is not None else {}
     try:
         if is_gguf_file(source):
-            from inner.models.gguf_model import load_gguf
+            from inner.models.gguf import load_gguf
 
             model, tokenizer = load_gguf(source, config.dtype)
         else:

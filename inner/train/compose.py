@@ -27,6 +27,7 @@ from inner.channels.terms import distillation_loss, preference_loss
 from inner.losses.divergence import zero_on_graph
 from inner.losses.preference import sequence_logprobs
 from inner.settings.channels import ChannelSettings
+from inner.settings.keywords import channels_from_keywords
 
 Batch = Mapping[str, Tensor]
 
@@ -71,7 +72,7 @@ def compose_loss(
     replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot work."""
     if sdpo_wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
         raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
-    settings = ChannelSettings.from_keywords(
+    settings = channels_from_keywords(
         alpha_sdpo=alpha_sdpo,
         beta_replay=beta_replay,
         sdpo_jsd_beta=sdpo_jsd_beta,
@@ -223,11 +224,7 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
         batch[f"dpo_{side}_ref_logprobs"] = torch.zeros(1, device=device)
     if hint is not None:
         hinted_ids, hinted_mask = _encode(tokenizer, f"{question} {hint}", answer, device)
-        batch |= {
-            "ctx_teacher_input_ids": hinted_ids,
-            "ctx_teacher_loss_mask": hinted_mask,
-            "sdpo_loss_mask": mask,
-        }
+        batch |= {"ctx_teacher_input_ids": hinted_ids, "ctx_teacher_loss_mask": hinted_mask, "sdpo_loss_mask": mask}
     return batch
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from inner.data.prompts import load_prompts
 from inner.data.rendering import template_fault
-from inner.settings.flat_names import EVAL, setting_of
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
-from inner.usercode.rehearse import ask_child
+from inner.settings.task import EVAL, setting_of
+from inner.usercode.rehearse import ask_child, read_asked
 
 TIME_S = 120.0
 PROMPTS_S = 30.0
@@ -169,10 +169,8 @@ def _check_tools(config: InnerConfig, loop: Any) -> None:
 
 
 def main(asked: Mapping[str, Any]) -> None:
-    files = {k: Path(v) for k, v in asked["files"].items()}
-    config = InnerConfig.from_dict(asked["inner"])
     try:
-        answer = {"note": check_start(config, files, Path(asked["folder"]), asked["held_out"])}
+        answer = {"note": check_start(*read_asked(asked), Path(asked["folder"]), asked["held_out"])}
     except InnerError as error:
         answer = {"refused": str(error)}
     Path(asked["answer"]).write_text(json.dumps(answer), encoding="utf-8")

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -31,11 +31,9 @@ from torch.utils import data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from inner.host import Host
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, gpu_has_bfloat16
-from inner.rollouts.engine_choice import MASKED
-from inner.rollouts.generation import BROKEN
+from inner.rollouts.generation import BROKEN, MASKED
 from inner.rollouts.sample import RolloutSample, secrets_here
 from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
 from inner.settings.poconfig import POConfig, make_po_config
@@ -43,6 +41,9 @@ from inner.train.metric_means import MetricMeans
 from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
 from inner.usercode.reward_calls import RewardCalls
+
+if TYPE_CHECKING:
+    from inner.host import Host
 
 # transformers 5.17 (the newest that vLLM 0.31 accepts) has only the older name; later versions warn about it
 NAMES = POConfig.__dataclass_fields__
@@ -140,12 +141,7 @@ class GrpoLoop:
 
     @_silence_libraries()
     def _build_trainer(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
-        seeds: Seeds,
-        warmup_steps: int,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, seeds: Seeds, warmup_steps: int
     ) -> PolicyTrainer:
         config = self.config
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
@@ -177,7 +173,7 @@ class GrpoLoop:
             drop_reference_copy(model)
         return trainer
 
-    def report_to(self, host: Host) -> None:
+    def report_to(self, host: "Host") -> None:
         self._reward_calls.host = host
         self.trainer.report_to(host)
 
@@ -217,10 +213,11 @@ def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer],
     has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
     if not (has_terms or task.pairs or task.process):
         return PolicyTrainer, {}
+    from inner.settings.keywords import keywords_of
     from inner.train.trainer import ComposerReplicationTrainer
 
     given = {"pairs": task.pairs, "hint": task.hint, "process": task.process}
-    return ComposerReplicationTrainer, {**channels.to_keywords(), **given}
+    return ComposerReplicationTrainer, {**keywords_of(channels), **given}
 
 
 class Rows(data.Dataset):
@@ -290,6 +287,14 @@ class _Watch(TrainerCallback):
             control.should_training_stop = True
 
 
+def _vllm_keywords(config: InnerConfig) -> dict[str, Any]:
+    if config.vllm is None:
+        return {}
+    from inner.settings.vllm import vllm_keywords
+
+    return vllm_keywords(config.vllm)
+
+
 def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
     """Return TRL's settings. Its defaults suit large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
@@ -308,7 +313,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_completion_length=config.completion_length,
         max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
         temperature=config.sampling.temperature,
-        **(config.vllm.to_trl() if config.vllm is not None else {}),
+        **_vllm_keywords(config),
         **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
         **config.trl,
         **config.grpo.overrides,

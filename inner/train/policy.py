@@ -11,14 +11,16 @@ Not promised: more than one process per model.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from inner.host import Host
 from inner.models.precision import check_precision
 from inner.rollouts.generation import GenerationTrainer
 from inner.settings.inner import Theta
+
+if TYPE_CHECKING:
+    from inner.host import Host
 
 
 class PolicyTrainer(GenerationTrainer):
@@ -37,7 +39,7 @@ class PolicyTrainer(GenerationTrainer):
         self._step_of_run = step
         self._theta = theta
 
-    def report_to(self, host: Host) -> None:
+    def report_to(self, host: "Host") -> None:
         """Take a host for errors of the user's code.  Does nothing here: rewards have theirs in RewardCalls."""
 
     def _committed_step(self) -> int:

@@ -3,10 +3,16 @@
     tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
     step i   has the micro-batches i·GA … i·GA + GA - 1; (data seed, micro-batch number) decides each: data/order.py
 
-Not promised: that each epoch shows every token once; windows are drawn with replacement. No trl here.
+The loss on a held-out text (`text_losses`), in nats per token. Every call gives the same numbers.
+
+    tokens   ┊─w─┊……┊─w─┊……┊─w─┊        at most MOST windows of `width` + 1 tokens, evenly spaced
+    loss     of each window: the mean over its tokens
+
+Not promised: that each epoch shows every token once; windows are drawn with replacement; the loss that other programs
+report for a text; their windows and contexts differ. No trl here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,8 @@ from inner.models.precision import casts_products, check_precision, gpu_has_bflo
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
+MOST, AT_ONCE = 64, 8  # windows of `text_losses`
+
 
 class SupervisedLoop:
     """The InnerLoop of loop = "supervised". A second `train` call continues in the data where the first one ended."""
@@ -31,12 +39,7 @@ class SupervisedLoop:
     boundary = 1
 
     def __init__(
-        self,
-        config: InnerConfig,
-        model: nn.Module,
-        tokens: np.ndarray,
-        seeds: Seeds,
-        warmup_steps: int = 0,
+        self, config: InnerConfig, model: nn.Module, tokens: np.ndarray, seeds: Seeds, warmup_steps: int = 0
     ) -> None:
         if len(tokens) <= config.data.context_length:
             raise InnerError(
@@ -148,3 +151,32 @@ def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, v
             f"to {vocabulary - 1}. Tokenise it with this model's tokenizer."
         )
     return tokens
+
+
+# -------------------------------------------------------------------- the loss on a held-out text
+
+
+@torch.inference_mode()
+def text_losses(model: nn.Module, tokens: np.ndarray, width: int) -> list[float]:
+    """Return one loss per window; [] if the text is shorter than a window.   tokens: ids, (n,)."""
+    training = model.training
+    model.eval()
+    losses = [loss for batch in _windows(tokens, width) for loss in _window_losses(model, batch)]
+    model.train(training)
+    return losses
+
+
+def _windows(tokens: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """Yield ids (B, width + 1), B ≤ AT_ONCE."""
+    last = len(tokens) - width - 1
+    count = 0 if last < 0 else min(MOST, last // width + 1)
+    starts = np.linspace(0, max(0, last), count).astype(int)
+    for at in range(0, count, AT_ONCE):
+        yield np.stack([tokens[start : start + width + 1] for start in starts[at : at + AT_ONCE]]).astype(np.int64)
+
+
+def _window_losses(model: nn.Module, ids: np.ndarray) -> list[float]:
+    ids_B_T = torch.from_numpy(ids).to(next(model.parameters()).device)
+    logits = model(input_ids=ids_B_T[:, :-1]).logits.float()
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), ids_B_T[:, 1:], reduction="none")
+    return losses.mean(dim=1).tolist()

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inner.data.prompts import load_prompts, local_file
+from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig
-from inner.settings.process import ProcessSettings
 from inner.settings.task import reward_name
-from inner.usercode.environment import load_environment
-from inner.usercode.userfiles import load_module, load_object
+from inner.usercode.userfiles import load_environment, load_module, load_object
 
 Reward = Callable[..., Sequence[float | None]]
 

@@ -49,11 +49,11 @@ from inner.data.order import Share, step_in_generation
 from inner.host import Host
 from inner.losses.divergence import zero_on_graph
 from inner.replay.pairs import DPOPair
-from inner.settings.channels import ChannelSettings, linear_ramp, pop_channel_settings
+from inner.settings.channels import linear_ramp
 from inner.settings.inner import InnerError
+from inner.settings.keywords import channels_from_keywords, pop_channel_settings
 from inner.train.policy import PolicyTrainer
-from inner.usercode.hint_calls import ForgivingHint
-from inner.usercode.process_calls import ForgivingProcess
+from inner.usercode.forgiving import ForgivingHint, ForgivingProcess
 
 # Key of TRL's batches: one list of lessons per rollout. TRL's shuffle and split keep lists and rollouts aligned.
 LESSONS = "sdpo_lessons"
@@ -78,38 +78,23 @@ class ComposerReplicationTrainer(PolicyTrainer):
     def __init__(
         self,
         *args: Any,
-        objective: str | None = None,
         alpha_sdpo: float = 0.0,
         beta_replay: float = 0.0,
-        sdpo_jsd_beta: float = 0.5,
-        sdpo_temperature: float = 1.0,
-        sdpo_token_clip: float | None = None,
-        replay_dpo_beta: float = 0.1,
         sdpo_teacher: str | nn.Module = "round",
-        sdpo_wrapper: str = "none",
-        dpo_variant: str = "dpo",
         pairs: Sequence[DPOPair] | str | Path | None = None,
         hint: Hint | None = None,
         process: ProcessReward | None = None,
-        data_seed: int | None = None,
-        start: int = 0,
         **kwargs: Any,
     ) -> None:
         other = sdpo_teacher if isinstance(sdpo_teacher, nn.Module) else None
-        self.channels = ChannelSettings.from_keywords(
+        self.channels = channels_from_keywords(
             alpha_sdpo=alpha_sdpo,
             beta_replay=beta_replay,
-            sdpo_jsd_beta=sdpo_jsd_beta,
-            sdpo_temperature=sdpo_temperature,
-            sdpo_token_clip=sdpo_token_clip,
-            replay_dpo_beta=replay_dpo_beta,
             sdpo_teacher="frozen" if isinstance(sdpo_teacher, nn.Module) else sdpo_teacher,
-            sdpo_wrapper=sdpo_wrapper,
-            dpo_variant=dpo_variant,
             **pop_channel_settings(kwargs),
         )
         self.reads_turns = self.channels.sdpo.is_used or process is not None
-        super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
+        super().__init__(*args, **kwargs)
         self._turns: list[list[Turn]] | None = None  # of each rollout of the last generation, with failed calls
         self.alpha_sdpo = alpha_sdpo
         self.beta_replay = beta_replay

@@ -20,12 +20,11 @@ from inner.channels.lessons import Rollout
 from inner.channels.spans import Turn
 from inner.data.prompts import load_prompts, local_file
 from inner.replay.pairs import training_pairs
-from inner.settings.flat_names import is_code
+from inner.settings.channels import ProcessSettings, read_head_width
 from inner.settings.inner import Files, InnerConfig, InnerError
-from inner.settings.process import ProcessSettings, read_head_width
-from inner.usercode.environment import load_environment
+from inner.settings.task import is_code
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
-from inner.usercode.userfiles import check_syntax, load_object, load_reward, user_lines
+from inner.usercode.userfiles import check_syntax, load_environment, load_object, load_reward, user_lines
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:

@@ -119,6 +119,11 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 # -------------------------------------------------------------------- in the child process
 
 
+def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
+    """Return what the parent's `ask_child` was given."""
+    return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}
+
+
 def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
     from inner.usercode.check import check_inner
 
@@ -150,8 +155,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def main(asked: Mapping[str, Any]) -> None:
-    files = {k: Path(v) for k, v in asked["files"].items()}
-    config = InnerConfig.from_dict(asked["inner"])
+    config, files = read_asked(asked)
     found = run_checks(config, files)
     _write(Path(asked["answer"]), found)  # before try_answers, which may take too long
     if not found.refused:

@@ -16,18 +16,19 @@ Not promised: to end an async reward that blocks its event loop; the watchdog en
 import asyncio
 import inspect
 import math
+import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.errors import RewardFailed
-from inner.host import Host, StandaloneHost
 from inner.usercode.attempts import (
     Again,
     Answer,
@@ -43,9 +44,24 @@ from inner.usercode.attempts import (
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, remind_after
 
+if TYPE_CHECKING:
+    from inner.host import Host
+
 BATCHES = 3  # this many in a row without any reward end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
+
+
+class StandaloneHost:
+    """The Host of a loop that belongs to no run."""
+
+    def note(self, text: str) -> None: ...
+
+    def emit(self, event: str, text: str, **fields: Any) -> None:
+        warnings.warn(text, stacklevel=2)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class RewardCalls:
@@ -61,7 +77,7 @@ class RewardCalls:
         timeout_s: float,
         group: int,
         clock: Callable[[], float],
-        host: Host | None = None,
+        host: "Host | None" = None,
         broken: str | float = WORST,
     ) -> None:
         self.tries = retries + 1

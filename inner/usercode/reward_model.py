@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from inner.data.hub_pins import pin_commit
+from inner.data.hub_data import pin_commit
 from inner.data.rendering import as_texts
 from inner.errors import InnerError
 from inner.models.hub_model import cached_file, fetch_snapshot

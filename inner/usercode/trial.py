@@ -24,9 +24,9 @@ from typing import Any
 from inner.data.rendering import prompt_ids, render_text, template_fault, text_of
 from inner.models.known import folder_or_refusal
 from inner.models.naming import is_gguf_file
-from inner.settings.flat_names import setting_of
 from inner.settings.inner import Files, InnerConfig, InnerError
-from inner.usercode.rehearse import ask_child
+from inner.settings.task import setting_of
+from inner.usercode.rehearse import ask_child, read_asked
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
 MOST_PROMPTS = 1000  # whose lengths are measured
@@ -216,11 +216,8 @@ def _try_row(
 
 
 def main(asked: Mapping[str, Any]) -> None:
-    files = {k: Path(v) for k, v in asked["files"].items()}
     try:
-        found = asdict(
-            run_trial(InnerConfig.from_dict(asked["inner"]), files, rows=asked["rows"], given=asked["given"])
-        )
+        found = asdict(run_trial(*read_asked(asked), rows=asked["rows"], given=asked["given"]))
     except InnerError as error:
         found = {"refused": str(error)}
     except Exception as error:  # not the user's code: a reward's errors are InnerErrors

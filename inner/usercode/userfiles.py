@@ -1,9 +1,14 @@
-"""Load the user's code: "reward.py:score" -> a function.
+"""Load and check the user's code: "reward.py:score" -> a function.
 
     rewards.function = "reward.py:score"       as the user wrote it; the name of the function follows the last ":"
     files["reward"] = Path("/…/reward.py")    the local copy
 
-Every fault in a user's file becomes an InnerError that shows the line in that file.
+    "env.py:Env" ──▶ imported · built · has reset · get_reward if there is no reward · every tool has a schema
+
+An environment is a class whose public methods are the tools of a rollout. Every fault in a user's file becomes an
+InnerError that shows the line in that file.
+
+Not promised: that `reset` takes a row (check.py tests it), or that a tool does what its docstring says.
 """
 
 import asyncio
@@ -13,14 +18,15 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from inner.data.prompts import local_file
-from inner.settings.flat_names import MODULES, setting_of
-from inner.settings.inner import Files, InnerError
+from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.settings.task import MODULES, setting_of
 from inner.usercode.attempts import LARGEST, is_reward
 from inner.usercode.reward_form import call_fault
 
@@ -148,6 +154,32 @@ def _column_advice(error: Exception, columns: Mapping[str, Any]) -> str:
     return f"\n  the prompts have no column {asked!r}; did you mean {near[0]!r}?" if near else ""
 
 
+def guard_answers(reward: Any) -> Any:
+    """Wrap a reward so that its answers are checked, for a trainer without RewardCalls. Without the check, TRL would
+    read a NaN as "cannot say". A reward that is a model is returned as it is."""
+    from torch import nn
+
+    if isinstance(reward, nn.Module) or not callable(reward):
+        return reward
+    name = getattr(reward, "__name__", type(reward).__name__)
+    function = cast(Any, reward)
+
+    def check(values: Any, kwargs: Any) -> list[float | None]:
+        if isinstance(values, list | tuple):  # they may be numpy or torch scalars
+            values = [value.item() if hasattr(value, "item") else value for value in values]
+        return checked_rewards(values, len(kwargs["completions"]), name)
+
+    @wraps(reward, updated=())
+    def checked(*args: Any, **kwargs: Any) -> list[float | None]:
+        return check(function(*args, **kwargs), kwargs)
+
+    @wraps(reward, updated=())
+    async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
+        return check(await function(*args, **kwargs), kwargs)
+
+    return checked_later if inspect.iscoroutinefunction(reward) else checked
+
+
 def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:
     """Return one finite number (or None: "cannot say") per completion.   Raises InnerError for other values."""
     if hasattr(values, "tolist"):
@@ -167,3 +199,58 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
                 'most, or None for "cannot say".'
             )
     return list(values)
+
+
+# -------------------------------------------------------------------- the environment
+
+
+def load_environment(config: InnerConfig, files: Files) -> type | None:
+    """Return the user's environment class, checked; None if the config has none."""
+    spelling = config.sampling.environment
+    if spelling is None:
+        return None
+    found = load_object("environment", spelling, files)
+    path = local_file("environment", spelling, files)
+    try:
+        instance = found()
+    except Exception as error:
+        raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error
+    _check_members(config, type(instance))
+    for tool in tool_names(type(instance)):
+        _check_schema(spelling, getattr(instance, tool), path)
+    return found
+
+
+def tool_names(environment: type) -> list[str]:
+    """Return the tools by TRL's rule: every public method except reset and get_reward."""
+    members = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+
+
+def _check_members(config: InnerConfig, environment: type) -> None:
+    spelling = config.sampling.environment
+    if not hasattr(environment, "reset"):
+        raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
+    is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
+    if not is_scored and not hasattr(environment, "get_reward"):
+        raise InnerError(
+            f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
+            'inner.rewards.function = "file.py:function".'
+        )
+    if config.sdpo.weight > 0 and not tool_names(environment):
+        raise InnerError(
+            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and environment {spelling} has no public "
+            "method, so no tool can fail. Add a tool, or set inner.sdpo.weight = 0."
+        )
+
+
+def _check_schema(spelling: str, tool: Any, path: Path) -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        get_json_schema(tool)
+    except Exception as error:
+        raise InnerError(
+            f"environment {spelling}: tool {tool.__name__} cannot be described to the model ({error}). In {path.name}, "
+            'give every argument a type and a line under "Args:" in the docstring.'
+        ) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inner.worlds.body import tiny_llama
+from inner.worlds.toolworld import tiny_llama
 
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig

@@ -22,25 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from inner.worlds.body import tiny_llama
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
 
 NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1
-SPECIAL = [
-    "<pad>",
-    "<unk>",
-    "<end>",
-    "<user>",
-    "<assistant>",
-    "<tool>",
-    "<system>",
-    "<call>",
-    "</call>",
-]
+SPECIAL = ["<pad>", "<unk>", "<end>", "<user>", "<assistant>", "<tool>", "<system>", "<call>", "</call>"]
 TEMPLATE = (
     "{%- for m in messages -%}"
     "{%- if m.role == 'user' -%}<user> {{ m.content }} <end> "
@@ -59,22 +47,42 @@ CALL_FIELD = {
     "close_pattern": r"</call>\s*",
     "repeats": True,
     "content": "xml-inline",
-    "content_args": {
-        "tag_pattern": r"(?P<key>[ab]) (?P<value>\d+)",
-        "value_parser": {"name": "int"},
-    },
+    "content_args": {"tag_pattern": r"(?P<key>[ab]) (?P<value>\d+)", "value_parser": {"name": "int"}},
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",
-    "fields": {
-        "tool_calls": CALL_FIELD,
-        "content": {"close_pattern": r"<end>\s*", "content": "text"},
-    },
+    "fields": {"tool_calls": CALL_FIELD, "content": {"close_pattern": r"<end>\s*", "content": "text"}},
 }
 
 Message = dict[str, Any]
+
+
+def tiny_llama(tokenizer: Any, positions: int, seed: int) -> LlamaForCausalLM:
+    """Return the built-in models' architecture with random weights: a Llama of about 0.1 M parameters. One seed always
+    gives the same bits. The caller's random state does not change.
+
+    It is not a Qwen2: if a folder's config says "qwen2", AutoTokenizer ignores the folder's tokenizer and silently uses
+    Qwen2's (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.05,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
 
 
 @dataclass(frozen=True)
@@ -141,18 +149,10 @@ class ToolWorld:
             answer = "giveup"
         else:  # any number, because the model should learn to copy it
             tool = answer = str(rng.randrange(NUMBERS))
-        return [
-            *messages,
-            {"role": "tool", "content": tool},
-            {"role": "assistant", "content": answer},
-        ]
+        return [*messages, {"role": "tool", "content": tool}, {"role": "assistant", "content": answer}]
 
     def warm_start(
-        self,
-        model: LlamaForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        steps: int = 450,
-        seed: int = 0,
+        self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int = 450, seed: int = 0
     ) -> float:
         """Take supervised steps on the assistant's tokens, in place. Return the last loss."""
         rng = random.Random(seed)

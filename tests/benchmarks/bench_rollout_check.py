@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from inner.extras.rollout_check.check import RolloutCheck, check_rollouts
-from inner.models.gguf_model import load_gguf
+from inner.models.gguf import load_gguf
 
 PROMPTS, TOKENS = 4, 32
 QUESTIONS = (

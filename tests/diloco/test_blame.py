@@ -21,7 +21,7 @@ from diloco.run.config import ConfigError
 from diloco.run.record import read_run
 from executors.cli.main import main, split_command
 from inner.train.build import load_start
-from inner.train.text_loss import text_losses
+from inner.train.supervised import text_losses
 from rendezvous import layout
 from tests.support.puppets import PuppetRun, toward
 

@@ -30,7 +30,7 @@ from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
 from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter
 from inner.models.optim import make_optimizer
-from inner.settings.lora import LoraSettings
+from inner.settings.task import LoraSettings
 from inner.train.build import load_start
 from inner.train.grpo import _silence_libraries, trainer_arguments
 from inner.train.trainer import ComposerReplicationTrainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inner.models.gguf_model import load_gguf
+from inner.models.gguf import load_gguf
 from inner.settings.vllm import has_vllm
 from rendezvous import FileStore, SystemClock, follow_weights, layout
 from rendezvous.background import Inline, no_emit

@@ -9,8 +9,7 @@ from diloco.run.config import RunConfig
 from diloco.run.sizing import BUILT_IN
 from executors.preflight.outlook import rate_line
 from inner import InnerConfig
-from inner.settings.lora import LoraSettings
-from inner.settings.task import DataSettings, RewardSettings, ScheduleSettings
+from inner.settings.task import DataSettings, LoraSettings, RewardSettings, ScheduleSettings
 from rendezvous.codecs import get_codec
 from rendezvous.keeping.garbage import parse_blob_key
 from tests.support.fleet import Fleet

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from inner import InnerConfig, InnerError, ToolWorld
-from inner.channels.pair_ids import encode_fitting_pairs
+from inner.channels.reference import encode_fitting_pairs
 from inner.train.dry_run import check_start, dry_run
-from inner.worlds.body import tiny_llama
+from inner.worlds.toolworld import tiny_llama
 from tests.support.tables import merge_tables
 
 DEEPSEEK = (

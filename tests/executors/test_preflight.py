@@ -26,7 +26,7 @@ from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
 from inner.models.known import cached_snapshot, known_model
 from inner.usercode.rehearse import missing_package, rehearse
-from inner.worlds.body import tiny_llama
+from inner.worlds.toolworld import tiny_llama
 from tests.executors import test_pair_templates as pair_templates
 from tests.executors.test_cli import ROOT
 from tests.support.hf_server import HFServer

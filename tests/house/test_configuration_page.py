@@ -8,9 +8,10 @@ import pytest
 from diloco.run import reference
 from diloco.run.config import ConfigError, RunConfig
 from executors.cli.checking.init import RUN
-from inner.settings.flat_names import FILE_SETTINGS, FLAT_NAMES
-from inner.settings.inner import MOVED, InnerConfig, InnerError
+from inner.settings.flat_names import FLAT_NAMES, MOVED
+from inner.settings.inner import InnerConfig, InnerError
 from inner.settings.tables import Table, list_settings
+from inner.settings.task import FILE_SETTINGS
 
 
 def test_the_page_is_what_the_code_says() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from inner.channels.lessons import Rollout, reprompt, rollout_lessons
-from inner.channels.pair_ids import encode_pair, turn_marks
+from inner.channels.reference import encode_pair, turn_marks
 from inner.channels.spans import Turn
 from inner.channels.teacher import DistillationTeacher
 from inner.channels.terms import scale_logits_as_model
@@ -25,8 +25,9 @@ from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
 from inner.models.causal_lm import causal_lm
 from inner.replay.pairs import DPOPair, save_pairs
-from inner.settings.channels import ChannelSettings, linear_ramp
+from inner.settings.channels import linear_ramp
 from inner.settings.inner import InnerConfig, InnerError
+from inner.settings.keywords import channels_from_keywords
 from inner.train.grpo import _silence_libraries
 from inner.train.trainer import LESSONS
 from inner.usercode.check import check_inner
@@ -432,7 +433,7 @@ def test_wrappers_are_their_kernels(wrapper: str) -> None:
 
 
 def test_weights_and_taids_t_move_with_the_committed_step() -> None:
-    settings = ChannelSettings.from_keywords(
+    settings = channels_from_keywords(
         alpha_sdpo=0.0, alpha_sdpo_end=0.2, beta_replay=0.3, beta_replay_end=0.0, sdpo_wrapper="taid", schedule_steps=10
     )
     trainer = make(

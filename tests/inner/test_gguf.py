@@ -15,7 +15,7 @@ from diloco.run.sizing import parameters_of
 from executors.platforms.places import Place
 from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model
-from inner.models.gguf_header import read_gguf_header
+from inner.models.gguf import read_gguf_header
 from inner.models.known import known_model
 from inner.models.naming import is_on_hub
 from tests.support.fleet import Fleet
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there_and_a_missing_package_say_what_to_do(
     with pytest.raises(InnerError, match=r"there is no such file here .*`make smollm2`"):
         known_model(gguf_config(tmp_path / "m.gguf"))
     write_gguf(tmp_path / "m.gguf")
-    monkeypatch.setattr("inner.models.gguf_header.find_spec", lambda name: None)
+    monkeypatch.setattr("inner.models.gguf.find_spec", lambda name: None)
     with pytest.raises(InnerError, match=r"pip install 'serverless-diloco\[gguf\]'"):
         known_model(gguf_config(tmp_path / "m.gguf"))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from inner.losses.divergence import divergence_entries
-from inner.settings.channels import CHANNEL_KEYWORDS, READ_ONLY_WHERE, ChannelError, ChannelSettings, highest_jsd_entry
+from inner.settings.channels import READ_ONLY_WHERE, ChannelError, highest_jsd_entry
 from inner.settings.flat_names import FLAT_NAMES
+from inner.settings.keywords import CHANNEL_KEYWORDS, channels_from_keywords
 
 ON: dict[str, Any] = {"alpha_sdpo": 0.1, "beta_replay": 0.1}
 CHANGED: dict[str, Any] = {
@@ -35,15 +36,15 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_setting_is_taken_where_it_acts_and_refused_where_its_channel_is_off(name: str) -> None:
-    ChannelSettings.from_keywords(**ON, **NEEDS.get(name, {}), **{name: CHANGED[name]})
+    channels_from_keywords(**ON, **NEEDS.get(name, {}), **{name: CHANGED[name]})
     with pytest.raises(ChannelError, match=rf"{name} = .* does nothing here.*(alpha_sdpo|beta_replay)"):
-        ChannelSettings.from_keywords(**{name: CHANGED[name]})
+        channels_from_keywords(**{name: CHANGED[name]})
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_setting_is_refused_under_another_choice(name: str) -> None:
     with pytest.raises(ChannelError, match=rf"{name} = .* does nothing here: it is read only where"):
-        ChannelSettings.from_keywords(**ON, **{name: CHANGED[name]})
+        channels_from_keywords(**ON, **{name: CHANGED[name]})
 
 
 @pytest.mark.parametrize(
@@ -60,12 +61,12 @@ def test_a_setting_is_refused_under_another_choice(name: str) -> None:
 )
 def test_wrappers_and_variants_refuse_what_they_never_read(settings: dict[str, Any]) -> None:
     with pytest.raises(ChannelError, match="does nothing here"):
-        ChannelSettings.from_keywords(**ON, **settings)
+        channels_from_keywords(**ON, **settings)
 
 
 def test_taid_without_a_weight_is_refused() -> None:
     with pytest.raises(ChannelError, match="sdpo_wrapper = 'taid' does nothing here"):
-        ChannelSettings.from_keywords(sdpo_wrapper="taid", schedule_steps=5)
+        channels_from_keywords(sdpo_wrapper="taid", schedule_steps=5)
 
 
 def test_every_setting_but_the_weights_stands_in_the_table() -> None:

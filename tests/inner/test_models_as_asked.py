@@ -24,9 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from inner.models.causal_lm import number_positions, sample_as_asked
 from inner.models.known import ask_hub, known_model, refuse_towers
-from inner.rollouts.positions import number_positions
-from inner.rollouts.sampling_config import sample_as_asked
 from inner.settings.inner import InnerConfig, InnerError
 from tests.inner import test_trainer
 from tests.inner.test_broken_policy import train_toy

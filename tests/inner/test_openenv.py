@@ -24,10 +24,10 @@ from inner.extras.openenv.client import (
     openenv_environment,
 )
 from inner.extras.openenv.mcp_tools import method_name, tool_method, tool_methods
-from inner.replay.tool_errors import error_record
+from inner.replay.states import error_record
 from inner.settings.inner import InnerError
 from inner.usercode.attempts import AtMostWorst
-from inner.usercode.environment import tool_names
+from inner.usercode.userfiles import tool_names
 
 websockets = pytest.importorskip("websockets", reason="the extra `openenv` is not installed")
 

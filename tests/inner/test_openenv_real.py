@@ -31,7 +31,7 @@ from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
 from inner.usercode.check import check_inner
-from inner.usercode.environment import load_environment, tool_names
+from inner.usercode.userfiles import load_environment, tool_names
 from tests.inner.test_openenv import failure_in, patient
 from tests.inner.test_toolworld import SMALL, WORLD, small_folder
 

@@ -10,7 +10,7 @@ from torch import nn
 from inner import InnerConfig, InnerError
 from inner.models.optim import MuonAndAdamW, RunSchedule, make_optimizer
 from inner.settings.inner import lr_factor
-from inner.settings.lora import LoraSettings
+from inner.settings.task import LoraSettings
 
 SUPERVISED: dict[str, Any] = {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}}
 

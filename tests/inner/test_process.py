@@ -30,7 +30,7 @@ from inner.settings.inner import InnerConfig, InnerError
 from inner.settings.objectives import PO_OBJECTIVES
 from inner.train.grpo import _silence_libraries
 from inner.usercode.check import check_data, check_inner
-from inner.usercode.process_calls import ForgivingProcess
+from inner.usercode.forgiving import ForgivingProcess
 from tests.inner.test_toolworld import WORLD, small_folder
 from tests.inner.test_trainer import make, measure, rollouts
 

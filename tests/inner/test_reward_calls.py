@@ -35,7 +35,7 @@ from inner.usercode.attempts import (
 )
 from inner.usercode.broken import BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within
-from inner.usercode.hint_calls import ForgivingHint
+from inner.usercode.forgiving import ForgivingHint
 from inner.usercode.reward_calls import RewardCalls, RewardFailed
 from tests.inner.test_toolworld import WORLD
 from tests.inner.test_trainer import B, make, rollouts

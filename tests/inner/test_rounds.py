@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from inner.channels.teacher import trained_parameters
 from inner.errors import InnerError, RewardFailed
 from inner.extras import monarch as actors
 from inner.extras.monarch.rounds import (
@@ -17,7 +18,6 @@ from inner.extras.monarch.rounds import (
     Weights,
     read_weights,
     refuse_unrepeatable,
-    trained_parameters,
     write_moments,
     write_weights,
 )

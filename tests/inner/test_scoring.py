@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from inner.host import StandaloneHost
 from inner.rollouts.scoring import committed_weights
+from inner.usercode.reward_calls import StandaloneHost
 from tests.inner.test_grpo import after, build
 from tests.inner.test_toolworld import WORLD
 

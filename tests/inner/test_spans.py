@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from inner import InnerError
-from inner.channels.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
+from inner.channels.spans import HintSplicer, Turn, model_turns, read_turns, splice_hint
 from inner.data.order import Share, prompt_order, window_starts
+from inner.replay.states import error_record
 from inner.train.metric_means import MetricMeans
 
 FAILED = "{'error': 'Tool t0_1 not found.'}"
@@ -16,6 +17,11 @@ def test_model_turns() -> None:
     assert model_turns([1, 1, 0, 0, 1]) == [(0, 2), (4, 5)]
     assert model_turns([0, 1]) == [(1, 2)]
     assert model_turns([]) == []
+
+
+def error_text(content: object) -> str | None:
+    record = error_record(content)
+    return None if record is None else str(record["error"])
 
 
 def test_error_text() -> None:

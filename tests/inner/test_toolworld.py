@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner, publish_model
-from inner.usercode.environment import tool_names
+from inner.usercode.userfiles import tool_names
 from inner.worlds.tiny import tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld, final_answer
 from tests.support.tables import merge_tables

@@ -19,8 +19,7 @@ from diloco.run.sizing import adapter_parameters
 from diloco.units import byte_size, duration
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, USD_PER_HOUR, Kind, memory_limit_mib
 from inner.settings.inner import InnerConfig
-from inner.settings.lora import LoraSettings
-from inner.settings.task import DataSettings, RewardSettings, SamplingSettings
+from inner.settings.task import DataSettings, LoraSettings, RewardSettings, SamplingSettings
 from rendezvous.codecs.choose import sync_seconds
 from tests.support.site_pages import DOCS
 

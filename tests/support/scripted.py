@@ -28,7 +28,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.channels.spans import context_and_action
 from inner.replay.actions import action_text
-from inner.worlds.body import tiny_llama
+from inner.worlds.toolworld import tiny_llama
 
 ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>"}
 LENGTH = 240  # tokens of a completion at most

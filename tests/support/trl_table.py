@@ -1,21 +1,24 @@
 """Writes inner/settings/trl_fields.py from the installed TRL: python -m tests.support.trl_table"""
 
 import dataclasses
+import textwrap
 import types
 import typing
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "inner" / "settings" / "trl_fields.py"
-HEAD = '''"""The settings of TRL's GRPOConfig and their types; made and compared by tests/support/trl_table.py.
+HEAD = '''"""The settings of TRL's GRPOConfig by their types; made and compared by tests/support/trl_table.py.
 
 No torch here.
 """
 
 TRL_VERSION = "{version}"
-TRL_FIELDS: dict[str, str] = {{
+_BY_TYPE = {{
 {rows}
-}}
+}}  # fmt: skip
+TRL_FIELDS: dict[str, str] = {{name: kind for kind, names in _BY_TYPE.items() for name in names}}
 '''
 PLAIN = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", list: "list", type(None): "None"}
 
@@ -25,8 +28,17 @@ def table_source() -> str:
     from trl.trainer.grpo_config import GRPOConfig
 
     hints = typing.get_type_hints(GRPOConfig)
-    rows = [f'    "{f.name}": "{type_text(hints[f.name])}",' for f in dataclasses.fields(GRPOConfig) if f.init]
-    return HEAD.format(version=trl.__version__, rows="\n".join(rows))
+    by_type = defaultdict[str, list[str]](list)
+    for f in dataclasses.fields(GRPOConfig):
+        if f.init:
+            by_type[type_text(hints[f.name])].append(f.name)
+    rows = "\n".join(f'    "{kind}": (\n{_wrapped(names)}\n    ),' for kind, names in by_type.items())
+    return HEAD.format(version=trl.__version__, rows=rows)
+
+
+def _wrapped(names: list[str]) -> str:
+    words = ", ".join(f'"{name}"' for name in names) + ","
+    return textwrap.fill(words, 120, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def type_text(hint: Any) -> str:

@@ -220,8 +220,7 @@ def _eval(args: Namespace, run: "Run") -> Answer:
 def _held_out_file(spelling: str, config: "RunConfig") -> Path:
     """Return the named file, or a file with the rows of a dataset of the Hub."""
     from diloco.run.data_files import gather_rows
-    from inner.settings.flat_names import EVAL
-    from inner.settings.task import is_one_file
+    from inner.settings.task import EVAL, is_one_file
 
     if not is_one_file(spelling):
         return gather_rows(EVAL, spelling, Path(), config.inner.data, say)[1]

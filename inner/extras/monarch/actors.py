@@ -14,9 +14,10 @@ Not promised: one GPU per actor; each uses the first GPU that it sees.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,6 @@ class ReplicaPlan:
     def check(self) -> None:
         """Raise InnerError for a plan that would end an actor, before any actor starts."""
         config = self.inner
-        config.check()
         refuse_unrepeatable(config, self.steps)
         if config.loop != "grpo" or config.vllm is not None:
             raise InnerError(
@@ -266,15 +266,11 @@ class ReplayPool:
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
             answers = list(threads.map(lambda pair: _ask_share(*pair), asked))
         place = {state["state_id"]: number for number, state in enumerate(states)}
-        return sorted(_flat(answers), key=lambda action: place[action["state_id"]])
+        return sorted(chain.from_iterable(answers), key=lambda action: place[action["state_id"]])
 
 
 def _ask_share(member: Member, states: list[TraceState]) -> list[TeacherAction]:
     return member.ask(lambda actor: member.wait(actor.answer.call_one(states)))
-
-
-def _flat(lists: Iterable[list[TeacherAction]]) -> list[TeacherAction]:
-    return [action for one in lists for action in one]
 
 
 _pool: ReplayPool | None = None

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, set_seed
 
+from inner.channels.teacher import trained_parameters
 from inner.errors import InnerError
 from inner.settings.inner import Files, InnerConfig, InnerLoop, Seeds
 from inner.train.build import build_inner
@@ -159,7 +160,9 @@ class _Session:
         if self._done < self._steps:
             self._seed_step()
             return False
-        self._answers.put(Round(self._t, self._read_weights(), self._read_carried(), self._loop.pop_metrics()))
+        model, optimizer = self._loop.model, self._loop.optimizer
+        carried = Carried([_copied(optimizer.state.get(p, {})) for p in trained_parameters(model).values()])
+        self._answers.put(Round(self._t, read_weights(model), carried, self._loop.pop_metrics()))
         return not self._begin_round()
 
     def _begin_round(self) -> bool:
@@ -171,7 +174,7 @@ class _Session:
         self._done = 0
         write_weights(self._loop.model, order.weights)
         if order.carried is not None:
-            self._write_carried(order.carried)
+            write_moments(self._loop.optimizer, self._loop.model, order.carried.moments)
         self._loop.follow(lambda: order.t, order.weights.items, lambda: 1)
         self._seed_step()
         return True
@@ -179,16 +182,6 @@ class _Session:
     def _seed_step(self) -> None:
         step = self._t * self._steps + self._done
         set_seed(int(np.random.SeedSequence([self._noise, step]).generate_state(1)[0]))
-
-    def _read_weights(self) -> Weights:
-        return read_weights(self._loop.model)
-
-    def _read_carried(self) -> Carried:
-        states = [self._loop.optimizer.state.get(p, {}) for p in trained_parameters(self._loop.model).values()]
-        return Carried([_copied(state) for state in states])
-
-    def _write_carried(self, carried: Carried) -> None:
-        write_moments(self._loop.optimizer, self._loop.model, carried.moments)
 
 
 class _BeforeEachStep(TrainerCallback):
@@ -216,10 +209,6 @@ def refuse_unrepeatable(config: InnerConfig, steps: int) -> None:
 
 
 # ---------------------------------------------------------------- trained parameters and their moments
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def read_weights(model: nn.Module) -> Weights:

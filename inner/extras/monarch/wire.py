@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from inner.channels.terms import Turns
-from inner.rollouts.sampling_config import sample_as_asked
+from inner.models.causal_lm import sample_as_asked
 
 RandomState = list[Tensor]  # the CPU's, and each GPU's
 

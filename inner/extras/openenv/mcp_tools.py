@@ -173,10 +173,7 @@ def _signature(types: Mapping[str, Any], defaults: Mapping[str, Any]) -> inspect
     """Return the signature (self, *, required …, optional = default …)."""
     parameters = [
         inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hint,
-            default=defaults.get(name, inspect.Parameter.empty),
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults.get(name, inspect.Parameter.empty)
         )
         for name, hint in types.items()
     ]

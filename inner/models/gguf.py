@@ -1,13 +1,18 @@
-"""Read the header of a .gguf file: architecture, and the shape and type of each tensor.
+"""A start model in a .gguf file: read its header, or load it. Its weights are dequantised; then it is a model like any
+other.
 
     "GGUF" │ version │ tensors │ keys │ key value key value … │ name shape type offset, of each tensor │ the data
 
-    read_gguf_header(path)    reads it
+    read_gguf_header(path)    architecture, and the shape and type of each tensor
     check_gguf_file(path)     also checks that transformers can read the file
+    load_gguf(path, dtype)    transformers, gguf ──▶ weights as numbers, tokenizer, chat template ──▶ a fresh model
 
-For a file with 50,000 tokens this takes a tenth of a second. The package gguf takes seconds, and is not needed here.
+For a file with 50,000 tokens the header takes a tenth of a second. The package gguf takes seconds, and is not needed
+for it. transformers does not save a model that it has read from a .gguf file, so the weights are copied into a fresh
+model. The file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
 
-Not promised: big-endian files, or version 1.  No torch here; gguf_model.py reads the weights.
+Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  No torch
+before `load_gguf`.
 """
 
 import struct
@@ -15,9 +20,12 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from inner.errors import InnerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
 MOST = 1 << 24  # most tensors, keys, array entries or text bytes in a valid header
@@ -136,3 +144,39 @@ def _value(file: BinaryIO, kind: int, depth: int = 0) -> Any:
         for _ in range(length):
             _value(file, of, depth + 1)
     return None
+
+
+# -------------------------------------------------------------------- the weights
+
+
+def load_gguf(model: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load model and tokenizer.   Raises InnerError if transformers cannot read the file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(model)
+    check_gguf_file(path)
+    folder = str(path.parent)
+    name = path.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        read = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InnerError(
+            f"model = '{model}' could not be read: {str(error).splitlines()[0]}. Give a folder that save_pretrained "
+            "wrote, or the model's name on the Hub, as inner.model."
+        ) from error
+    return _without_quantisation(read), tokenizer
+
+
+def _without_quantisation(read: Any) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+    config._name_or_path = ""
+    fresh = AutoModelForCausalLM.from_config(config, dtype=read.dtype)
+    fresh.load_state_dict(read.state_dict())
+    fresh.generation_config = read.generation_config
+    return fresh

@@ -1,0 +1,96 @@
+"""Settings of what a plain run leaves out, against each other: loop = "supervised", sdpo, process, vllm.
+
+Not promised: contradictions inside one table, which its own class finds.  No torch here.
+"""
+
+from typing import TYPE_CHECKING
+
+from inner.errors import InnerError
+from inner.settings.channels import WHOLE_SEQUENCE_LOSSES
+
+if TYPE_CHECKING:
+    from inner.settings.inner import InnerConfig
+
+
+def check_options(config: "InnerConfig") -> None:
+    """Raise InnerError if settings of these options contradict others."""
+    if config.loop == "supervised":
+        _check_supervised(config)
+        return
+    _check_vllm(config)
+    _check_process(config)
+    _check_sdpo(config)
+
+
+def _check_supervised(config: "InnerConfig") -> None:
+    if config.data.text is None:
+        raise InnerError(
+            'inner.loop = "supervised" has no text to learn from. Set inner.data.text to a .txt, .npy or .bin file.'
+        )
+    if config.model == "toolworld":
+        raise InnerError(
+            'inner.model = "toolworld" only knows its own 200 words. For inner.loop = "supervised" set '
+            'inner.model = "tiny" (bytes), a local folder or a Hub id.'
+        )
+    if config.vllm is not None:
+        raise InnerError(
+            '[inner.vllm] generates rollouts, and inner.loop = "supervised" has none. Leave the table out, or set '
+            'inner.loop = "grpo".'
+        )
+    if config.sdpo.is_used or config.replay.is_used:
+        raise InnerError(
+            f"inner.sdpo.weight = {config.sdpo.weight} and inner.replay.weight = {config.replay.weight} are terms "
+            'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
+            "to 0."
+        )
+    if config.process is not None:
+        raise InnerError(
+            '[inner.process] scores turns of rollouts, and inner.loop = "supervised" has none. Leave the table '
+            'out, or set inner.loop = "grpo".'
+        )
+
+
+def _check_vllm(config: "InnerConfig") -> None:
+    if config.vllm is None:
+        return
+    mode = config.vllm.importance_mode
+    if config.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
+        raise InnerError(
+            f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
+            'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'
+        )
+
+
+def _check_process(config: "InnerConfig") -> None:
+    if config.process is None:
+        return
+    if config.objective_settings.get("loss_type") in WHOLE_SEQUENCE_LOSSES:
+        raise InnerError(
+            f"[inner.process] gives each turn an advantage of its own, and inner.grpo.objective = "
+            f'"{config.grpo.objective}" has one for the whole rollout by its formula. Choose another objective, or '
+            "leave [inner.process] out."
+        )
+    if config.grpo.weight == 0:
+        raise InnerError(
+            "[inner.process] moves the policy gradient, which inner.grpo.weight = 0 leaves out. Set "
+            "inner.grpo.weight above 0, or leave [inner.process] out."
+        )
+
+
+def _check_sdpo(config: "InnerConfig") -> None:
+    if not config.sdpo.is_used:
+        return
+    has_tools = config.sampling.environment is not None or config.model == "toolworld"
+    iterations = config.sampling.max_tool_calling_iterations
+    if config.sdpo.context == "hint" and (not has_tools or iterations == 0):
+        raise InnerError(
+            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and this run can never report one "
+            f"(inner.sampling.environment = {config.sampling.environment}, max_tool_calling_iterations = "
+            f'{iterations}). Set inner.sampling.environment, inner.sdpo.context = "rollout", or inner.sdpo.weight '
+            "= 0."
+        )
+    if config.sdpo.may_collapse:
+        raise InnerError(
+            f"inner.sdpo.weight = {config.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
+            'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
+        )

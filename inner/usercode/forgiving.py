@@ -1,0 +1,99 @@
+"""Call the user's hint and process reward in a replica: an error costs only that hint, or the scores of one batch.
+
+    hint(row, error)   raises, or returns neither text nor None ──▶ None, and an event for the host, once a minute
+    score(rollouts)    raises, or returns what cannot be read ──▶ no scores, and an event for the host, once a minute
+                       └ in all of a session's first TRIES batches ──▶ InnerError: this session ends
+
+Not promised: to end a hint or a process reward that hangs; the watchdog ends that session.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from inner.channels.hints import Hint
+from inner.channels.lessons import Rollout
+from inner.channels.process_reward import ProcessReward, ScoredSpan, score_steps
+from inner.errors import InnerError
+from inner.host import Host
+
+EMIT_EVERY_S = 60.0
+TRIES = 3  # this many failed batches end a session without a success
+
+
+class _Failures:
+    """Report failures to a host, once a minute.   event: its name.   what: failed.   cost: what a failure costs."""
+
+    def __init__(self, event: str, what: str, cost: str, host: Host, clock: Callable[[], float]) -> None:
+        self._event = event
+        self._what = what
+        self._cost = cost
+        self._host = host
+        self._clock = clock
+        self._last_emit_at = -math.inf
+        self._count = 0
+
+    def note(self, error: Exception) -> None:
+        now = self._clock()
+        self._count += 1
+        if now - self._last_emit_at >= EMIT_EVERY_S:
+            text = f"{self._what} failed: {type(error).__name__}: {error} ({self._count} since the last report)"
+            self._host.emit(self._event, f"{text}; {self._cost}", failures=self._count)
+            self._last_emit_at = now
+            self._count = 0
+
+
+class ForgivingHint:
+    """A Hint that wraps the user's, and its `prepare` if there is one. It never raises."""
+
+    def __init__(self, hint: Hint, host: Host, clock: Callable[[], float]) -> None:
+        self._hint = hint
+        name = getattr(hint, "__name__", type(hint).__name__)
+        self._failures = _Failures("hint_failed", f"the hint {name}", "those turns have no hint", host, clock)
+
+    def prepare(self, asked: Any) -> None:
+        ask: Callable[[Any], None] | None = getattr(self._hint, "prepare", None)
+        try:
+            if ask is not None:
+                ask(asked)
+        except Exception as error:
+            self._failures.note(error)
+
+    def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
+        try:
+            found = self._hint(row, error)
+            if found is not None and not isinstance(found, str):
+                raise TypeError(f"a hint is text or None, found {found!r}")
+            return found
+        except Exception as failure:
+            self._failures.note(failure)
+            return None
+
+
+class ForgivingProcess:
+    """Score rollouts like `score_steps`; return [] if the user's code fails.
+
+    Raises InnerError at a session's third failed batch if none has worked: the run would cost money without scores."""
+
+    def __init__(self, process: ProcessReward, host: Host, clock: Callable[[], float]) -> None:
+        self._process = process
+        what, cost = f"the process reward {process.name}", "those batches learn from their rewards alone"
+        self._failures = _Failures("process_failed", what, cost, host, clock)
+        self._failed_first = 0
+        self._worked = False
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[ScoredSpan]:
+        try:
+            steps = score_steps(self._process, rollouts)
+        except Exception as error:
+            self._failures.note(error)
+            self._failed_first += not self._worked
+            if self._failed_first == TRIES:
+                raise InnerError(
+                    f"the process reward {self._process.name} failed for the first {TRIES} batches of this session: "
+                    f"{type(error).__name__}: {error}\n  next: correct it and start another --run, or leave "
+                    "[inner.process] out."
+                ) from error
+            return []
+        self._worked = True
+        return steps
