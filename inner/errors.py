@@ -11,7 +11,7 @@ class InnerError(RuntimeError):
 
 
 class SandboxMissing(InnerError):
-    """This machine cannot sandbox programs that a model wrote; another may."""
+    """This machine cannot sandbox programs that a model wrote; another machine may be able to."""
 
 
 class RewardFailed(RuntimeError):

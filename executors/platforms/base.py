@@ -291,7 +291,7 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
         dry_run: only describe them.   Raise ExecutorError if the platform cannot list them.
         """
-        raise ExecutorError(f"{self.name} keeps no list of what was started there; `diloco stop RUN` ends one run")
+        raise ExecutorError(f"{self.name} cannot list the processes started there; `diloco stop RUN` ends one run")
 
     def sweep(self, run: str) -> list[str]:
         """End all processes of the run, of any launcher; return a description of each.  Raises ExecutorError."""

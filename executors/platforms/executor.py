@@ -100,7 +100,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Launch specs.  A launch that has a process is not repeated; a failed launch may be tried again."""
+        """Launch specs.  Skip a launch that has a process already; try a failed launch again."""
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):

@@ -49,8 +49,9 @@ def arguments_per_rank(arguments: Arguments, n: int) -> list[dict[str, Any]]:
     rows = [arguments or {}] * n if arguments is None or isinstance(arguments, Mapping) else list(arguments)
     if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(
-            f"entrypoint_args must be one mapping of keywords for all, or a list with one per rank: {n} are launched, "
-            f"and it has {len(rows)} of {', '.join(sorted({type(row).__name__ for row in rows})) or 'nothing'}"
+            f"entrypoint_args must be one mapping of keywords for all ranks, or a list with one mapping per rank. {n} "
+            f"ranks are launched, and the list has {len(rows)} values "
+            f"(types: {', '.join(sorted({type(row).__name__ for row in rows})) or 'none'})"
         )
     try:
         json.dumps(rows)

@@ -70,7 +70,7 @@ def named_packages(place: Place, option: str = "pip") -> list[str]:
 
 
 def _left_here(task: str, place: Place) -> str:
-    """Return the module of a taskset that is on no index, unless an option adds it; else ""."""
+    """Return the taskset's module if it is on no index and no option of the place adds it, else ""."""
     module = _taskset_module(task)
     if not module or any(key in place.options for key in ("image", "code")):
         return ""

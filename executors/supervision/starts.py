@@ -60,7 +60,7 @@ class Starts:
         return place.executor in FAR and asked_for(place.gpu) > 0
 
     def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
-        """Start them; return why the run must end instead, or "".
+        """Launch the starts.   Return "", or the reason why the run must end.
 
         If a platform refuses or does not answer, and the run has had launches, try again later.
         """
@@ -76,7 +76,7 @@ class Starts:
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
-        """Launch all at once, or none if the budget does not allow all of them."""
+        """Launch all of these starts in one call, or none of them if the budget does not allow all."""
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))

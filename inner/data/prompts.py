@@ -67,7 +67,7 @@ def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: R
 
 
 def read_rows(name: str, path: Path) -> Iterator[Numbered]:
-    """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for an unknown kind of file."""
+    """Yield a file's rows.   name: the setting, for messages.   Raises InnerError for an unknown kind of file."""
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise InnerError(

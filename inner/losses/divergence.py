@@ -129,8 +129,8 @@ def mean_by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, mask:
     """Return the mean of a loss of logits (..., V) over a 0/1 mask (...). An empty mask gives 0, on the graph."""
     if student.shape != teacher.shape or mask.shape != student.shape[:-1]:
         raise ValueError(
-            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask {tuple(mask.shape)} do not fit: "
-            "(..., V), (..., V), (...)."
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask {tuple(mask.shape)} have "
+            "wrong shapes. They must be (..., V), (..., V) and (...)."
         )
     if bool((mask < 0).any()):
         raise ValueError("the mask holds negative numbers: these are labels. Pass labels != -100.")

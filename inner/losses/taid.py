@@ -6,8 +6,8 @@
 t = 0: the student's own entropy, without gradient. t = 1: forward KL plus the teacher's entropy; the gradient is
 forward KL's. L is a cross-entropy, so for equal distributions it is their entropy, not 0.
 
-Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5e-4) is smaller than the line's slope
-.6/N, unless N is above ~4000 steps. Raise `alpha` for short runs.
+Not promised: that the scheduler adapts. With the defaults the scheduler's own step (≤ 1.5e-4) is smaller than
+the line's slope .6/N, unless N is above ~4000 steps. Raise `alpha` for short runs.
 """
 
 from math import exp, isfinite
@@ -33,7 +33,7 @@ def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: f
 
 
 def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
-    """Return (1 - t) S + t T_. A side with weight 0 is left out, even its -inf."""
+    """Return (1 - t) · student + t · teacher. Leave out a side with weight 0, even its -inf."""
     student = student if student.dtype == torch.float64 else student.float()
     if t == 0:
         return student

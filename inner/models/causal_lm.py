@@ -8,7 +8,8 @@ Positions are counted from a row's first token, for models with absolute positio
     without    0  1  2  3  4        not the policy that generated: GPT-2's log-probs are .75 nats off
     with       0  0  0  1  2        as `generate` counts them
 
-TRL's losses pass no positions. Rotary positions are relative, so models with them stay unchanged and keep TRL's bits.
+TRL's losses pass no positions. Rotary positions are relative, so this module does not change a model with them: its
+results stay bit for bit those of TRL.
 
 Only run.toml says how to sample, both in rollouts and in [eval]:
 
@@ -48,8 +49,9 @@ def sample_as_asked(model: Any) -> None:
 
 
 def number_positions(model: Any) -> None:
-    """Pass absolute positions to every forward of the backbone.  Raises InnerError if it takes no position_ids.
+    """Pass absolute positions to every forward of the backbone.
 
+    Raises InnerError if the backbone's forward takes no position_ids.
     It does nothing for relative positions, and nothing at a second call."""
     backbone = causal_lm(model).base_model
     if not has_absolute_positions(model):

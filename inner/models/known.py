@@ -127,9 +127,9 @@ def refuse_towers(config: Any, model: str) -> None:
     if towers:
         raise InnerError(
             f"model = {model!r} is a multimodal checkpoint: its config.json has {', '.join(towers)}. A run trains "
-            "language models on text. The rest would be counted, sent and stepped without ever seeing an input, or be "
-            "missing from what `diloco export` writes. Take the family's text-only checkpoint, or save its language "
-            "model alone (docs/faq.md has the lines), and set inner.model to that folder."
+            "language models on text. The run would count, send and step the other parts, which never see an input, or "
+            "`diloco export` would omit them. Use the family's text-only checkpoint, or save only the language model "
+            "(docs/faq.md has the lines). Then set inner.model to that folder."
         )
 
 

@@ -46,7 +46,7 @@ def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer for hooks and schedule. The parts share its groups and state."""
+    """Muon and AdamW as one optimizer for hooks and schedule. It shares its groups and state with its parts."""
 
     def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
         super().__init__([*matrices, *others], {"lr": adam["lr"]})

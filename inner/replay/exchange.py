@@ -11,8 +11,9 @@
     B = 1 MiB + 64 bytes · max_tokens
 
 The deadline is for the whole exchange, because a server that sends one byte a second never triggers a timeout between
-two reads. The request asks for an unpacked answer (`Accept-Encoding: identity`); a packed one is unpacked up to B. The
-body is always read as UTF-8: the charset in the headers could name any Python codec, and some do not decode to text.
+two reads. The request asks for an unpacked answer (`Accept-Encoding: identity`); from a packed one, the module
+unpacks at most B bytes. The body is always read as UTF-8: the charset in the headers could name any Python codec, and
+some do not decode to text.
 
 Not promised: that an endpoint charges nothing for an exchange that was cut off. So it counts as the worst case.
 """

@@ -142,7 +142,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def error_record(content: object) -> dict[str, Any] | None:
-    """Return {"error": text, and what the environment added}; None if it is not an error."""
+    """Return {"error": text, and what the environment added}; None if `content` is not an error."""
     if not isinstance(content, str):
         return None
     if content.startswith(("{'error':", '{"error":')):

@@ -14,7 +14,8 @@ teachers and student. For SWE-agent and SWE-smith, the form is derived from the 
 
 `tools` are the JSON schemas that the agent had. The files do not contain them; without them a teacher cannot call.
 
-Not promised: that every SWE-agent error is found. The files do not mark errors, so only their texts tell.
+Not promised: that every SWE-agent error is found. The files do not mark errors, so the reader
+finds an error only by its text.
 """
 
 import json

@@ -5,7 +5,7 @@
     text  ─▶ no token of a chat template?               ─▶ None           else the token
 
 A lone surrogate ("\\ud800") is valid JSON but not valid UTF-8, so a program that writes it as UTF-8 fails. Deep nesting
-breaks recursive readers, also the standard library's, with an exception that is not a ValueError.
+makes recursive readers, such as the standard library's, raise an exception that is not a ValueError.
 
 Not promised: that TEMPLATE_TOKEN matches every model's tokens. If the tokenizer is known, ask it
 (inner/channels/reference.py).
@@ -27,7 +27,7 @@ TEMPLATE_TOKEN = re.compile(
 
 
 def load_json(written: bytes | str) -> Any:
-    """Parse JSON.   Raises ValueError if it is not UTF-8, not JSON, or deeper than DEEPEST."""
+    """Parse JSON.   Raises ValueError if `written` is not UTF-8, not JSON, or deeper than DEEPEST levels."""
     text = written.decode("utf-8-sig") if isinstance(written, bytes) else written
     try:
         value = json.loads(text)

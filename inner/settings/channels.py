@@ -41,7 +41,7 @@ WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # loss types whose formula has one advantage 
 
 @dataclass(frozen=True)
 class SdpoSettings(Table):
-    """Distillation of the model's own answers, seen with a hint or a sibling's success."""
+    """Self-distillation: the teacher scores the model's own answers, and also reads a hint or a successful answer."""
 
     path: ClassVar[str] = "inner.sdpo"
     error: ClassVar[type[Exception]] = ChannelError

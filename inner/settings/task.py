@@ -158,7 +158,7 @@ def check_sources(name: str, prompts: str | list[str] | None) -> None:
 
 @dataclass(frozen=True)
 class RewardSettings(Table):
-    """The worth of an answer."""
+    """The reward functions, and what happens if one of them fails."""
 
     path: ClassVar[str] = "inner.rewards"
 

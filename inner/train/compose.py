@@ -195,8 +195,8 @@ def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
     longer = inputs["ctx_teacher_input_ids"].size(1) - student_mask.size(1)
     if longer < 0:
         raise ValueError(
-            f"ctx_teacher_input_ids are {-longer} tokens shorter than input_ids; a hint makes them longer. Pass "
-            "ctx_teacher_loss_mask to say which tokens belong together."
+            f"ctx_teacher_input_ids are {-longer} tokens shorter than input_ids, but a hint makes them longer. "
+            "Pass ctx_teacher_loss_mask: it says which tokens belong together."
         )
     return nn.functional.pad(student_mask, (longer, 0))
 

@@ -243,7 +243,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
         while (body := store.get(layout.claim_key(slot, generation))) is not None:
             other = _claim_in(body, slot, generation)
             if other and 0 < launch_of(host, slot) < launch_of(other.host, slot):
-                raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
+                raise Fenced(f"{slot} belongs to a later launch than {host}; this process ends")
             generation += 1
         mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
         won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
@@ -252,7 +252,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
         if (other := _claim_in(value, slot, generation)) is not None:
             raise Fenced(
                 f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
-                f"(generation {generation}); this process goes"
+                f"(generation {generation}); this process ends"
             )
 
 
@@ -327,7 +327,7 @@ class Membership:
         if self.fenced_by > self.generation:
             raise Fenced(
                 f"{self.slot} now belongs to generation {self.fenced_by}; this process (generation "
-                f"{self.generation}) goes. Its offers still count"
+                f"{self.generation}) ends. Its offers still count"
             )
 
     def claim(self, store: Store) -> int:
@@ -344,7 +344,7 @@ class Membership:
         return heard
 
     def note_offer(self, offer: Offer) -> None:
-        """Note an offer.  If the beat of its generation had stopped, never trust that generation's beats again."""
+        """Note an offer.  If its generation's heartbeat had stopped, never trust that heartbeat again."""
         peer = self.peers.get(offer.slot)
         if peer and peer.is_dead(self.timing.dead_after) and peer.beat.generation == offer.generation:
             self._untrusted[offer.slot] = offer.generation

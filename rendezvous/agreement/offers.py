@@ -10,7 +10,7 @@ The chain alone decides which record is eligible, so all replicas find the same 
 lets a generation offer although its predecessor left a record that does not count; with one register per slot it could
 not.
 
-Not promised: that an unknown offer does not exist.  Only a new GET shows that.
+Not promised: that an unknown offer does not exist.  Only a new GET shows whether it exists.
 """
 
 from collections.abc import Callable, Iterable
@@ -129,7 +129,7 @@ class OfferBook:
     def read_offer(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
         """Decode the record under `key` as the slot's offer for step s.
 
-        Return None for VOID, and for a record that is not such an offer.  Report such a record once.
+        Return None for VOID, and for a rejected record.  Report a rejected record once.
         """
         if body == VOID:
             return None

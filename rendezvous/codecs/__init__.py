@@ -36,7 +36,7 @@ DENSE = ("fp32", "bf16", "int8", "int4")  # a sum of bodies is as small as one b
 
 @cache
 def get_codec(name: str) -> "Codec":
-    """Return the codec of this name.   Raise ValueError if there is none."""
+    """Return the codec of this name.   Raise ValueError if no codec has this name."""
     from rendezvous.codecs import gate, rows, topk
     from rendezvous.codecs.pieces import RowCodec
 

@@ -7,11 +7,11 @@
       mean/*.bin           may go │  may go │   kept  │  kept        replaced: may go if its commit's mean is announced
       *.safetensors        may go │  may go │   kept  │  kept        all manifests stay
 
-For F·max_carry steps a commit may still list a late delta; an unlisted delta is deleted with its step, below d.  The
-readers of a delta that commit t lists are the replicas that have not taken step t.  A replica that takes part reads the
-other bodies, and its own from memory.  Every other replica reads the announced mean, and so does one that finds a body
-deleted.  Before s, a delta is needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair
-the mean.
+A commit may list a late delta until F·max_carry steps after the delta's step.  So a delta that no commit lists is
+deleted only below d, with the rest of its step.  The readers of a delta that commit t
+lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and its own from
+memory.  Every other replica reads the announced mean, and so does one that finds a body deleted.  Before s, a
+delta is needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
 
 The budget (keeping/budget.py) decides which of the blobs that may go are deleted; a budget of 0 keeps none of them.
 
@@ -108,7 +108,8 @@ def announced_stands(store: Store, commit: Commit) -> bool:
 def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
     """Whether a collector may have deleted the bodies that `commit` lists.
 
-    It may if the commit's mean is announced and there is a newer snapshot.   hint: a step that may have a snapshot.
+    This is possible if the commit's mean is announced and a replica can heal from a newer snapshot.
+    hint: a step that may have a snapshot.
     """
     if not announced_stands(store, commit):
         return False
@@ -294,7 +295,10 @@ class Collector:
         return gone
 
     def _first_dirty(self, kind: str, end: int) -> int:
-        """Return the first step below `end` with blobs of this kind, by bisection: they go in ascending order."""
+        """Return the first step below `end` with blobs of this kind, or `end`.
+
+        Bisection finds it, because collectors delete blobs in ascending order.
+        """
         return bisect_left(range(end), True, key=lambda t: bool(self._old_blobs(t, kind, end)))
 
     def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:

@@ -87,7 +87,7 @@ def from_json(kind: type[T], raw: Any) -> T:
 
 @cache
 def check_of(hint: Any) -> Check:
-    """Return a function that turns a JSON value into one of this annotation."""
+    """Return a function that turns a JSON value into a value of the type `hint`, or raises ValueError."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:

@@ -6,9 +6,9 @@
 
 An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
 offered, before it is stepped, and after.  The first two are compared with the stored digest, the third one is stored.
-The bytes of the other fragments are compared at their own turns.  All fragments are compared before a use of the whole
-state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3 times the size of
-the state, for every F.
+The bytes of another fragment are compared in the sync that changes that fragment.  All fragments are compared before a
+use of the whole state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3
+times the size of the state, for every F.
 
 Digests are hexadecimal text; a digest of digests takes their ASCII bytes.  Not promised: detection of forgeries.
 """

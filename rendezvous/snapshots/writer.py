@@ -174,7 +174,7 @@ class SnapshotWriter:
             self.run_in_background(lambda: self._publish_manifest(writing))
 
     def release_fragment(self, fragment: int) -> None:
-        """Copy the unread rest of a fragment that is about to be stepped."""
+        """Copy the part of a fragment that the writer has not read, before an outer step changes the fragment."""
         writing = self._now
         if writing is not None and not writing.written and (size := writing.file.release_fragment(fragment)):
             self.emit("snapshot_copied", step=writing.mine.t, bytes=size)

@@ -306,7 +306,7 @@ def parse_address(url: str) -> Address:
 def _parse_hf(where: str, path: str, endpoint: str) -> tuple[str, str, str]:
     kind, namespace, bucket, prefix = [*path.strip("/").split("/", 3), "", "", ""][:4]
     if kind != "buckets" or not bucket:
-        raise ValueError(f"{where}: write hf://buckets/namespace/bucket/prefix; other places cannot carry a run")
+        raise ValueError(f"{where}: on the Hub, a run must be in a bucket; write hf://buckets/namespace/bucket/prefix")
     gateway = endpoint or os.environ.get("HF_S3_ENDPOINT") or HF_GATEWAY
     return bucket, prefix, f"{gateway.rstrip('/')}/{namespace}"
 

@@ -37,7 +37,7 @@ class Spares:
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
     def reuse_file(self, size: int, name: str) -> bool:
-        """Rename a spare file of exactly `size` bytes, with no other name, to `name`.   Return whether one exists."""
+        """Rename to `name` a spare file of exactly `size` bytes without another name.   Return whether this worked."""
         with self._lock:
             self._begin_in_process()
             for spare in self._names:
@@ -50,7 +50,7 @@ class Spares:
         return False
 
     def keep_name(self, name: str) -> None:
-        """Keep the temporary file `name`, which also has a key by now, under a spare name."""
+        """Rename the temporary file `name` to a spare name.  By now a key is the second name of this file."""
         with self._lock:
             self._begin_in_process()
             self._count += 1

@@ -4,9 +4,9 @@
     parts     = 8 at a time, each in flight / 8; below 40 MiB in flight fewer parts, of 5 MiB
 
 "In flight" are the bytes that are sent at the same time.  A request has a time limit, and all parts in flight share the
-link.  With 256 MiB in flight and 300 s per request, a link slower than 7.2 Mbit/s never finished.  An upload without an
-answer in time is tried again with a quarter of the bytes in flight; the least is 5 MiB in REQUEST_S, or 0.35 Mbit/s.
-If one part fails, the client repeats only that part.
+link.  With 256 MiB in flight and 300 s per request, no upload would end in time on a link slower than 7.2 Mbit/s.  An
+upload without an answer in time is tried again with a quarter of the bytes in flight; the least is 5 MiB in REQUEST_S,
+or 0.35 Mbit/s.  If one part fails, the client repeats only that part.
 
 Not promised: that a second try of an upload reuses parts of the first.
 """
@@ -37,7 +37,7 @@ class Uplink:
             self.in_flight = int(min(most, max(LEAST, size / max(seconds, 1e-6) * self.request_s / 2)))
 
     def can_slow_down(self) -> bool:
-        """Reduce the bytes in flight, after an upload without an answer.   Return whether they could be reduced."""
+        """Reduce the bytes in flight, after an upload without an answer.   Return False if no reduction is possible."""
         before = self.in_flight
         self.in_flight = max(LEAST, before // 4)
         return self.in_flight < before

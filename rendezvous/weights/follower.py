@@ -191,7 +191,7 @@ class WeightsFollower:
         for part in weights.parts:
             for changes in decode(self._fetch(part)):
                 if changes.start + changes.count > len(self._bits):
-                    raise Corrupt("a patch writes behind the last value")
+                    raise Corrupt("a patch writes values after the last position")
                 changes.apply(self._bits)
                 touched |= changes.touch(bounds)
         found = digest_of_bits(self._bits)

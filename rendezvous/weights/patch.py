@@ -71,7 +71,7 @@ class Changes:
         part[slice(None) if self.positions is None else self.positions] = self.values
 
     def touch(self, bounds: np.ndarray) -> np.ndarray:
-        """Return, for each range from one bound of the whole vector to the next, whether it has a changed value."""
+        """Return for each range whether it has a changed value.   bounds: borders of ranges in the whole vector."""
         inside = np.clip(bounds - self.start, 0, self.count)
         before = inside if self.positions is None else np.searchsorted(self.positions, inside)
         return before[1:] > before[:-1]

@@ -236,7 +236,7 @@ def test_a_supervised_run_is_judged_by_its_own_text(tmp_path: Path, capsys: pyte
     ids = tmp_path / "held-out.npy"
     np.save(ids, np.arange(16))
     assert main(["blame", run.url, "--text", str(ids)]) == 2
-    assert "has 16 tokens; a window needs 17. Name a longer text" in capsys.readouterr().err
+    assert "has 16 tokens; the loss needs 17. Name a longer text" in capsys.readouterr().err
     long = np.tile(np.arange(16), 40)
     np.save(ids, long)
     assert main(["blame", run.url, "--text", str(ids), "--json"]) == 0
@@ -336,7 +336,7 @@ def test_a_turned_sign_is_found_by_asking_explain(tmp_path: Path, capfd: pytest.
         (["blame", "--from", "2", "--to", "1"], "from θ_2 to θ_1 there is no outer step"),
         (["blame", "--to", "9"], "step 9 has not been taken yet"),
         (["blame", "--text", "nowhere.txt"], "there is no file nowhere.txt"),
-        (["blame", "--no-metric", "--", "true"], "--no-metric and -- COMMAND name two ways to judge"),
+        (["blame", "--no-metric", "--", "true"], "--no-metric and -- COMMAND exclude each other"),
     ],
 )
 def test_what_cannot_be_done(

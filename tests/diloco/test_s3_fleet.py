@@ -181,4 +181,4 @@ def test_the_command_from_train_to_export(
 
 def test_the_demo_wants_a_folder(s3: S3Server, capsys) -> None:
     assert cli.main(["demo", "--run", URL]) == 2
-    assert "the demo lives in a folder" in capsys.readouterr().err
+    assert "the demo runs in a folder" in capsys.readouterr().err

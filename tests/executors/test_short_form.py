@@ -49,8 +49,8 @@ def test_a_function_of_a_module_is_taken_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ([{"x": 1}], "2 are launched, and it has 1"),
-        ([1, 2], "2 of int"),
+        ([{"x": 1}], "2 ranks are launched, and the list has 1"),
+        ([1, 2], r"2 values \(types: int\)"),
         ({"x": object()}, "go to other machines as JSON"),
     ],
 )
@@ -60,7 +60,7 @@ def test_arguments_that_cannot_be_dealt_out_are_refused(arguments, word) -> None
 
 
 def test_such_a_launch_is_refused_as_every_other() -> None:
-    with LocalProcessExecutor() as here, pytest.raises(ExecutorError, match="2 are launched"):
+    with LocalProcessExecutor() as here, pytest.raises(ExecutorError, match="2 ranks are launched"):
         here.launch_replicas(n_replicas=2, entrypoint=f"{ENTRY}:returns", entrypoint_args=[{}])
 
 

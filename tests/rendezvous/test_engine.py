@@ -208,7 +208,7 @@ def test_the_older_of_two_lives_is_fenced_and_says_so(clock: ManualClock) -> Non
     store, a, b = pair(clock)
     young = Seat(store, "r01", clock).join()
     b.rv.members.tick()
-    with pytest.raises(Fenced, match=r"r01 now belongs to generation 2; this process \(generation 1\) goes"):
+    with pytest.raises(Fenced, match=r"r01 now belongs to generation 2; this process \(generation 1\) ends"):
         b.offer()
     assert together(a, young).fence["r01"] == 2
 

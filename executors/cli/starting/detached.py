@@ -49,7 +49,7 @@ NOT_HEARD = (
 
 @dataclass(frozen=True)
 class Detached:
-    """A detached supervisor.   where: in words.   native: its id on a platform, "" for a local process.
+    """A detached supervisor.   where: in words.   native: the platform's id for it, "" for a local process.
 
     found: it ran before this command.   ended(): its outcome, None while it runs.   cancel(): ends it.
     """
@@ -153,7 +153,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: Beat | None, say: Callable[[str], None]
 ) -> Outcome | None:
-    """Wait for the supervisor; return None once it supervises, else its outcome."""
+    """Wait until the supervisor supervises, and return None.  If it ends or stays silent, return the outcome."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if _has_looked_since(run.store, before):

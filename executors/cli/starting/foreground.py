@@ -3,7 +3,8 @@
     Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
     another process supervises already: only show the run
 
-Not promised: that a viewer sees a supervisor's death at once; its heartbeat stops changing, and `show` says so.
+Not promised: that a viewer sees a supervisor's death at once.  The supervisor's heartbeat
+stops changing, and `show` reports it.
 """
 
 import os
@@ -70,7 +71,10 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
 
 @contextmanager
 def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM, SIGHUP: the first asks replicas to leave, the second kills them, the third ends us."""
+    """Handle Ctrl-C, SIGTERM, SIGHUP.
+
+    The first signal asks replicas to leave, the second kills them, the third ends this process.
+    """
     asked = 0
 
     def asked_again(*_: object) -> None:

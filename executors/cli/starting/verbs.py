@@ -289,7 +289,7 @@ def _demo(args: Namespace) -> Answer:
 
     if args.url and not run_url.is_folder(args.url):
         raise run_url.UsageError(
-            f"the demo lives in a folder of this machine, not at {args.url}; use e.g. --run runs/demo"
+            f"the demo runs in a folder of this machine, not at {args.url}. Use for example --run runs/demo"
         )
     folder = Path(run_url.shareable_url(args.url).removeprefix("file://")) if args.url else None
     if not args.json:

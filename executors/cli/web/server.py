@@ -101,7 +101,7 @@ def page_address(bind: str, door: Door) -> str:
 
 
 def bound_socket(bind: str, port: int | None) -> socket.socket:
-    """Return a listening socket.   port: None: PORT, or a free one if PORT is in use.   Raises UsageError."""
+    """Return a listening socket.   port: None means PORT, or a free port if PORT is in use.   Raises UsageError."""
     try:
         return _listen(bind, PORT if port is None else port)
     except OSError as error:

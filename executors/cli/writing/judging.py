@@ -135,4 +135,4 @@ def _refuse_two_metrics(asked: JudgeRequest) -> None:
         "-- COMMAND": asked.command,
     }  # fmt: skip
     if len(given := [name for name, value in ways.items() if value]) > 1:
-        raise UsageError(f"{' and '.join(given)} name two ways to judge. Leave one of them out")
+        raise UsageError(f"{' and '.join(given)} exclude each other. Use only one of them")

@@ -27,7 +27,7 @@ class JobLists:
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
     def list_run(self, run: str) -> list[HubJob]:
-        """List the jobs of a run, in one try."""
+        """List the jobs of a run, without a retry."""
         self._lists[run] = found = self._hub.jobs(run)
         return found
 

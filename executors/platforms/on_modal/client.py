@@ -147,7 +147,7 @@ def live_apps() -> list[str]:
 
 
 def volume_id(name: str) -> str:
-    """Return the id of a volume, which is made if there is none of that name."""
+    """Return the id of the volume `name`; make the volume if there is none."""
     return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
 
 

@@ -151,7 +151,7 @@ class ModalExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
-        """Start one process; a known launch is not repeated."""
+        """Start one process.   known: the launch's entry if it was started before; then start nothing."""
         kind = self._apps.kind_of(spec)
         watches = spec.slot == SUPERVISOR
         crashes = SUPERVISOR_CRASHES if watches else modal_app.CRASHES

@@ -4,7 +4,7 @@
     transformers 5.24.0.dev0   ─▶ transformers      an index has no dev version: it chooses the version
     nvidia-cublas-cu12, cuda-bindings, triton, …    nothing: torch's wheel names those of its own CUDA
 
-A laptop's torch for CUDA 12.6 and the index's for CUDA 13 need different ones: pins would conflict.
+CUDA packages get no pin: a laptop's torch for CUDA 12.6 and the index's torch for CUDA 13 need different ones.
 
     constraints-vllm.txt ──▶ Modal         its image has exactly these versions ┐
                          ──▶ HF Jobs, sky  constraints of the installation      ├─▶ python -c CHECK ─▶ the replica

@@ -141,7 +141,7 @@ class Messenger:
         self._waiting.put((message, body))
 
     def take(self, limit_s: float = 0.0) -> tuple[dict[str, Any], str] | None:
-        """Return a message that was delivered ("") or given up (the reason); None if there is none within the limit."""
+        """Return a message, and "" if it was delivered, else why not; return None if none is settled in limit_s."""
         try:
             found = self.settled.get(timeout=limit_s) if limit_s > 0 else self.settled.get_nowait()
         except queue.Empty:

@@ -164,14 +164,14 @@ def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
 
 
 def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now: float) -> str:
-    """Return a phrase with the cost of the sessions that the reward ended; "" if it is 0."""
+    """Return a phrase with the cost of the sessions that ended because the reward failed; "" if the cost is 0."""
     ended = {(slot, e["attempt"]) for slot, e in waiting.items() for e in _streak(report.of_kind("lost"), slot, e)}
     usd = sum(bill.usd for bill in costs(report, now).bills if (bill.slot, bill.attempt) in ended)
     return f"; those sessions cost {dollars(usd)}" if usd else ""
 
 
 def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return this slot's consecutive ends by its reward, up to `newest`."""
+    """Return the slot's consecutive `lost` events that its reward caused, up to `newest`."""
     own = [e for e in lost if e["slot"] == slot and e.get("by_reward") and e["at"] <= newest["at"]]
     return own[-newest.get("reward_failures", 1) :]
 
@@ -180,7 +180,7 @@ def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, A
 
 
 def unserved(report: Report, now: float) -> list[str]:
-    """Return one line about all of these slots; [] if there are none.   now: Unix time."""
+    """Return one line about all unserved slots, or [] if there are none.   now: Unix time."""
     started = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
     if report.done or report.stopped or not started:
         return []

@@ -5,7 +5,7 @@
     /tests ── mode 700 ──▶ only root reads expected values       each test: a process of uid 65534, killed at 10 s
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
-Not promised: more isolation than the container's. The limits are those of inside.py.
+Not promised: more isolation than the container's. inside.py sets the limits of each test.
 """
 
 import argparse

@@ -7,8 +7,9 @@
 A program runs in its own sandbox and changes nothing, so the agent's own tests, exits and prints in it are honest. In
 programs only searches count (SEARCHES).
 
-A flag makes the reward 0. It is not the protection: each attack scores 0 without it, by mounts and the comparison
-outside the sandbox (tests/inner/test_deletion_attacks.py). A flag shows in the log what a model has begun to try.
+A flag makes the reward 0. A flag is not the protection: the mounts, and the comparison outside the sandbox, give each
+attack a score of 0 without it (tests/inner/test_deletion_attacks.py). A flag shows in the log what a model has begun to
+try.
 
 Not promised: to find attacks that getattr and string arithmetic hide.
 """

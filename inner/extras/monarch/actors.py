@@ -281,7 +281,9 @@ def ask_pool(states: Sequence[TraceState]) -> list[TeacherAction]:
 
     Raises InnerError in any other process."""
     if _pool is None:
-        raise InnerError("this is not a TrainerActor with replay actors. Give ReplicaPlan teachers and replay_actors.")
+        raise InnerError(
+            "this process is not a TrainerActor with replay actors. Set teachers and replay_actors in ReplicaPlan."
+        )
     return _pool(states)
 
 

@@ -3,9 +3,9 @@
     ask(question) ─▶ the actor ─▶ its answer
                      └ its process is gone ─▶ the ReplicaActor gives the next incarnation, or soon will ─▶ ask it
 
-Monarch reports about five seconds later that a process is gone (SupervisionError).  If it reports nothing (an exit with
-0 is not a failure for it), the waiting caller checks the process itself and tells the ReplicaActor.  An error that an
-actor raises is an answer: the caller gets it.
+Monarch reports the end of a process about five seconds after it, as a SupervisionError.  If Monarch reports nothing
+(an exit with 0 is not a failure for it), the waiting caller checks the process itself and tells the ReplicaActor.  An
+error that an actor raises is an answer: the caller gets it.
 
 Not promised: an end of the wait if an actor never answers but its process runs.
 """
