@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.model.fetch import fetch_files
-from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.disk import full_disk_words, is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_run
 from inner.models.naming import is_on_hub

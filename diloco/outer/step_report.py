@@ -16,7 +16,7 @@ import numpy as np
 from diloco.outer.cross_term import cross_term, first_pair, trains_only_b
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.safety import Finding, Tracker, replica_findings
-from diloco.process.host import device_name
+from diloco.process.processes import device_name
 from diloco.process.session import Session
 from rendezvous.means.body_sample import BodySample
 from rendezvous.records.records import Commit, Offer

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.model.fetch import fetch_files, fetch_model, fetch_model_without_weights
 from diloco.process import exitcodes
-from diloco.process.disk_space import retry_when_full
+from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
-from diloco.process.scratch import Scratch
 from diloco.process.session import Session
 from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.run.founding import refuse_layout
@@ -241,7 +240,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from diloco.outer.flat import layout_of
     from diloco.outer.make import make_diloco
-    from diloco.process.session_host import SessionHost
+    from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":

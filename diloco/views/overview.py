@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from diloco.process.host import host_words
+from diloco.process.processes import host_words
 from diloco.runlog.learning import over_replicas
 from diloco.runlog.reader import Report, SessionSummary, Step
 from rendezvous.records.records import Beat

@@ -12,7 +12,7 @@ import shlex
 from typing import Any
 
 from diloco.process import exitcodes
-from diloco.process.host import host_words
+from diloco.process.processes import host_words
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.units import duration
 from diloco.views.overview import silent_s

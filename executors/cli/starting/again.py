@@ -13,7 +13,7 @@ Not promised: that costs and budget of the second run include the costs of the f
 import shlex
 from collections.abc import Callable
 
-from diloco.process.host import host_words
+from diloco.process.processes import host_words
 from diloco.run.config import RunConfig
 from diloco.run.founding import differing_settings
 from diloco.run.superseded import Superseded, is_superseded, url_below

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.disk import full_disk_words, is_full
 from diloco.process.output import FULL
 from diloco.runlog.reader import Report
 from executors.platforms.base import Unavailable
