@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from diloco.outer.make import make_diloco
     from diloco.outer.managers.manager import MockManager, StoreManager
     from diloco.outer.optimizer import Nesterov
-    from diloco.run.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
+    from diloco.run.config import OuterConfig, OuterError, RunConfig, load_config
     from diloco.run.founding import open_run
     from diloco.run.record import Run, read_run
+    from diloco.run.sections import ConfigError, FleetConfig
     from diloco.script.callback import DiLoCoCallback
 
 __all__ = [
@@ -41,9 +42,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "ConfigError": "diloco.run.config",
+    "ConfigError": "diloco.run.sections",
     "DiLoCoCallback": "diloco.script.callback",
-    "FleetConfig": "diloco.run.config",
+    "FleetConfig": "diloco.run.sections",
     "MockManager": "diloco.outer.managers.manager",
     "Nesterov": "diloco.outer.optimizer",
     "OuterConfig": "diloco.run.config",

@@ -17,10 +17,9 @@ from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
 from diloco.outer.optimizer import OuterState
 from diloco.replica.evaluation import Scorer, score_prompts
-from diloco.run.config import ConfigError
-from diloco.run.eval_config import EvalConfig, EvalError
+from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import ModelRecord, Run
-from diloco.run.seeds import derive_seed
+from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from inner import InnerLoop, Seeds, build_inner
 from inner.data.prompts import Row, load_prompts

@@ -23,8 +23,9 @@ from diloco.model.start_model import first_arrays, next_steps_text, refuse_other
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.fragments import cut_fragments
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.run.config import ConfigError, OuterConfig, keep_bytes
+from diloco.run.config import ConfigError, OuterConfig
 from diloco.run.record import ModelRecord, Run, read_run
+from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
 from inner.train.build import load_start

@@ -17,8 +17,9 @@ from math import prod
 from typing import TypeVar
 
 from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET, ConfigError, keep_bytes
+from diloco.run.config import BUCKET, ConfigError
 from diloco.run.record import ModelRecord, Run
+from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
 from rendezvous.agreement.membership import read_control, write_control

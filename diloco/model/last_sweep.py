@@ -10,8 +10,9 @@ from collections.abc import Callable
 from math import prod
 
 from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET, keep_bytes
+from diloco.run.config import BUCKET
 from diloco.run.record import ModelRecord, Run
+from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
 from rendezvous.clock import Clock

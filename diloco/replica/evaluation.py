@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from diloco.process.session import Session
-from diloco.run.eval_config import EvalConfig
-from diloco.run.seeds import derive_seed
+from diloco.run.config import derive_seed
+from diloco.run.sections import EvalConfig
 
 Row = dict[str, Any]
 Sums = dict[str, list[float]]  # name -> [prompts, Σ of their means, Σ of the squares]

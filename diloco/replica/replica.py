@@ -26,10 +26,10 @@ from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
 from diloco.process.session import Session
-from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
+from diloco.run.config import BUCKET, ConfigError, RunConfig, derive_seed
 from diloco.run.founding import refuse_layout
 from diloco.run.record import ModelRecord, Run, read_run
-from diloco.run.seeds import derive_seed
+from diloco.run.sections import keep_bytes
 from diloco.runlog.learning import step_line
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
@@ -237,9 +237,9 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
 def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
+    from diloco import make_diloco
     from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from diloco.outer.flat import layout_of
-    from diloco.outer.make import make_diloco
     from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
 

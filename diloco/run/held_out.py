@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diloco.run.eval_config import EvalConfig, EvalError
+from diloco.run.sections import EvalConfig, EvalError
 from inner.data.prompts import load_prompts
 from inner.settings.flat_names import EVAL, setting_of
 from inner.settings.inner import Files, InnerConfig

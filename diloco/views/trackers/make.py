@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from diloco.run.log_config import TRACKERS
+from diloco.run.sections import TRACKERS
 from diloco.views.trackers.logins import missing_login
 from diloco.views.trackers.tracker import CurveTracker, TrackerError
 
