@@ -21,9 +21,8 @@ from diloco.model.contributions import read_mean
 from diloco.model.fetch import fetch_model, is_weights_file, save_below
 from diloco.model.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
-from diloco.outer.fragments import cut_fragments
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.run.config import ConfigError, OuterConfig
+from diloco.run.config import ConfigError, OuterConfig, cut_fragments
 from diloco.run.record import ModelRecord, Run, read_run
 from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter

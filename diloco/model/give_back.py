@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TypeVar
 
-from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET, ConfigError
+from diloco.run.config import BUCKET, ConfigError, cut_fragments
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout

@@ -9,8 +9,7 @@ Imports no torch.   Not promised: this sweep without a supervisor (a library run
 from collections.abc import Callable
 from math import prod
 
-from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET
+from diloco.run.config import BUCKET, cut_fragments
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout

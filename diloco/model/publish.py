@@ -132,8 +132,7 @@ def _describe_model(
     run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
 ) -> ModelRecord:
     from diloco.model.start_model import theta_digest
-    from diloco.outer.flat import layout_of
-    from diloco.outer.model_checks import frozen_digest
+    from diloco.outer.flat import frozen_digest, layout_of
 
     theta = theta_digest(model, required_digest_kind(run.store))
     base = frozen_digest(model) if run.config.inner.lora is not None else ""

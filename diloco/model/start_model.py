@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
-from diloco.outer.flat import FlatFragment, trainable_parameters
-from diloco.outer.fragments import cut_fragments
-from diloco.outer.model_checks import frozen_digest
+from diloco.outer.flat import FlatFragment, frozen_digest, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process.session import Session
-from diloco.run.config import OuterConfig
+from diloco.run.config import OuterConfig, cut_fragments
 from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun

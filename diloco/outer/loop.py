@@ -29,12 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco.events import TAKEN
-from diloco.outer.flat import FlatFragment, trainable_parameters
-from diloco.outer.fragments import cut_fragments
-from diloco.outer.model_checks import ModelGuard, check_model
+from diloco.outer.flat import FlatFragment, ModelGuard, check_model, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process.watchdog import Watchdog
-from diloco.run.config import OuterConfig, OuterError, check_boundary
+from diloco.run.config import OuterConfig, OuterError, check_boundary, cut_fragments
 from rendezvous.errors import Leaving
 
 

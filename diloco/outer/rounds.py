@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from diloco.outer.flat import layout_of
-from diloco.outer.model_checks import frozen_digest
+from diloco.outer.flat import frozen_digest, layout_of
 from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session

@@ -281,6 +281,32 @@ def _check_turns(outer: OuterConfig) -> None:
         raise OuterConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
 
 
+def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
+    """Cut consecutive parameters into `fragments` slices of about equal numbers of elements.
+
+        sizes of parameters    w₀ │ w₁ │ w₂ ┊ w₃ │ w₄        in flat order; a parameter is never cut
+        F = 2                  [ ─────────── ] [ ─────── ]
+
+    Not promised: equal fragments, as one parameter may be large.   Raises OuterError.
+    """
+    if fragments > len(sizes):
+        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
+    parts: list[slice] = []
+    at = 0
+    left = sum(sizes)
+    for remaining in range(fragments, 0, -1):
+        goal = left / remaining
+        to = at + 1
+        size = sizes[at]
+        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
+            size += sizes[to]
+            to += 1
+        parts.append(slice(at, to))
+        at = to
+        left -= size
+    return parts
+
+
 def check_boundary(outer: OuterConfig, boundary: int) -> None:
     """Raise OuterConfigError if a sync falls inside a generation batch.   boundary: inner steps of one batch."""
     interval = outer.sync_every // outer.fragments

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, lines
+from diloco.run.record import current_url
 from diloco.run.sections import keep_bytes
-from diloco.run.superseded import current_url
 from diloco.units import byte_size
 from executors.platforms.places import Place
 from inner.models.naming import ASK_S

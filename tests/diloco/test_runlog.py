@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.run.record import Run, RunRecord, read_run
-from diloco.run.superseded import Superseded
+from diloco.run.record import Run, RunRecord, Superseded, read_run
 from diloco.runlog import commits
 from diloco.runlog.extent import Rounds
 from diloco.runlog.look import CONTROLS
