@@ -12,8 +12,10 @@ from statistics import fmean
 from diloco.runlog.evaluation import evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_words, newest_numbers
-from diloco.runlog.reader import NUMBERS, PART_NAMES, PARTS, Report, SessionSummary
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.steps import NUMBERS, PART_NAMES, PARTS
 from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 

@@ -25,7 +25,9 @@ from typing import Any
 
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.runlog.learning import COUNTS
-from diloco.runlog.reader import NUMBERS, Report, SessionSummary, Step
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import NUMBERS, Step
 
 PATIENCE_S = 600.0  # since its commit; the default of a run's give_up_s
 EVALUATION_S = 1800.0  # the same for a row with an evaluation, which may take minutes

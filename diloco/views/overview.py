@@ -18,7 +18,9 @@ from statistics import fmean, median
 
 from diloco.process.processes import host_words
 from diloco.runlog.learning import over_replicas
-from diloco.runlog.reader import Report, SessionSummary, Step
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import Step
 from rendezvous.records.records import Beat
 
 PACE_STEPS = 10

@@ -14,7 +14,8 @@ Not promised: that x is exact, because times of different machines are compared.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from diloco.runlog.reader import BAD_ENDS, Report, SessionSummary
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import BAD_ENDS, SessionSummary
 
 FRESH, GATED, LATE, LOST, WAITS, ABSENT = "fglxw."
 NAMES = {FRESH: "fresh", GATED: "gated", LATE: "late", LOST: "lost"}

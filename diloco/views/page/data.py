@@ -22,7 +22,9 @@ from diloco.events import KINDS, MARKED, ON_PAGE, event_text
 from diloco.runlog.evaluation import evaluation_dict
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import over_replicas
-from diloco.runlog.reader import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, shown
+from diloco.runlog.reader import Report, shown
+from diloco.runlog.sessions import BAD_ENDS, SessionSummary
+from diloco.runlog.steps import NUMBERS, PARTS, Step
 from diloco.runlog.summary import checks, curve_of, headline  # fmt: skip
 from diloco.runlog.worth import worth, worth_words
 from diloco.views.overview import Overview, SessionRow, overview, step_values

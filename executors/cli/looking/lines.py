@@ -10,7 +10,8 @@ from typing import Any, Protocol, TextIO
 
 from diloco.events import SHOWN
 from diloco.runlog.learning import is_shown, over_replicas
-from diloco.runlog.reader import SUPERVISOR, Report, Step, first_and_last
+from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
+from diloco.runlog.steps import Step
 from executors.supervision.notices.event_words import event_fields, key_values
 
 
