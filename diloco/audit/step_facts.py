@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco.events import LAUNCH_ENDS, SESSION_ENDS, SESSION_FAULTS, WARNINGS
 from diloco.model.contributions import read_contributions, read_mean
-from diloco.model.export import model_record, state_at
+from diloco.model.export import empty_state, model_record, state_at
 from diloco.outer.optimizer import OuterState
 from diloco.outer.safety import cosine, dot, norm
 from diloco.process.journal import read_log
@@ -238,8 +238,6 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
 
 def fragment_sizes(run: Run) -> list[int]:
     """Return the number of elements of each fragment of the run's θ."""
-    from diloco.model.export import empty_state
-
     return [theta.numel() for theta in empty_state(model_record(run), run.config.outer).thetas]
 
 

@@ -130,7 +130,9 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{_names_of(half)} are trained in float16, in which AdamW's epsilon is 0: its first steps are 0 / 0 and "
             "all weights become NaN. Train float32 weights (autocast may compute in less), or freeze them"
         )
-    if statistics := [n for n, m in model.named_modules() if _moves_statistics(m)]:
+    if statistics := [
+        n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats and m.training
+    ]:
         raise OuterError(
             f"{_names_of(statistics)} keep running statistics of their batches, which are not parameters: nothing "
             "averages them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
@@ -143,10 +145,6 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "loop: give it all trainable parameters (in groups of their own, if their settings differ), or freeze the "
             "others"
         )
-
-
-def _moves_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats and module.training
 
 
 def frozen_digest(model: nn.Module) -> str:

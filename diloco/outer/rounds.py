@@ -80,7 +80,7 @@ class InFlightRound:
 
 
 class StoreRounds:
-    """The OuterRounds (diloco/outer/loop.py) of one claimed slot.
+    """The OuterRounds (diloco/outer/managers/protocol.py) of one claimed slot.
 
     founds: `join` writes run.json if it is missing. If False, `diloco train` has written it.
     theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket

@@ -263,8 +263,9 @@ class Tracker:
         """Return the findings to warn about, with their numbers of steps in a row: 3, 6, 12, 24, 50, 100, 150, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
-        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or _is_due(n)]
+        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or is_due(n)]
 
 
-def _is_due(n: int) -> bool:
-    return n in (3, 6, 12, 24) or n % 50 == 0
+def is_due(n: int) -> bool:
+    """Whether to warn again of what has lasted for n steps."""
+    return n in (3, 6, 12, 24) or (n > 0 and n % 50 == 0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diloco.outer.flat import trainable_parameters
-from diloco.outer.safety import Finding, Tracker, replica_findings
+from diloco.outer.safety import Finding, Tracker, is_due, replica_findings
 from diloco.process.processes import device_name
 from diloco.process.session import Session
 from rendezvous.records.records import Commit, Offer
@@ -59,7 +59,7 @@ class StepReport:
             delta_norm=mine.norm if mine else 0.0,
             **numbers, **({"empty": True} if outer.stood else {}), **spent, **stats,
         )  # fmt: skip
-        if rv.idle_steps in (3, 6, 12, 24) or (rv.idle_steps and rv.idle_steps % 50 == 0):
+        if is_due(rv.idle_steps):
             self._session.emit("nothing_learned", steps=rv.idle_steps, cause=likely_cause(stats))
         self._warn_of_findings(commit, self._own_findings(mine, fragment) if mine else [])
         if self._loop.overlaps:

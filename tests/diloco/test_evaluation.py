@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.replica.evaluation import Evaluator
-from diloco.run.held_out import refuse_overlap
+from diloco.run.data_files import refuse_overlap
 from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
 

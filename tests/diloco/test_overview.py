@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import end_words
 from diloco.runlog.steps import Step
+from diloco.runlog.summary import kept_words
 from diloco.views.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
 from executors.supervision.health import describe_supervision
 from rendezvous import layout

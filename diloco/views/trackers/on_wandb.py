@@ -22,7 +22,7 @@ from typing import Any
 
 from diloco.views.curves import CurvePoint
 from diloco.views.samples import COLUMNS, Sample
-from diloco.views.trackers.logins import OFFLINE
+from diloco.views.trackers.make import OFFLINE
 from diloco.views.trackers.tracker import TrackedRun, TrackerError
 
 BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # a .wandb file is a LevelDB log: checksum, length, part of a record

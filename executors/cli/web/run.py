@@ -15,7 +15,7 @@ from typing import TextIO
 
 from diloco.runlog.opening import View, open_view
 from diloco.runlog.scope import COSTS
-from diloco.views.page.publish import Publisher
+from diloco.views.page.freeze import Publisher
 from executors.cli.looking.report import publish_refused
 from executors.cli.opening import ask_again
 from executors.cli.watch.looks import error_words
