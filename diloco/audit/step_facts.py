@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco.events import LAUNCH_ENDS, SESSION_ENDS, SESSION_FAULTS, WARNINGS
 from diloco.model.contributions import read_contributions, read_mean
-from diloco.model.export import empty_state, model_record, state_at
+from diloco.model.export import model_record, state_at
 from diloco.outer.optimizer import OuterState
 from diloco.outer.safety import cosine, dot, norm
 from diloco.process.journal import read_log
@@ -215,7 +215,7 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
     try:
         record = model_record(run)
         reducer = Reducer(store, SystemClock(), no_emit, run.config.outer.rules, together=together_on(run.store))
-        sizes = fragment_sizes(run)
+        sizes = record.fragment_sizes(run.config.outer.fragments)
     except (ConfigError, RendezvousError) as error:
         return Effect(gone=(str(error),))
     mean = np.empty(sizes[commit.t % len(sizes)], np.float32)
@@ -234,11 +234,6 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
         moved = {}
         gone.append(f"θ of step {commit.t}: {error}")
     return Effect(source, mean_norm, rho, parts, **moved, gone=tuple(gone))
-
-
-def fragment_sizes(run: Run) -> list[int]:
-    """Return the number of elements of each fragment of the run's θ."""
-    return [theta.numel() for theta in empty_state(model_record(run), run.config.outer).thetas]
 
 
 def _parts(

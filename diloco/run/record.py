@@ -22,10 +22,11 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from diloco.run.config import ConfigError, FleetConfig, RunConfig, without_settings
+from diloco.run.config import ConfigError, FleetConfig, RunConfig, cut_fragments, without_settings
 from diloco.run.script import Script, ScriptConfig
 from inner.settings.flat_names import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
@@ -146,6 +147,11 @@ class ModelRecord(Record):
             there = stored["key"] == "" if on_hub else layout.is_model_file(stored["key"])
             if not (layout.is_plain(name) and there):
                 raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+
+    def fragment_sizes(self, fragments: int) -> list[int]:
+        """Return the number of elements of each of `fragments` fragments of θ."""
+        sizes = [prod(shape) for _, shape, _ in self.layout]
+        return [sum(sizes[cut]) for cut in cut_fragments(sizes, fragments)]
 
     @property
     def hub_model(self) -> "HubModel | None":

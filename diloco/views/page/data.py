@@ -106,19 +106,11 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
 
 
 def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
+    numbers = {k: v for k, v in vars(seen).items() if k not in ("open_s", "rows", "series")}
     return {
-        "name": seen.name,
-        "url": seen.url,
-        "state": seen.state,
-        "step": seen.step,
-        "steps": seen.steps,
+        **{name: brief(value) if name.endswith("_s") else value for name, value in numbers.items()},
         "began": began,
         "last_sign": report.last_sign,
-        "elapsed_s": brief(seen.elapsed_s),
-        "step_s": brief(seen.step_s),
-        "eta_s": brief(seen.eta_s),
-        "snapshot": seen.snapshot,
-        "snapshot_age_s": brief(seen.snapshot_age_s),
         "replicas": report.wanted.replicas,
         "min_replicas": report.wanted.min_replicas,
     }
@@ -196,14 +188,8 @@ def _session(session: SessionSummary, row: SessionRow, began: float) -> dict[str
 def _live_numbers(row: SessionRow) -> dict[str, Any]:
     if not row.is_live:
         return {"phase": ""}
-    return {
-        "phase": row.phase,
-        "inner": row.inner,
-        "inner_steps": row.inner_steps,
-        "samples_per_s": brief(row.samples_per_s),
-        "beat_age_s": brief(row.beat_age_s),
-        "note": row.note,
-    }
+    measured = {"samples_per_s": brief(row.samples_per_s), "beat_age_s": brief(row.beat_age_s)}
+    return {"phase": row.phase, "inner": row.inner, "inner_steps": row.inner_steps, "note": row.note, **measured}
 
 
 def _marks(report: Report, began: float) -> list[dict[str, Any]]:
