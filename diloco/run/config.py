@@ -174,7 +174,7 @@ class RunConfig:
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Make the config from the tables of a run.toml.   Raises ConfigError."""
         raw = with_keep(raw)
-        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
+        _refuse_unknown(raw)
         hints = field_types(cls)
         try:
             config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
@@ -238,6 +238,10 @@ class RunConfig:
 KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
 
 
+def _refuse_unknown(raw: Mapping[str, Any]) -> None:
+    refuse_unknown(raw, RunConfig, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run.toml.  Raises ConfigError with the reason and the next thing to do.
 
@@ -260,7 +264,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if overrides:
         from diloco.run.overrides import read_overrides, with_overrides
 
-        changes = read_overrides(overrides)
+        changes = read_overrides(overrides, _refuse_unknown)
         raw = with_overrides(raw, changes)
     try:
         return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)

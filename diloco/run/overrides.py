@@ -6,18 +6,16 @@ Not promised: that a setting's type is right; `RunConfig.from_dict` checks it.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from diloco.run.config import KNOWN, ConfigError, RunConfig
-from inner.settings.inner import MOVED
-from inner.settings.tables import refuse_unknown
+from diloco.run.sections import ConfigError
 
 
-def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Return dotted name -> value.   Raises ConfigError."""
-    return dict(_read_override(text) for text in texts)
+def read_overrides(texts: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Return dotted name -> value.   check: raises ConfigError for an unknown name.   Raises ConfigError."""
+    return dict(_read_override(text, check) for text in texts)
 
 
 def with_overrides(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def with_overrides(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     return reduce(_with_setting, changes.items(), dict(raw))
 
 
-def _read_override(text: str) -> tuple[str, Any]:
+def _read_override(text: str, check: Callable[[Mapping[str, Any]], None]) -> tuple[str, Any]:
     """Parse "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> (…, "a/b").   Raises ConfigError."""
     name, equals, value = (part.strip() for part in text.partition("="))
     try:
@@ -38,8 +36,7 @@ def _read_override(text: str) -> tuple[str, Any]:
             "lists and tables as TOML has them: --set 'inner.lora={r = 4}'"
         ) from None
     try:
-        refuse_unknown(_with_setting({}, (name, found)), RunConfig, error=ConfigError, prefix="",
-                       known=KNOWN, moved=MOVED)  # fmt: skip
+        check(_with_setting({}, (name, found)))
     except ConfigError as error:
         raise ConfigError(f"--set {text}: {error}") from None
     return name, found

@@ -51,9 +51,6 @@ def check_tracker(name: str, environ: Mapping[str, str] = os.environ) -> None:
         raise TrackerError(words)
 
 
-OFFLINE = ("offline", "disabled", "dryrun")
-
-
 def missing_login(name: str, environ: Mapping[str, str]) -> str:
     """Return the message for a user without a login; "" if there is one, or none is needed."""
     if name == "wandb":
@@ -62,6 +59,8 @@ def missing_login(name: str, environ: Mapping[str, str]) -> str:
 
 
 def _missing_wandb(environ: Mapping[str, str]) -> str:
+    from diloco.views.trackers.on_wandb import OFFLINE
+
     settings = _wandb_settings(environ)
     if environ.get("WANDB_MODE", settings.get("mode", "")) in OFFLINE:
         return ""
