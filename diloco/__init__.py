@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from diloco.outer.make import make_diloco
     from diloco.outer.managers.manager import MockManager, StoreManager
     from diloco.outer.optimizer import Nesterov
-    from diloco.run.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
+    from diloco.run.config import OuterConfig, OuterError, RunConfig, load_config
     from diloco.run.founding import open_run
     from diloco.run.record import Run, read_run
+    from diloco.run.sections import ConfigError, FleetConfig
     from diloco.script.callback import DiLoCoCallback
 
 __all__ = [
@@ -40,23 +41,18 @@ __all__ = [
     "read_run",
 ]
 
-_HOME = {
-    "ConfigError": "diloco.run.config",
-    "DiLoCoCallback": "diloco.script.callback",
-    "FleetConfig": "diloco.run.config",
-    "MockManager": "diloco.outer.managers.manager",
-    "Nesterov": "diloco.outer.optimizer",
-    "OuterConfig": "diloco.run.config",
-    "OuterError": "diloco.run.config",
-    "Run": "diloco.run.record",
-    "RunConfig": "diloco.run.config",
-    "StoreManager": "diloco.outer.managers.manager",
-    "export": "diloco.model.export",
-    "load_config": "diloco.run.config",
-    "make_diloco": "diloco.outer.make",
-    "open_run": "diloco.run.founding",
-    "read_run": "diloco.run.record",
+_NAMES = {
+    "diloco.model.export": ["export"],
+    "diloco.outer.make": ["make_diloco"],
+    "diloco.outer.managers.manager": ["MockManager", "StoreManager"],
+    "diloco.outer.optimizer": ["Nesterov"],
+    "diloco.run.config": ["OuterConfig", "OuterError", "RunConfig", "load_config"],
+    "diloco.run.founding": ["open_run"],
+    "diloco.run.record": ["Run", "read_run"],
+    "diloco.run.sections": ["ConfigError", "FleetConfig"],
+    "diloco.script.callback": ["DiLoCoCallback"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

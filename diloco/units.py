@@ -1,4 +1,4 @@
-"""Durations, sizes and money as text, in the same form in every view.
+"""Numbers: those that a reader can add, those in a log, and durations, sizes and money as text, the same in every view.
 
     0.21 s · 9.5 s · 95 s · 5 min 30 s · 42 min · 3 h 05 min · 2 d 03 h      3 digits: 512 B · 9.83 MB · 2.2 TB
     $12.30 · $0.0031                                                     below a cent: two significant digits
@@ -7,6 +7,22 @@ Not promised: that the sum of rounded numbers is the rounded sum.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44, and the squares and sums of such numbers are finite
+
+
+def is_reckonable(value: Any) -> bool:
+    """Whether sums and squares of `value` are finite; False only for some floats: NaN, infinity, 1e308."""
+    return not isinstance(value, float) or abs(value) <= MOST
+
+
+def rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Round to seven digits; a Unix time keeps its milliseconds.  NaN and infinity are left out."""
+    short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
+    finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
+    return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,8 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from inner.settings.task import is_code, setting_of
+
 SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
 WHERE = re.compile(r" \(at line (\d+), column \d+\)")
 BARE = re.compile(r"\s*[\w.\"-]+\s*=\s*(?!true|false|inf|nan)([A-Za-z/~][^\"'#=]*?)\s*(#.*)?")
@@ -56,6 +58,21 @@ def file_hint(path: Path) -> str:
     beside = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
+    """Return the message for a setting that names no file.   name: its value.   folder: of the config file."""
+    if not is_code(kind):
+        return f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
+    if path.suffix == ".py":  # the name after the colon was given
+        return (
+            f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Write file.py:name, with a path "
+            "relative to the config file"
+        )
+    return (
+        f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(name, folder)} Write "
+        '"file.py:name", with a path relative to the config file'
+    )
 
 
 def object_hint(spelling: str, folder: Path) -> str:

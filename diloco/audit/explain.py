@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from diloco.audit.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
-from diloco.runlog.ends import observed_words, own_words
+from diloco.runlog.sessions import observed_words, own_words
 from diloco.units import duration
 from rendezvous.agreement.rules import patience_s
 from rendezvous.records.records import Claim, Commit, Listed

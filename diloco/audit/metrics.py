@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from diloco.audit.judge import Judge
+from diloco.audit.bisect import Judge
 from diloco.audit.offline_eval import OfflineScorer
 from diloco.model.export import put_into, start_folder
 from diloco.model.fetch import fetch_files

@@ -17,10 +17,9 @@ from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
 from diloco.outer.optimizer import OuterState
 from diloco.replica.evaluation import Scorer, score_prompts
-from diloco.run.config import ConfigError
-from diloco.run.eval_config import EvalConfig, EvalError
+from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import ModelRecord, Run
-from diloco.run.seeds import derive_seed
+from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from inner import InnerLoop, Seeds, build_inner
 from inner.data.prompts import Row, load_prompts
@@ -64,7 +63,8 @@ class OfflineScorer:
         files |= {EVAL: prompts} if prompts is not None else {}
         rows = load_prompts(str(prompts or config.source), files, inner.data, kind=EVAL)
         start = start_folder(run, record, folder / "model")
-        loop = build_inner(inner, start, files, Seeds(0, 0), scratch=_made(folder / "inner"))
+        (scratch := folder / "inner").mkdir()
+        loop = build_inner(inner, start, files, Seeds(0, 0), scratch=scratch)
         refuse_other_base(record.base, loop.model)
         return cls(run, config, rows, loop)
 
@@ -87,7 +87,10 @@ class OfflineScorer:
                 f"{columns}; add those that the reward asks for, or wait until its service answers"
             ) from error
         shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
-        return _only(read_evaluations([{"event": "evaluated", "step": at, **shares, **found}]))
+        if not (scores := read_evaluations([{"event": "evaluated", "step": at, **shares, **found}])):
+            what = "the reward gave no number for any of these prompts"
+            raise ConfigError(f"{what}. Look at what it returns for one of them")
+        return scores[0]
 
 
 def _settings(run: Run, prompts: Path | None, samples: int | None) -> EvalConfig:
@@ -102,14 +105,3 @@ def _settings(run: Run, prompts: Path | None, samples: int | None) -> EvalConfig
     except EvalError as error:
         raise ConfigError(str(error)) from error
     return config
-
-
-def _only(found: list[Evaluation]) -> Evaluation:
-    if not found:
-        raise ConfigError("the reward gave no number for any of these prompts. Look at what it returns for one of them")
-    return found[0]
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder

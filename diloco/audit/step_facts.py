@@ -215,7 +215,7 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
     try:
         record = model_record(run)
         reducer = Reducer(store, SystemClock(), no_emit, run.config.outer.rules, together=together_on(run.store))
-        sizes = fragment_sizes(run)
+        sizes = record.fragment_sizes(run.config.outer.fragments)
     except (ConfigError, RendezvousError) as error:
         return Effect(gone=(str(error),))
     mean = np.empty(sizes[commit.t % len(sizes)], np.float32)
@@ -234,13 +234,6 @@ def _read_effect(run: Run, store: Store, commit: Commit, previous: Commit | None
         moved = {}
         gone.append(f"θ of step {commit.t}: {error}")
     return Effect(source, mean_norm, rho, parts, **moved, gone=tuple(gone))
-
-
-def fragment_sizes(run: Run) -> list[int]:
-    """Return the number of elements of each fragment of the run's θ."""
-    from diloco.model.export import empty_state
-
-    return [theta.numel() for theta in empty_state(model_record(run), run.config.outer).thetas]
 
 
 def _parts(

@@ -22,8 +22,9 @@ import numpy as np
 
 from diloco.model.export import empty_state, keep_of, model_record, refuse_gone, start_arrays
 from diloco.outer.optimizer import OuterState
-from diloco.run.config import ConfigError, keep_bytes
+from diloco.run.config import ConfigError
 from diloco.run.record import Run
+from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.background import no_emit, together_on

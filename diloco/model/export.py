@@ -8,7 +8,6 @@ Not promised: speed for a step far from a snapshot.
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -21,10 +20,10 @@ from diloco.model.contributions import read_mean
 from diloco.model.fetch import fetch_model, is_weights_file, save_below
 from diloco.model.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
-from diloco.outer.fragments import cut_fragments
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.run.config import ConfigError, OuterConfig, keep_bytes
+from diloco.run.config import ConfigError, OuterConfig
 from diloco.run.record import ModelRecord, Run, read_run
+from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
 from inner.train.build import load_start
@@ -144,8 +143,7 @@ def refuse_gone(run: Run, step: int) -> None:
 
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
     """Make zeros in the shapes of the run's θ and momentum, and of AutoLR's memory if lr = "auto"."""
-    sizes = [math.prod(shape) for _, shape, _ in record.layout]
-    thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut_fragments(sizes, outer.fragments)]
+    thetas = [nn.Parameter(torch.zeros(size)) for size in record.fragment_sizes(outer.fragments)]
     optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
     return OuterState([theta.data for theta in thetas], optimizers)
 

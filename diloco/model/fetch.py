@@ -9,15 +9,11 @@ Not promised: space on this machine's disk.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from diloco.run.record import ModelRecord, Run
 from rendezvous.errors import BadKey, Corrupt
 from rendezvous.records.digests import SHA256, digest, has_digest, hex_of
 from rendezvous.store import Store, plain_key
-
-if TYPE_CHECKING:
-    pass
 
 
 def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:

@@ -24,8 +24,7 @@ from diloco.model.export import empty_state, model_record, state_at
 from diloco.model.fetch import fetch_stored
 from diloco.process.data_position import farthest, read_offers
 from diloco.run.config import BUCKET, ConfigError, RunConfig
-from diloco.run.record import ModelRecord, Parent, Run, read_run
-from diloco.run.superseded import current_url
+from diloco.run.record import ModelRecord, Parent, Run, current_url, read_run
 from rendezvous import layout
 from rendezvous.background import together_on
 from rendezvous.clock import Clock

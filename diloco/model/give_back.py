@@ -13,12 +13,11 @@ Not promised: sizes of objects that no record names (a body whose writer died); 
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
 from typing import TypeVar
 
-from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET, ConfigError, keep_bytes
+from diloco.run.config import BUCKET, ConfigError
 from diloco.run.record import ModelRecord, Run
+from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
 from rendezvous.agreement.membership import read_control, write_control
@@ -91,8 +90,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
         raise ConfigError(f"{run.url} has taken no outer step yet: there is nothing to collect")
     _refuse_live(run, store, head)
     rules = run.config.outer.rules
-    sizes = [prod(shape) for _, shape, _ in ModelRecord.decode(manifest).layout]
-    elements = [sum(sizes[cut]) for cut in cut_fragments(sizes, rules.fragments)]
+    elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
     sketch = _Sketch(store)
     sweep_ended_run(
         sketch, rules, lambda event, **fields: None, steps=head, budget=budget, elements=elements, at_most=head + 1

@@ -7,11 +7,10 @@ Imports no torch.   Not promised: this sweep without a supervisor (a library run
 """
 
 from collections.abc import Callable
-from math import prod
 
-from diloco.outer.fragments import cut_fragments
-from diloco.run.config import BUCKET, keep_bytes
+from diloco.run.config import BUCKET
 from diloco.run.record import ModelRecord, Run
+from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
 from rendezvous.clock import Clock
@@ -31,8 +30,7 @@ def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
     manifest = store.get(layout.MODEL_MANIFEST)
     if budget is None or manifest is None or run.config.rendezvous != BUCKET:
         return 0
-    sizes = [prod(shape) for _, shape, _ in ModelRecord.decode(manifest).layout]
     rules = run.config.outer.rules
-    elements = [sum(sizes[cut]) for cut in cut_fragments(sizes, rules.fragments)]
+    elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
     steps = first_open_step(store)
     return sweep_ended_run(store, rules, emit, steps=steps, budget=budget, elements=elements)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.model.fetch import fetch_files
-from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.disk import full_disk_words, is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_run
 from inner.models.naming import is_on_hub
@@ -132,8 +132,7 @@ def _describe_model(
     run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
 ) -> ModelRecord:
     from diloco.model.start_model import theta_digest
-    from diloco.outer.flat import layout_of
-    from diloco.outer.model_checks import frozen_digest
+    from diloco.outer.flat import frozen_digest, layout_of
 
     theta = theta_digest(model, required_digest_kind(run.store))
     base = frozen_digest(model) if run.config.inner.lora is not None else ""

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from diloco.model.fetch import fetch_model
 from diloco.model.publish import upload_folder
-from diloco.outer.flat import layout_of
-from diloco.outer.model_checks import frozen_digest
+from diloco.outer.flat import frozen_digest, layout_of
 from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run

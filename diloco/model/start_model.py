@@ -15,19 +15,17 @@ differently is found before it trains.
 Not promised: that the Hub keeps a commit. If your run must not depend on that, use a folder as inner.model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from diloco.outer.flat import FlatFragment, trainable_parameters
-from diloco.outer.fragments import cut_fragments
-from diloco.outer.model_checks import frozen_digest
+from diloco.outer.flat import FlatFragment, frozen_digest, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process.session import Session
-from diloco.run.config import OuterConfig
+from diloco.run.config import OuterConfig, cut_fragments
 from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
 from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
@@ -43,13 +41,8 @@ AGAIN_S = 5.0  # between two tries; the Hub's client itself retries for half a m
 
 def theta_digest(model: nn.Module, kind: str) -> str:
     """Compute the digest of all trainable parameters as fp32, in flat order."""
-    return digest_of((as_bytes(flat) for flat in _flat_parameters(model)), kind)
-
-
-def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
-    for _, p in trainable_parameters(model):
-        values: Tensor = p.detach().reshape(-1).float().cpu()
-        yield values.numpy()
+    flats = (p.detach().reshape(-1).float().cpu().numpy() for _, p in trainable_parameters(model))
+    return digest_of((as_bytes(flat) for flat in flats), kind)
 
 
 def has_more_than_trained(model: nn.Module) -> bool:

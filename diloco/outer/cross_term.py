@@ -17,8 +17,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from diloco.outer.flat import trainable_parameters
+from diloco.process.session import Session
+from rendezvous.means.body_sample import BodySample
+from rendezvous.records.records import Commit
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
 
 A_NAME = ".lora_A."
 B_NAME = ".lora_B."
@@ -77,3 +86,34 @@ def _norm_of_sum(b: np.ndarray, a: np.ndarray) -> float:
     u = np.concatenate(list(b), axis=1)
     v = np.concatenate(list(a), axis=0)
     return math.sqrt(max(0.0, float(np.sum((u.T @ u) * (v @ v.T)))))
+
+
+class FactorWatch:
+    """The cross term of LoRA's averaged factors, if this replica has read all replicas' factors of the layer."""
+
+    def __init__(self, session: Session, loop: "OuterLoop") -> None:
+        layout = [(name, tuple(p.shape)) for name, p in trainable_parameters(loop.model)]
+        pair = first_pair(layout)
+        self._pair = pair if pair is not None and pair.stop <= loop.state.size(0) else None
+        self._is_exact = trains_only_b([name for name, _ in layout])
+        self._theta = loop.thetas[0]
+        self._reducer = session.rv.reducer
+        self._number: float | None = None
+        if self._pair is not None:
+            self._reducer.sample = BodySample(
+                loop.rules.codec, fragments=loop.rules.fragments, start=self._pair.start, stop=self._pair.stop
+            )
+
+    def note_mean(self, commit: Commit) -> None:
+        """Compute the cross term before the outer step is taken."""
+        self._number = 0.0 if self._is_exact else None
+        kept = self._reducer.sample
+        if self._pair is None or kept is None or (sample := kept.take(commit)) is None:
+            return
+        weights, deltas = sample
+        theta = self._theta.numpy()[self._pair.start : self._pair.stop]
+        self._number = cross_term(*self._pair.split(theta - deltas), weights)
+
+    def take_number(self) -> dict[str, float]:
+        """Return {"cross_term": number}, or {} if there is no number."""
+        return {} if self._number is None else {"cross_term": self._number}

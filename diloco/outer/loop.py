@@ -18,82 +18,23 @@ Not promised: to share the inner steps after the last sync. When the `with` ends
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from diloco.events import TAKEN
-from diloco.outer.flat import FlatFragment, trainable_parameters
-from diloco.outer.fragments import cut_fragments
-from diloco.outer.model_checks import ModelGuard, check_model
+from diloco.outer.flat import FlatFragment, ModelGuard, check_model, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.process.watchdog import Watchdog
-from diloco.run.config import OuterConfig, OuterError, check_boundary
+from diloco.run.config import OuterConfig, OuterError, check_boundary, cut_fragments
 from rendezvous.errors import Leaving
 
-
-class OuterRounds(Protocol):
-    """The methods that an OuterLoop calls on a Manager beside torchft's eight; see rounds.py and lighthouse.py.
-
-    leaving, fenced: this session should end soon; why: the reason as text.   behind: the next sync is due at once.
-    h_cap: useful number of inner steps.   done_with_delta: after an outer step, nothing reads or writes its Δ.
-    watchdog: the loop tells it when inner steps begin and end.
-    stats: the inner loop's numbers since the last call.
-    round_began: the time when this round's inner steps began, by the rounds' clock; the log counts seconds from it.
-    """
-
-    done_with_delta: bool
-    round_began: float
-    stats: Callable[[], dict[str, float]]
-    watchdog: Watchdog
-
-    @property
-    def leaving(self) -> bool: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def fenced(self) -> bool: ...
-    @property
-    def behind(self) -> bool: ...
-    @property
-    def h_cap(self) -> int: ...
-    def join(self, loop: "OuterLoop") -> None:
-        """Heal the loop: load the run's newest known θ."""
-        ...
-
-    def progress(self, inner: int, rate: float) -> None:
-        """Note this round's progress: `inner` steps are done, at `rate` seconds per step."""
-        ...
-
-    def offer(self, delta: np.ndarray, h: int) -> None:
-        """Offer Δ for the open step, durably."""
-        ...
-
-    def finish_round(self) -> int | None:
-        """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""
-        ...
-
-    def catch_up(self, late: Callable[[int], None]) -> None:
-        """Apply the steps that were committed without this replica; call `late(step)` before each."""
-        ...
-
-    def close(self, reason: str) -> None:
-        """Leave the run.   reason: "done" for the regular end."""
-        ...
-
-
-class OuterManager(Protocol):
-    """A Manager with torchft's eight names, and its OuterRounds."""
-
-    @property
-    def rounds(self) -> OuterRounds: ...
-    def current_step(self) -> int: ...
+if TYPE_CHECKING:
+    from diloco.outer.managers.protocol import OuterManager
 
 
 class OuterLoop:
@@ -103,7 +44,7 @@ class OuterLoop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        manager: OuterManager,
+        manager: "OuterManager",
         outer: OuterConfig,
         boundary: int = 1,
     ) -> None:
@@ -199,13 +140,10 @@ class OuterLoop:
             raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
         if not self._logs:
             self._logs = True
-            self._add_numbers_to(self.rounds)
+            others = self.rounds.stats
+            self.rounds.stats = lambda: {**others(), **self._take_numbers()}
         for name, number in numbers.items():
             self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
-
-    def _add_numbers_to(self, rounds: OuterRounds) -> None:
-        others = rounds.stats
-        rounds.stats = lambda: {**others(), **self._take_numbers()}
 
     def _take_numbers(self) -> dict[str, float]:
         taken = self._numbers

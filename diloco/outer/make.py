@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from diloco.outer.loop import OuterLoop, OuterManager
+from diloco.outer.loop import OuterLoop
 from diloco.run.config import OuterConfig, OuterConfigError
 
 if TYPE_CHECKING:
     from torchft import Manager
+
+    from diloco.outer.managers.protocol import OuterManager
 
 
 def make_diloco(

@@ -8,15 +8,18 @@ Not promised: the bits of torch.optim.SGD(nesterov=True), which rounds once less
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.outer.safety import AutoLR, is_zero
+from diloco.outer.safety import is_zero
 from diloco.run.config import OuterError
 from rendezvous.records.state import all_arrays, base_of
+
+if TYPE_CHECKING:
+    from diloco.outer.auto_lr import AutoLR
 
 _CACHED = 1 << 17  # elements; three pieces of this size fit into the CPU's cache
 
@@ -38,11 +41,11 @@ class Nesterov(torch.optim.Optimizer):
     """The optimizer of one flat parameter by `nesterov`: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
     A zero mean changes nothing: θ, the momentum and the state of "auto" stay the same.
-    lr: a number, or "auto" (safety.AutoLR), which chooses it for every mean.
+    lr: a number, or "auto" (auto_lr.py), which chooses it for every mean.
     """
 
     def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:
-        self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
+        self.auto = _auto_lr(flat.numel(), momentum) if lr == "auto" else None
         super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
         self.flat = flat
         self.stood = False  # whether the last mean was zero
@@ -65,6 +68,12 @@ class Nesterov(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert self.flat.grad is not None, "torchft sets the mean as the gradient before it steps"
         self.apply(self.flat.data, self.flat.grad)
+
+
+def _auto_lr(size: int, mu: float) -> "AutoLR":
+    from diloco.outer.auto_lr import AutoLR
+
+    return AutoLR(size, mu=mu)
 
 
 class OuterState:

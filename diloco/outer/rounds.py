@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from diloco.outer.flat import layout_of
-from diloco.outer.model_checks import frozen_digest
+from diloco.outer.flat import frozen_digest, layout_of
 from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session
@@ -81,7 +80,7 @@ class InFlightRound:
 
 
 class StoreRounds:
-    """The OuterRounds (diloco/outer/loop.py) of one claimed slot.
+    """The OuterRounds (diloco/outer/managers/protocol.py) of one claimed slot.
 
     founds: `join` writes run.json if it is missing. If False, `diloco train` has written it.
     theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket

@@ -2,22 +2,19 @@
 
     ρ_t    = cos(ḡ_t, ḡ_{t−F})                          successive means of one fragment       (Memory)
     η_eff  = η · (1 + μ/(1 − μρ))                       length of a Nesterov step              (effective_step)
-    η      = TARGET / (1 + μ/(1 − μρ̂))                  outer lr = "auto"                      (AutoLR)
     c      = (‖Σwᵢ·ḡ‖² − Σ wᵢ²‖Δᵢ‖²) / Σ_{i≠j} wᵢwⱼ‖Δᵢ‖‖Δⱼ‖   mean cosine between two replicas   (pairwise)
 
 ρ is computed from a sample of the mean (wire.sampled) with at most 2^17 elements. So it costs a millisecond, and the
 last mean's sample needs half a megabyte, not a copy of the model.  The error of ρ is about 1/√2^16 = 0.4 %.
 
-"auto" has the same bits on all replicas, because it depends only on committed means, whose bytes are agreed on.  A
-product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
-fused multiply-add. `math.fsum` of the lanes is correctly rounded. The rest is single IEEE operations of Python,
-and η is rounded to fp32.  AutoLR's memory is part of the outer state, its digest and its snapshots.
+A product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
+fused multiply-add. `math.fsum` of the lanes is correctly rounded.
 
 The formula of η_eff: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step
 η·(ḡ_t + μ·m_t) is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  The heavy-ball formula, η/(1 − μρ), gives up to 67 % less.
 
 Not promised: that a run's means are AR(1); that a high ρ is bad or a low ρ is good.  The numbers are for you to read;
-only lr = "auto" uses them.  (The norm gate also changes a step; it is in agreement/rules.py, as part of a commit.)
+only lr = "auto" (auto_lr.py) uses them.  (The norm gate, agreement/rules.py, changes a step as part of a commit.)
 """
 
 import math
@@ -31,9 +28,7 @@ from rendezvous.agreement.rules import Rules, says_samples
 from rendezvous.records.records import Commit, Listed
 from rendezvous.records.wire import evenly_sampled
 
-TARGET = 1.0  # the η_eff that "auto" aims at: that of plain averaging (decision 016)
 _LANES = 1 << 14  # two such fp64 vectors fit into the cache.  It is part of the definition of `dot`: never change it
-_MEMORY = 8  # ρ̂ averages over about so many means
 FEW_MOVED = 1e-3  # share of a 16-bit model's elements
 
 
@@ -114,44 +109,6 @@ class Memory:
         rho = cosine(dot(some, self.mean), math.sqrt(now), math.sqrt(before))
         self.mean[:] = some
         return rho
-
-
-class AutoLR:
-    """The rule lr = "auto" for one fragment: η = target/(1 + μ/(1 − μρ̂)), so that η_eff stays near `target`.
-
-    ρ̂ begins at 1 (the smallest η), and is an average of this 1 and about the last 8 values of ρ. A negative
-    ρ counts as 0, so η is in [target·(1−μ), target/(1+μ)].  A zero mean does not change ρ̂.
-    """
-
-    def __init__(self, size: int, *, mu: float, target: float = TARGET) -> None:
-        if not (math.isfinite(target) and target > 0 and 0 <= mu < 1):
-            raise ValueError(f"outer lr = auto needs a target above 0 and a momentum in [0, 1), got {target}, {mu}")
-        self.target = target
-        self.mu = mu
-        self.memory = Memory(size)
-        self.learned = np.array([1.0, 1.0])  # ρ̂, and of how many values it is the average
-
-    @property
-    def rho_hat(self) -> float:
-        return float(self.learned[0])
-
-    @property
-    def lr(self) -> float:
-        """The current η, an fp32 number."""
-        return float(np.float32(self.target / (1.0 + self.mu / (1.0 - self.mu * self.rho_hat))))
-
-    def step(self, mean: np.ndarray) -> float:
-        """Update ρ̂ from a committed mean. Return the η for the step with this mean."""
-        rho = self.memory.rho(mean)
-        if rho is not None:
-            observed = max(0.0, rho)
-            count = min(float(self.learned[1]) + 1.0, float(_MEMORY))
-            self.learned[:] = self.rho_hat + (observed - self.rho_hat) / count, count
-        return self.lr
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays for snapshots and digests, in this order: views, not copies."""
-        return {"last_mean": self.memory.mean, "rho": self.learned}
 
 
 # ---------------------------------------------------------------------- replicas among themselves
@@ -306,8 +263,9 @@ class Tracker:
         """Return the findings to warn about, with their numbers of steps in a row: 3, 6, 12, 24, 50, 100, 150, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
-        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or _is_due(n)]
+        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or is_due(n)]
 
 
-def _is_due(n: int) -> bool:
-    return n in (3, 6, 12, 24) or n % 50 == 0
+def is_due(n: int) -> bool:
+    """Whether to warn again of what has lasted for n steps."""
+    return n in (3, 6, 12, 24) or (n > 0 and n % 50 == 0)

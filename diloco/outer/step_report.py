@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diloco.outer.cross_term import cross_term, first_pair, trains_only_b
 from diloco.outer.flat import trainable_parameters
-from diloco.outer.safety import Finding, Tracker, replica_findings
-from diloco.process.host import device_name
+from diloco.outer.safety import Finding, Tracker, is_due, replica_findings
+from diloco.process.processes import device_name
 from diloco.process.session import Session
 from rendezvous.records.records import Commit, Offer
 
 if TYPE_CHECKING:
+    from diloco.outer.cross_term import FactorWatch
     from diloco.outer.loop import OuterLoop
 
 
@@ -33,12 +33,13 @@ class StepReport:
         outer = loop.state.optimizers
         sizes = [loop.state.size(f) for f in range(len(outer))]
         self._tracker = Tracker(sizes, outer[0].param_groups[0]["momentum"], loop.rules)
-        self._factors = FactorWatch(session, loop)
+        self._factors = _watch_factors(session, loop)
 
     def note_mean(self, commit: Commit, mean: np.ndarray) -> None:
         """Compute the numbers of a committed mean, before its outer step is taken."""
         self._tracker.mean(commit, mean)
-        self._factors.note_mean(commit)
+        if self._factors is not None:
+            self._factors.note_mean(commit)
 
     def emit_step(self, commit: Commit, spent: Mapping[str, float]) -> None:
         """Log a step that was just taken.   spent: activity -> seconds."""
@@ -49,14 +50,16 @@ class StepReport:
         stats = mine.stats if mine else {}
         outer = self._loop.state.optimizers[fragment]
         numbers = self._tracker.step(outer.param_groups[0]["lr"])
+        if self._factors is not None:
+            numbers |= self._factors.take_number()
         self._session.emit(
             "step", step=commit.t, device=device_name(), h=mine.h if mine else 0,
             listed=commit.lists_offer(commit.t, rv.slot), theta=rv.base,
             bytes_up=mine.size if mine else 0, bytes_down=sum(o.size for o in commit.offers),
             delta_norm=mine.norm if mine else 0.0,
-            **numbers, **self._factors.take_number(), **({"empty": True} if outer.stood else {}), **spent, **stats,
+            **numbers, **({"empty": True} if outer.stood else {}), **spent, **stats,
         )  # fmt: skip
-        if rv.idle_steps in (3, 6, 12, 24) or (rv.idle_steps and rv.idle_steps % 50 == 0):
+        if is_due(rv.idle_steps):
             self._session.emit("nothing_learned", steps=rv.idle_steps, cause=likely_cause(stats))
         self._warn_of_findings(commit, self._own_findings(mine, fragment) if mine else [])
         if self._loop.overlaps:
@@ -78,37 +81,13 @@ class StepReport:
                 self._session.emit("warning", kind=finding.kind, step=commit.t, steps=steps, text=finding.text)
 
 
-class FactorWatch:
-    """The cross term of LoRA's averaged factors, if this replica has read all replicas' factors of the layer."""
+def _watch_factors(session: Session, loop: "OuterLoop") -> "FactorWatch | None":
+    """Return the cross term's watch; None for a model without LoRA."""
+    if not any(".lora_" in name for name, _ in trainable_parameters(loop.model)):
+        return None
+    from diloco.outer.cross_term import FactorWatch
 
-    def __init__(self, session: Session, loop: "OuterLoop") -> None:
-        layout = [(name, tuple(p.shape)) for name, p in trainable_parameters(loop.model)]
-        pair = first_pair(layout)
-        self._pair = pair if pair is not None and pair.stop <= loop.state.size(0) else None
-        self._is_exact = trains_only_b([name for name, _ in layout])
-        self._theta = loop.thetas[0]
-        self._reducer = session.rv.reducer
-        self._number: float | None = None
-        if self._pair is not None:
-            from rendezvous.means.body_sample import BodySample
-
-            self._reducer.sample = BodySample(
-                loop.rules.codec, fragments=loop.rules.fragments, start=self._pair.start, stop=self._pair.stop
-            )
-
-    def note_mean(self, commit: Commit) -> None:
-        """Compute the cross term before the outer step is taken."""
-        self._number = 0.0 if self._is_exact else None
-        kept = self._reducer.sample
-        if self._pair is None or kept is None or (sample := kept.take(commit)) is None:
-            return
-        weights, deltas = sample
-        theta = self._theta.numpy()[self._pair.start : self._pair.stop]
-        self._number = cross_term(*self._pair.split(theta - deltas), weights)
-
-    def take_number(self) -> dict[str, float]:
-        """Return {"cross_term": number}, or {} if there is no number."""
-        return {} if self._number is None else {"cross_term": self._number}
+    return FactorWatch(session, loop)
 
 
 def likely_cause(stats: dict[str, float]) -> str:

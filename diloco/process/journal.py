@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.events import KINDS, WARNINGS
+from diloco.units import is_reckonable, rounded
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
 from rendezvous.records.records import Count, Step, UnixTime, Usd, Word
 from rendezvous.records.schema import check_json_value, check_of, from_json
 from rendezvous.store import Readable, Store
-
-MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44, and the squares and sums of such numbers are finite
 
 
 class Journal:
@@ -48,7 +47,7 @@ class Journal:
         """Add an event to the log.   Raises ValueError for a kind that diloco/events.py does not have."""
         if event not in KINDS:
             raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
-        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_round_numbers(fields)}, default=str)
+        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **rounded(fields)}, default=str)
         if event in WARNINGS:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:
@@ -158,11 +157,6 @@ def event_of(line: str) -> dict[str, Any] | None:
         return None
 
 
-def is_reckonable(value: Any) -> bool:
-    """Whether sums and squares of `value` are finite; False only for some floats: NaN, infinity, 1e308."""
-    return not isinstance(value, float) or abs(value) <= MOST
-
-
 def rollout_line(line: str) -> dict[str, Any]:
     """Return the object in one line of rollouts.   Raises ValueError for other lines and for too large numbers."""
     raw = json.loads(line, parse_constant=_reach, parse_float=_reach, parse_int=_whole)
@@ -199,10 +193,3 @@ def _check_numbers(step: dict[str, Any]) -> None:
         raise ValueError("it names no outer step")
     if not isinstance(step.get("reward", 0.0), int | float | None):
         raise ValueError("its reward is not a number")
-
-
-def _round_numbers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Round to seven digits; a Unix time keeps its milliseconds.  NaN and infinity are left out."""
-    short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
-    finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
-    return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}

@@ -1,19 +1,55 @@
-"""Processes of this machine, with names that a reused pid does not match.
+"""Processes: their names, which no reused pid matches, the runs that they work for, and their place.
 
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
+    mark_run(url)        ─▶ an anonymous file of this process, with one digest for each run
+    works_for(pid, url)  ◀─ /proc/PID/fd/…, which only the process's own user (and root) can read
+                            True, False (it works for other runs), None: it has no mark
+    laptop~5f0c3a9d1e27      this machine since it booted, and its PID namespace (rendezvous/machine.py)
+    modal/r01.3              inside a rented container: its launch
 
-Not promised: anything about processes of other machines.
+A claim, a card or a log names a process, but another writer may have forged them, or copied them with the whole run.
+So a process is signalled only if its own mark, which no other process can write, names this run: its URL, on the
+server that the environment names.
+
+Not promised: anything about processes of other machines; a mark without memfd_create (macOS), so no process is killed
+there; the same place after a reboot.
 """
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
-from diloco.process import exitcodes, run_marks
-from rendezvous.machine import is_alive, start_ticks
+from diloco.process import exitcodes
+from rendezvous.machine import is_alive, machine_name, start_ticks
+
+PLACE_ENV = "DILOCO_PLACE"
+DEVICE_ENV = "DILOCO_DEVICE"
+MARKS = "diloco-runs"
+SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
+           "HF_S3_ENDPOINT", "MODAL_ENVIRONMENT")  # fmt: skip
+
+_lock = threading.Lock()
+_held: dict[int, tuple[int, set[bytes]]] = {}  # this process's pid -> its file, and the marks in it
+
+
+def host_name() -> str:
+    """Return the place of this process: the launch of a rented container, or this machine."""
+    return os.environ.get(PLACE_ENV) or machine_name()
+
+
+def host_words(host: str) -> str:
+    """Return a host's name for display, without the boot's digits."""
+    return host.partition("~")[0]
+
+
+def device_name() -> str:
+    """Return the name of this process's device, "" if the launcher did not set it (platforms/machine/gpu.py)."""
+    return os.environ.get(DEVICE_ENV, "")
 
 
 def command_line(pid: int) -> list[str]:
@@ -43,7 +79,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
 
     run: the URL that the process's mark must name; None for a child of this process, which needs no proof.
     """
-    if not is_alive(pid, started) or not (run is None or run_marks.works_for(pid, run)):
+    if not is_alive(pid, started) or not (run is None or works_for(pid, run)):
         return False
     with suppress(ProcessLookupError):
         leads = group and pid > 1 and os.getpgid(pid) == pid != os.getpgrp()  # kill(-1) would signal every process
@@ -63,3 +99,45 @@ def describe_exit(exit_code: int | None, ours: bool = True) -> str:
         return f"killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"killed by signal {-exit_code}"
+
+
+def mark_run(url: str) -> None:
+    """Mark that this process works for the run at `url`, until it ends."""
+    if not hasattr(os, "memfd_create"):
+        return
+    with _lock, suppress(OSError):  # too many open files: no mark, so it is never killed
+        pid = os.getpid()
+        if pid not in _held:  # after a fork, the file here is the parent's
+            _held.clear()
+            _held[pid] = os.memfd_create(MARKS), set()
+        file, marks = _held[pid]
+        if (digest := _digest_of(url)) not in marks:
+            os.write(file, digest + b"\n")
+            marks.add(digest)
+
+
+def works_for(pid: int, url: str) -> bool | None:
+    """Whether the process's marks name the run at `url`.   None: no marks, or reading is not allowed."""
+    marks = _marks_of(pid)
+    return _digest_of(url) in marks if marks else None
+
+
+def _marks_of(pid: int) -> set[bytes]:
+    found = set[bytes]()
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:{MARKS} "):
+                    with open(path, "rb") as file:
+                        found.update(file.read().split())
+    return found
+
+
+def _digest_of(url: str) -> bytes:
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme == "file":
+        where = [os.path.realpath(rest if colon else url)]
+    else:
+        where = [url.rstrip("/"), *(os.environ.get(name, "") for name in SERVERS)]
+    return hashlib.sha256("\0".join(where).encode(errors="surrogateescape")).hexdigest()[:32].encode()

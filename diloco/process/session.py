@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from diloco.process import exitcodes, processes, run_marks
-from diloco.process.host import device_name, host_name
+from diloco.process import exitcodes
 from diloco.process.journal import Journal
+from diloco.process.processes import device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, refuse_lost, write_control
@@ -41,6 +41,7 @@ ORPHAN_GRACE_S = 40.0  # time to leave, for an inner step and its upload; then t
 UPLOAD_S = 300.0  # time for the upload of the last offer
 WEIGHTS_PATIENCE_S = 10.0
 LAST_WORDS_S = 10.0  # time to write the session's end into the bucket
+STEP_S = 0.5  # between two checks in a pause whether this replica was asked to leave
 
 
 class Session:
@@ -74,7 +75,7 @@ class Session:
         self._early: list[tuple[str, dict[str, Any]]] = []  # emitted before there was a journal
         if isinstance(store, SignedStore):
             store.emit = self.emit
-        run_marks.mark(store.url)  # before other processes can read the claim
+        mark_run(store.url)  # before other processes can read the claim
         self._ended = threading.Event()
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
@@ -91,7 +92,7 @@ class Session:
             emit=self.emit,
             host=host_name(),
             pid=os.getpid(),
-            started=processes.start_ticks(os.getpid()) or 0,
+            started=start_ticks(os.getpid()) or 0,
             keep=keep,
             background=Worker(self.emit),
             uploads=Worker(self.emit),
@@ -249,6 +250,31 @@ class Session:
             self.emit("warning", kind="cut_off", text=text)
             self._say_last_words()
             os._exit(exitcodes.LEFT)
+
+
+class SessionHost:
+    """The inner.host.Host of a session: messages about the user's code go to the heartbeat and to the log.
+
+    Each note resets the watchdog, because a reward that is retried with pauses has time limits of its own.
+    Not promised: that a note is seen. The next phase of the replica overwrites it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def note(self, text: str) -> None:
+        self._session.rv.members.status.note = text
+        self._session.watchdog.resume()
+
+    def emit(self, event: str, text: str, **fields: Any) -> None:
+        self._session.emit(event, step=self._session.rv.step, text=text, **fields)
+        self._session.flush_soon()
+
+    def pause(self, seconds: float) -> None:
+        clock = self._session.clock
+        until = clock.now() + seconds
+        while (left := until - clock.now()) > 0 and not self._session.rv.is_leaving:
+            clock.sleep(min(STEP_S, left))
 
 
 LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it

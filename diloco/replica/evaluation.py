@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from diloco.process.session import Session
-from diloco.run.eval_config import EvalConfig
-from diloco.run.seeds import derive_seed
+from diloco.run.config import derive_seed
+from diloco.run.sections import EvalConfig
 
 Row = dict[str, Any]
 Sums = dict[str, list[float]]  # name -> [prompts, Σ of their means, Σ of the squares]
@@ -143,11 +143,8 @@ def share_of(session: Session, step: int) -> tuple[int, int] | None:
 
 def _means(samples: Sequence[Sequence[float]]) -> list[float]:
     """Compute the mean of each row's samples that are not NaN; NaN if all are."""
-    return [_mean([x for x in of_row if not math.isnan(x)]) for of_row in zip(*samples, strict=True)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+    sums = (sums_of(of_row) for of_row in zip(*samples, strict=True))
+    return [total / count if count else math.nan for count, total, _ in sums]
 
 
 def _sums_by_kind(values: dict[str, dict[str, list[float]]]) -> dict[str, Sums]:

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.model.fetch import fetch_files, fetch_model, fetch_model_without_weights
 from diloco.process import exitcodes
-from diloco.process.disk_space import retry_when_full
+from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.output import asking_signals, survive_lost_output
 from diloco.process.processes import is_named_alive
-from diloco.process.scratch import Scratch
 from diloco.process.session import Session
-from diloco.run.config import BUCKET, ConfigError, RunConfig, keep_bytes
+from diloco.run.config import BUCKET, ConfigError, RunConfig, derive_seed
 from diloco.run.founding import refuse_layout
 from diloco.run.record import ModelRecord, Run, read_run
-from diloco.run.seeds import derive_seed
+from diloco.run.sections import keep_bytes
 from diloco.runlog.learning import step_line
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     url, slot, parent = _parse_arguments(argv)
     survive_lost_output()
     try:
-        return _run_session(url, slot, _parent_check(parent))
+        return _run_session(url, slot, lambda: not parent or is_named_alive(parent))
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
         return _print_end(slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
@@ -146,9 +145,7 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 
     A queue may start a machine late. At this point, no large import or download has happened.
     """
-    store = (
-        run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
-    )  # later the journal warns, once
+    store = run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store  # the journal warns
     desired = read_control(store)
     if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
         return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
@@ -163,7 +160,7 @@ def _train_session(run: Run, session: Session) -> int:
     record = _wait_for_model(run, session)
     stay = lambda: _leave_now(session)  # noqa: E731
     with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
-        fetch = lambda: _fetch_inputs(run, record, scratch, session, stay)  # noqa: E731
+        fetch = lambda: _fetch_inputs(run, record, scratch, session)  # noqa: E731
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""
         stay()
@@ -173,15 +170,12 @@ def _train_session(run: Run, session: Session) -> int:
 def _run_script(run: Run, session: Session) -> int:
     from diloco.script.process import run_script
 
-    stay = lambda: _leave_now(session)  # noqa: E731
-    stay()
-    with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
+    _leave_now(session)
+    with retry_when_full(session, "temporary files", Scratch, lambda: _leave_now(session)) as scratch:
         return run_script(run, session, scratch)
 
 
-def _fetch_inputs(
-    run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
-) -> tuple[Path, dict[str, Path]]:
+def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session) -> tuple[Path, dict[str, Path]]:
     """Return θ₀'s folder (without weights if a snapshot replaces them) and the user's files.
 
     Also make the loop's folder, because the caller retries when the disk is full.
@@ -190,24 +184,23 @@ def _fetch_inputs(
     files = fetch_files(run, scratch / "code")
     without = _heals_without_start(run, record)
     fetch, folder = (fetch_model_without_weights, ZEROS) if without else (fetch_model, "model")
-    return _ask_patiently(record, session, lambda: fetch(run.store, record, scratch / folder), stay), files
+    return _ask_patiently(record, session, lambda: fetch(run.store, record, scratch / folder)), files
 
 
-def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
+def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path]) -> Path:
     """Call `fetch`. Repeat it if the start model is on the Hub; the bucket's store retries by itself."""
     if (model := record.hub_model) is None:
         return fetch()
     from diloco.model.start_model import from_hub
 
-    return from_hub(session, model, fetch, stay)
+    return from_hub(session, model, fetch, lambda: _leave_now(session))
 
 
 def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
     """Fetch the whole start model if `folder` lacks the weights; else return `folder`."""
     if folder.name != ZEROS:
         return folder
-    fetch = lambda: fetch_model(run.store, record, folder.with_name("model"))  # noqa: E731
-    return _ask_patiently(record, session, fetch, lambda: _leave_now(session))
+    return _ask_patiently(record, session, lambda: fetch_model(run.store, record, folder.with_name("model")))
 
 
 @dataclass(frozen=True)
@@ -238,17 +231,21 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
 def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
+    from diloco import make_diloco
     from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from diloco.outer.flat import layout_of
-    from diloco.outer.make import make_diloco
-    from diloco.process.session_host import SessionHost
+    from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     config = run.config
-    bucket = run.config.rendezvous == BUCKET
-    at = first_open_step(session.rv.store) if bucket else _lighthouse_step(session)
+    if run.config.rendezvous == BUCKET:
+        at = first_open_step(session.rv.store)
+    else:
+        from diloco.outer.managers.lighthouse import latest_step
+
+        at = latest_step(session)
     before = run.record.parent
     seeds = seeds_of(run, session)
     joins_late = at + before.outer_steps > 0
@@ -273,12 +270,6 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
-
-
-def _lighthouse_step(session: Session) -> int:
-    from diloco.outer.managers.lighthouse import latest_step
-
-    return latest_step(session)
 
 
 def _manager(
@@ -355,9 +346,9 @@ def _make_evaluator(
 
 def seeds_of(run: Run, session: Session) -> Seeds:
     """Return the seeds: of the data order by (run, slot), of the noise by session."""
-    config, slot = run.config, session.rv.slot
-    noise = derive_seed(config.seed, slot, session.rv.generation)
-    return Seeds(derive_seed(config.seed, slot), noise, share=share_of(config, slot))
+    seed, slot = run.config.seed, session.rv.slot
+    noise = derive_seed(seed, slot, session.rv.generation)
+    return Seeds(derive_seed(seed, slot), noise, share=share_of(run.config, slot))
 
 
 def data_position(run: Run, session: Session, step: int) -> int:
@@ -446,18 +437,7 @@ def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
 
 def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str, float]:
     session.add_sample(loop.sample(rollouts) if rollouts else {})
-    return _finite_only(loop.pop_metrics())
-
-
-def _finite_only(stats: dict[str, float]) -> dict[str, float]:
-    return {k: float(v) for k, v in stats.items() if math.isfinite(v)}
-
-
-def _parent_check(parent: str) -> Callable[[], bool]:
-    """Make a check whether the process "PID:STARTTIME" is alive; for "", the check is always True."""
-    if not parent:
-        return lambda: True
-    return lambda: is_named_alive(parent)
+    return {k: float(v) for k, v in loop.pop_metrics().items() if math.isfinite(v)}
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str]:

@@ -10,31 +10,26 @@ Two commands with equal mathematics belong to the same run; their `fleet` may di
 Unknown or contradictory settings are errors that name the next thing to do.  This file does not import torch.
 """
 
+import hashlib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
-from diloco.run.eval_config import TASK_ONLY, EvalConfig
-from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
+from diloco.run.sections import TASK_ONLY, ConfigError, EvalConfig, FleetConfig, LogConfig, with_keep
 from inner import InnerConfig, InnerError
 from inner.settings.tables import Table, as_type, field_types, refuse_unknown, setting
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES, entry_point, is_code, is_one_file, setting_of
 from inner.tasks.spec import is_task
-from rendezvous.agreement.rules import WEIGHTINGS, Rules, Timing
+from rendezvous.agreement.rules import WEIGHTINGS, Rules
 from rendezvous.codecs import NAMES as CODECS
 
 AUTO = "auto"  # a codec that is chosen when the run is created (diloco/run/sizing.py)
 BUCKET = "bucket"
 # settings of [inner] without an effect on the learned weights
 NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
-
-
-class ConfigError(ValueError):
-    """The error for a configuration that cannot be run."""
 
 
 class OuterError(RuntimeError):
@@ -120,80 +115,6 @@ class OuterConfig(Table):
 
 
 @dataclass(frozen=True)
-class FleetConfig(Table):
-    """The operator's desired fleet when the run starts; each setting may change later: none is mathematics."""
-
-    path: ClassVar[str] = "fleet"
-    error: ClassVar[type[Exception]] = ConfigError
-
-    replicas: int = setting(3, "How many to keep running.", least=1)
-    steps: int = setting(10, "Outer steps in all.", least=1)
-    min_replicas: int | None = setting(
-        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1
-    )
-    keep: int | str = setting(
-        "20 GB",
-        'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
-        '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
-    )
-    broadcast_weights: bool = setting(
-        False,
-        "Write each outer step's weights in bf16 for engines that generate rollouts (docs/weights.md): what changed, "
-        "and all of it every 30 steps.",
-    )
-    give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)
-    start_patience_s: float = setting(
-        30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them.",
-        least=0,
-    )  # fmt: skip
-    hung_after_s: float = setting(
-        600.0,
-        "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
-        "median step and three times its longest, if that is more; 0 for never.",
-        least=0,
-    )
-    log_rollouts: int = setting(
-        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none).", least=0, most=64
-    )
-
-    def check(self) -> None:
-        keep_bytes(self.keep)
-        if not 1 <= self.quorum <= self.replicas:
-            raise ConfigError(
-                f"fleet.min_replicas = {self.quorum} with fleet.replicas = {self.replicas}: no outer step could ever "
-                f"be taken. Use a number from 1 to {self.replicas}"
-            )
-
-    @property
-    def quorum(self) -> int:
-        return min(2, self.replicas) if self.min_replicas is None else self.min_replicas
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(give_up=self.give_up_s, start_patience=self.start_patience_s)
-
-
-@dataclass(frozen=True)
-class LogConfig(Table):
-    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/watch.md)."""
-
-    path: ClassVar[str] = "log"
-    error: ClassVar[type[Exception]] = ConfigError
-
-    to: list = setting(list, "wandb, trackio, tensorboard: any of them, none by default.")
-    project: str = setting("", "Project of wandb and trackio; left out: WANDB_PROJECT, or diloco.")
-    folder: str = setting(FOLDER, "Folder of TensorBoard's event files, on the machine where the supervisor runs.")
-    samples: int = setting(
-        SAMPLES, "Completions per outer step in a table, over all replicas; 0 for none.", least=0, most=64
-    )
-
-    def check(self) -> None:
-        for name in self.to:
-            if name not in TRACKERS:
-                raise ConfigError(f"log.to has {name!r}, which is not a tracker. Use any of: {', '.join(TRACKERS)}")
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """The config of one run.   folder: base of relative paths in [inner] (not part of the run).
 
@@ -251,7 +172,7 @@ class RunConfig:
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Make the config from the tables of a run.toml.   Raises ConfigError."""
         raw = with_keep(raw)
-        refuse_unknown(raw, cls, error=ConfigError, prefix="")
+        _refuse_unknown(raw)
         hints = field_types(cls)
         try:
             config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
@@ -298,7 +219,9 @@ class RunConfig:
     def _check_source(self, kind: str, name: str) -> None:
         if is_one_file(name):
             if not (path := self.path_of(kind, name)).is_file():
-                raise ConfigError(self._absent_words(kind, name, path))
+                from diloco.unreadable import absent_words
+
+                raise ConfigError(absent_words(kind, name, path, self.folder))
             return
         if is_task(name):
             return  # its table checked the name; `gather_data` checks the package
@@ -309,22 +232,9 @@ class RunConfig:
         except InnerError as error:
             raise ConfigError(str(error)) from error
 
-    def _absent_words(self, kind: str, name: str, path: Path) -> str:
-        from diloco.unreadable import file_hint, object_hint
 
-        if not is_code(kind):
-            return (
-                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
-            )
-        if path.suffix == ".py":  # the name after the colon was given
-            return (
-                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Write file.py:name, with a path "
-                "relative to the config file"
-            )
-        return (
-            f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(name, self.folder)} Write "
-            '"file.py:name", with a path relative to the config file'
-        )
+def _refuse_unknown(raw: Mapping[str, Any]) -> None:
+    refuse_unknown(raw, RunConfig, error=ConfigError, prefix="")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -345,55 +255,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(toml_fault(path, error)) from error
     if not raw:
         raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")
-    changes = dict(_read_override(text) for text in overrides)
-    with_changes = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
+    changes: dict[str, Any] = {}
+    if overrides:
+        from diloco.run.overrides import read_overrides, with_overrides
+
+        changes = read_overrides(overrides, _refuse_unknown)
+        raw = with_overrides(raw, changes)
     try:
-        raw = reduce(_with_setting, changes.items(), raw)
         return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)
     except ConfigError as error:
-        raise ConfigError(f"{with_changes}: {error}") from None
-
-
-def _read_override(text: str) -> tuple[str, Any]:
-    """Parse "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> (…, "a/b").   Raises ConfigError."""
-    name, equals, value = (part.strip() for part in text.partition("="))
-    try:
-        if not (name and equals and value) or "\n" in value:
-            raise ValueError("it needs a name, an = and a value")
-        found = _read_value(value)
-    except ValueError as error:
-        raise ConfigError(
-            f"--set {text} cannot be read ({error}). Write NAME=VALUE: --set inner.lr=2e-6, --set outer.codec=int8; "
-            "lists and tables as TOML has them: --set 'inner.lora={r = 4}'"
-        ) from None
-    try:
-        refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="")
-    except ConfigError as error:
-        raise ConfigError(f"--set {text}: {error}") from None
-    return name, found
-
-
-def _read_value(value: str) -> Any:
-    """Parse a TOML value. Text needs no quotes; its type is checked later.   Raises ValueError."""
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        if value[0] in "[{\"'":
-            raise
-        return value
-
-
-def _nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
-    return {parts[0]: _nested(parts[1:], value) if len(parts) > 1 else value}
-
-
-def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, Any]:
-    """Return the tables with one more setting.   change: (dotted name, value)."""
-    name, value = change
-    key, _, rest = name.partition(".")
-    below = raw.get(key)
-    table = below if isinstance(below, Mapping) else {}
-    return {**raw, key: _with_setting(table, (rest, value)) if rest else value}
+        with_changes = f" with --set {' --set '.join(overrides)}" if overrides else ""
+        raise ConfigError(f"{path}{with_changes}: {error}") from None
 
 
 def _check_turns(outer: OuterConfig) -> None:
@@ -406,6 +278,32 @@ def _check_turns(outer: OuterConfig) -> None:
         )
     if delay >= h // f:
         raise OuterConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
+
+
+def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
+    """Cut consecutive parameters into `fragments` slices of about equal numbers of elements.
+
+        sizes of parameters    w₀ │ w₁ │ w₂ ┊ w₃ │ w₄        in flat order; a parameter is never cut
+        F = 2                  [ ─────────── ] [ ─────── ]
+
+    Not promised: equal fragments, as one parameter may be large.   Raises OuterError.
+    """
+    if fragments > len(sizes):
+        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
+    parts: list[slice] = []
+    at = 0
+    left = sum(sizes)
+    for remaining in range(fragments, 0, -1):
+        goal = left / remaining
+        to = at + 1
+        size = sizes[at]
+        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
+            size += sizes[to]
+            to += 1
+        parts.append(slice(at, to))
+        at = to
+        left -= size
+    return parts
 
 
 def check_boundary(outer: OuterConfig, boundary: int) -> None:
@@ -454,35 +352,6 @@ def _check_rendezvous(rendezvous: str, outer: OuterConfig, *, broadcasts: bool) 
     check_lighthouse(outer)
 
 
-def keep_bytes(keep: int | str) -> int | None:
-    """Parse "20 GB" -> 20_000_000_000; "all" -> None; "window" -> 0.   Raises ConfigError."""
-    text = str(keep).strip()
-    if text in ("all", "window"):
-        return None if text == "all" else 0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|[kMGT]i?B|)", text)
-    if found is None or isinstance(keep, bool):
-        raise ConfigError(
-            f'fleet.keep = {keep!r} is not known. Use a size such as "20 GB" or "500 MB", "all" or "window"'
-        )
-    unit = found[2]
-    power = " kMGT".index(unit[0]) if unit not in ("", "B") else 0
-    return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
-
-
-def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with `fleet.keep` in place of an earlier release's `fleet.retention` ("all", "window").
-
-    The default for an adapter's run is "all", because such a run is small.
-    """
-    fleet = raw.get("fleet", {})
-    inner = raw.get("inner", {})
-    if not isinstance(fleet, Mapping):
-        return dict(raw)
-    rest = {k: v for k, v in fleet.items() if k != "retention"}
-    default = {"keep": "all"} if isinstance(inner, Mapping) and inner.get("lora") is not None else {}
-    return {**raw, "fleet": {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}}
-
-
 def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the tables of [inner] without these settings.   names: "table.key"."""
     left = {k: dict(v) if isinstance(v, Mapping) else v for k, v in inner.items()}
@@ -491,3 +360,12 @@ def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str
         if left[table] is not None:
             left[table].pop(key, None)
     return left
+
+
+def derive_seed(*parts: object) -> int:
+    """Return 0 ≤ seed < 2³¹: the first 31 bits of a SHA-256 of the run's seed, the slot, the generation, …
+
+    Equal parts give equal seeds on every machine and in every session.  Not promised: different seeds; among millions
+    of them, some are equal.
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little") >> 1

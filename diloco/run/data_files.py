@@ -10,13 +10,16 @@ beside the user's code that it imports.
 A replica reads the run's file. So it needs neither the Hub nor a token, and all replicas read the same bytes.  The
 file's digest is part of the run; it depends only on the rows.
 
-Not promised: a dataset that does not fit into this machine's memory.
+`check_held_out`: before a run begins, [eval]'s prompts can be read, and are not training prompts.
+
+Not promised: a dataset that does not fit into this machine's memory; that prompts which differ in a word are different
+tasks.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from decimal import Decimal
@@ -25,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from diloco.run.config import ConfigError, RunConfig
+from diloco.run.sections import EvalConfig, EvalError
 from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
 from inner.data.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
 from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.errors import InnerError
-from inner.settings.inner import InnerConfig
+from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import EVAL, MODULES, DataSettings, is_code, is_one_file, setting_of
 from inner.tasks.make import make_rows
 from inner.tasks.spec import TaskSpec, refuse_absent
@@ -179,3 +183,33 @@ def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
             "space, or set XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return path
+
+
+def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
+    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are training prompts."""
+    held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
+    if inner.data.source is not None:
+        training = load_prompts(inner.data.source, files, inner.data)
+        if missing := sorted(set(training[0]) - set(held_out[0])):
+            setting = setting_of(EVAL, config.source)
+            raise EvalError(
+                f"{setting} = {config.source!r} has no column {', '.join(missing)}, which the training prompts "
+                "have and the reward may ask for. Write it in every line."
+            )
+        refuse_overlap(training, held_out)
+
+
+def refuse_overlap(training: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]]) -> None:
+    """Raise EvalError for held-out prompts that are training prompts: their rewards would measure memory."""
+    known = {_as_text(row["prompt"]) for row in training}
+    held_out = list(held_out)
+    shared = [row for row in held_out if _as_text(row["prompt"]) in known]
+    if shared:
+        raise EvalError(
+            f"{len(shared)} of the {len(held_out)} prompts of eval.prompts are among the training prompts, the first: "
+            f"{_as_text(shared[0]['prompt'])[:80]}. Take them out of one of the two files."
+        )
+
+
+def _as_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)

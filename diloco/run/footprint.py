@@ -21,7 +21,8 @@ This file does not import torch.
 from dataclasses import dataclass
 from math import ceil
 
-from diloco.run.config import AUTO, RunConfig, keep_bytes
+from diloco.run.config import AUTO, RunConfig
+from diloco.run.sections import keep_bytes
 from diloco.run.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
 from inner.models.naming import is_on_hub

@@ -14,9 +14,8 @@ from math import prod
 from typing import Any
 
 from diloco.run.config import AUTO, ConfigError, FleetConfig, RunConfig
-from diloco.run.record import Parent, Run, RunRecord, decode_run, with_script
+from diloco.run.record import Parent, Run, RunRecord, decode_run, is_superseded, with_script
 from diloco.run.script import Script
-from diloco.run.superseded import is_superseded
 from inner.settings.task import EVAL
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step, lost_record

@@ -4,20 +4,34 @@
     model/manifest.json   ModelRecord: keys of the start model's files, and the layout of its parameters
     read_run(url) ─▶ Run(url, store, record)     without torch
 
-Not promised: that an opened run can be resumed; founding.py compares it with your config.
+A run without a trained step can be superseded by another run under the same URL (decision 024):
+
+    RUN/steps/0000000000/commit.json   Superseded, by put_once: step 0 was not committed, and never will be
+    RUN/again/                         the run that counts now, an ordinary run; it may be superseded too
+
+    current_url(RUN) = RUN, or current_url(RUN/again) if a Superseded is there
+
+One object decides.  A replica that would commit step 0 of the old run, however late, reads the Superseded
+instead.  In a sealed run, a Superseded without the tag is ignored.  Nothing is deleted.
+
+Not promised: that an opened run can be resumed (founding.py compares it with your config); a run at current_url(RUN),
+as the superseding process may have died before it created the run.
 """
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from diloco.run.config import ConfigError, FleetConfig, RunConfig, without_settings
+from diloco.run.config import ConfigError, FleetConfig, RunConfig, cut_fragments, without_settings
 from diloco.run.script import Script, ScriptConfig
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
+from rendezvous.errors import Forged
 from rendezvous.records.digests import SHA256, hex_of, is_digest
 from rendezvous.records.records import Count, Key, Record, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Where
@@ -114,7 +128,7 @@ class ModelRecord(Record):
     hub: {"model", "commit"} of a start model on the Hub; then a file's key is "".   {}: its files are in the bucket.
     An adapter's files (adapter/…) are always in the bucket.
     theta: digest of θ₀ as flat fp32 (diloco/model/start_model.py); "" in a run of an older release.
-    base: digest of the frozen weights under an adapter (outer/model_checks.py); "" if the whole model is trained.
+    base: digest of the frozen weights under an adapter (outer/flat.py); "" if the whole model is trained.
     """
 
     kind: ClassVar[str] = "model"
@@ -133,6 +147,11 @@ class ModelRecord(Record):
             there = stored["key"] == "" if on_hub else layout.is_model_file(stored["key"])
             if not (layout.is_plain(name) and there):
                 raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+
+    def fragment_sizes(self, fragments: int) -> list[int]:
+        """Return the number of elements of each of `fragments` fragments of θ."""
+        sizes = [prod(shape) for _, shape, _ in self.layout]
+        return [sum(sizes[cut]) for cut in cut_fragments(sizes, fragments)]
 
     @property
     def hub_model(self) -> "HubModel | None":
@@ -270,3 +289,53 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
         )
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
     return store.reading_through(answers) if isinstance(store, SignedStore) else answers, store
+
+
+# -------------------------------------------------------------------- superseded runs
+
+
+@dataclass(frozen=True)
+class Superseded(Record):
+    """The record in place of commit 0: the run that counts is below `again`."""
+
+    kind: ClassVar[str] = "superseded"
+    nonce: Word
+    at: UnixTime
+
+
+def is_superseded(store: Readable) -> bool:
+    """Whether the store has a Superseded of any writer."""
+    body = store.get(layout.commit_key(0))
+    if body is None or b'"superseded"' not in body[: Superseded.most]:
+        return False
+    try:
+        return json.loads(body).get("kind") == Superseded.kind
+    except (ValueError, AttributeError):
+        return False
+
+
+def leads_on(store: Store, answers: Readable) -> bool:
+    """Whether the store has the run's own Superseded.   answers: the same store, or its earlier answers.
+
+    A sealed run's Superseded must have the tag. Otherwise any writer to the bucket could keep the paying user
+    from ending the fleet.  Raises WrongRun without the key of a sealed run."""
+    if not is_superseded(answers):
+        return False
+    sealed = signed_store(store, run_key(), answers.get(layout.SEAL))
+    try:
+        return sealed is store or is_superseded(sealed)
+    except Forged:
+        return False
+
+
+def current_url(url: str) -> str:
+    """Return the current URL of the run that the user calls `url`."""
+    while leads_on(store := open_store(url, make=False), store):
+        url = url_below(url)
+    return url
+
+
+def url_below(url: str) -> str:
+    """Convert "s3://b/x?region=r" -> "s3://b/x/again?region=r"."""
+    path, mark, query = url.partition("?") if "://" in url else (url, "", "")
+    return f"{path.rstrip('/')}/{layout.AGAIN}{mark}{query}"

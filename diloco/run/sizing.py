@@ -73,8 +73,10 @@ def parameters_of(config: RunConfig) -> int:
     if is_gguf_file(model):
         return _parameters_of_gguf(model)
     if Path(model).is_dir():
-        return sum(_parameters_in(path) for path in _weight_files(Path(model)))
-    return _parameters_on_the_hub(model, config.inner.revision)
+        if not (found := parameters_in(Path(model))):
+            raise ConfigError(f"{model} holds no .safetensors file to count parameters in; {_ADVICE}")
+        return found
+    return sum(_counts_on_the_hub(model, config.inner.revision).values())
 
 
 def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
@@ -119,18 +121,7 @@ def _parameters_of_gguf(model: str) -> int:
 
 def parameters_in(folder: Path) -> int:
     """Count the parameters in the headers of a folder's .safetensors files; 0 if there are none."""
-    return sum(_parameters_in(path) for path in sorted(folder.glob("*.safetensors")))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ConfigError(f"{folder} holds no .safetensors file to count parameters in; {_ADVICE}")
-    return found
-
-
-def _parameters_in(path: Path) -> int:
-    return sum(prod(shape) for shape in _shapes_in(path).values())
+    return sum(prod(shape) for path in folder.glob("*.safetensors") for shape in _shapes_in(path).values())
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]]:
@@ -143,10 +134,6 @@ def _shapes_in(path: Path) -> dict[str, list[int]]:
 def stored_bytes(model: str, revision: str | None) -> int:
     """Return the bytes of a model on the Hub, in its stored dtypes.  Raises ConfigError."""
     return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
-
-
-def _parameters_on_the_hub(model: str, revision: str | None) -> int:
-    return sum(_counts_on_the_hub(model, revision).values())
 
 
 def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from diloco.process.journal import is_reckonable
+from diloco.units import is_reckonable
 
 NAMES = {
     "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",

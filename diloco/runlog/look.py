@@ -1,21 +1,30 @@
 """One look at a run: request all records that the reader will read, in a few rounds of parallel requests.
 
-    round 1   control, commits ○●, claims of the first slots, heartbeats     ○●: how many are there?  (extent.py)
+    round 1   control, commits ○●, claims of the first slots, heartbeats     ○●: how many are there?
     round 2   claims of further slots, logs ○●, leave records
     …         commits, newest logs
 
     A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
     changed, it is the only round, and `likely_keys` lets it start before run.json is read (opening.py).
 
-Not promised: complete answers.  The reader gets missing records one by one.
+How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
+
+    no end known yet        low … low+3, low+7, low+15, …      the next few, then galloping, all in one round
+    all of these are there  the same from there on, twice as far
+    between low and high    FAN keys, evenly spaced            until no key is left between them
+
+Commits, claims, control records and logs are numbered without gaps, and none of them is ever deleted. So a few rounds
+of GETs find their number. A LIST may lag, and returns only 1,000 keys at a time.
+
+Not promised: complete answers (the reader gets missing records one by one); the number in a series with a gap, which
+only an edit of the bucket makes. A reader that reads from the first record on finds the gap.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from diloco.runlog.extent import Rounds
 from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
@@ -31,7 +40,88 @@ CONTROLS = 8  # requested at once
 FAR, NEAR = 10, 3  # reach of the galloping without and with a known extent
 NEW_CLAIMS = 2  # the same for a slot with known claims: it is seldom claimed twice between two looks
 GROWING = 2  # newest generations whose logs may still grow
+FAN = 16  # keys requested at once between two bounds
+CLOSE = 4  # successive keys; if a series grew by fewer, one round finds its length
+FURTHEST = 10  # the farthest key of the galloping: low + 1,023
 Owner = tuple[str, int]  # slot and generation
+Numbered = Callable[[int], str]  # n -> key
+
+
+@dataclass
+class Series:
+    """A series.   low: at least so many exist.   high: this one does not.   reach: number of keys of the galloping.
+    then(n): called when the length n is known."""
+
+    key: Numbered
+    low: int
+    reach: int
+    then: Callable[[int], None]
+    high: int | None = None
+
+    @property
+    def probes(self) -> list[int]:
+        if self.high is None:
+            galloping = {self.low + (1 << j) - 1 for j in range(self.reach)}
+            return sorted(galloping | set(range(self.low, self.low + CLOSE)) if self.reach > 2 else galloping)
+        return sorted({self.low + (self.high - self.low) * i // (FAN + 1) for i in range(FAN + 1)})
+
+    @property
+    def is_over(self) -> bool:
+        return self.low == self.high
+
+    def learn_from_probes(self, ahead: Ahead) -> None:
+        """Narrow the bounds by the answers to the probes."""
+        galloping = self.high is None
+        ahead.refuse_silence(self.key(n) for n in self.probes)
+        for n in self.probes:
+            if not ahead.is_there(self.key(n)):
+                self.high = n
+                return
+            self.low = n + 1
+        if galloping:
+            self.reach = min(FURTHEST, 2 * self.reach)
+
+
+@dataclass
+class Rounds:
+    """Requests for series and keys; each round sends all requests that are known to be needed."""
+
+    ahead: Ahead
+    _series: list[Series] = field(default_factory=list[Series])
+    _keys: list[str] = field(default_factory=list[str])
+    _after: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+    def count(self, key: Numbered, low: int, reach: int, then: Callable[[int], None]) -> None:
+        self._series.append(Series(key, low, reach, then))
+
+    def want(self, keys: list[str], then: Callable[[], None] = lambda: None) -> None:
+        """Request these keys.   then: called when all of them were requested."""
+        self._keys += keys
+        self._after.append(then)
+
+    @property
+    def next_keys(self) -> list[str]:
+        """The keys that the next round requests."""
+        return [*self._keys, *(s.key(n) for s in self._series for n in s.probes)]
+
+    def run(self) -> None:
+        while self._series or self._keys or self._after:
+            asked = self.next_keys
+            series = self._series
+            after = self._after
+            self._series = []
+            self._keys = []
+            self._after = []
+            self.ahead.ask(asked)
+            for s in series:
+                s.learn_from_probes(self.ahead)
+            for then in after:
+                then()
+            for s in series:
+                if s.is_over:
+                    s.then(s.low)
+                else:
+                    self._series.append(s)
 
 
 @dataclass(frozen=True)

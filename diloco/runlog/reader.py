@@ -9,26 +9,22 @@ Not promised: a common time scale (each time is by its writer's clock); a replic
 and a `kill -9`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
 from diloco.process.journal import Log, read_log
 from diloco.run.record import RunRecord, with_script
-from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
-from diloco.runlog.ends import joined_words, observed_words, own_words, restarted_by
-from diloco.runlog.learning import learning_numbers, reckonable
 from diloco.runlog.look import SUPERVISOR, Found, Owner, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
+from diloco.runlog.sessions import SessionSummary, apply_event, restarted_by
+from diloco.runlog.steps import Counted, Decision, Step, apply_step_events, kept_commit, read_commit
 from inner.printable import printable
 from rendezvous import layout
 from rendezvous.agreement.membership import (
     Wanted,
     claims_above,
-    launch_of,
     read_beat,
     read_claim,
     read_leave,
@@ -45,116 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MANY = 4096  # objects in memory at once
-PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
-PART_NAMES = ("train", "offer", "wait", "mean")
-NUMBERS = {
-    "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
-    "cross_term": "LoRA cross term {:.2g}", "mean_norm": "‖ḡ‖ {:.2g}",
-}  # fmt: skip
-BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
-
-
-@dataclass
-class Step:
-    """One committed outer step.   reward, h: slot -> value of its offer for this step, listed here or later.
-
-    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, so θ did not change.
-    numbers: ρ, effective step, norms (diloco/outer/safety.py).
-    samples: slot -> samples of its listed work.   snapshot: step of the newest snapshot at the commit.
-    """
-
-    t: int
-    at: float
-    by: str
-    fresh: tuple[str, ...]
-    carried: tuple[tuple[str, int], ...]
-    linked: bool
-    reward: dict[str, float] = field(default_factory=dict)
-    h: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> part -> seconds
-    up: dict[str, int] = field(default_factory=dict)
-    down: dict[str, int] = field(default_factory=dict)
-    thetas: dict[str, str] = field(default_factory=dict)  # session -> digest of θ after this step
-    gated: tuple[str, ...] = ()
-    empty: bool = False
-    numbers: dict[str, float] = field(default_factory=dict)
-    learned: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> loss, … (diloco/runlog/learning.py)
-    samples: dict[str, float] = field(default_factory=dict)
-    snapshot: int = 0
-
-    @property
-    def mean_reward(self) -> float | None:
-        rewards = [self.reward[s] for s in self.fresh if s in self.reward]
-        return fmean(rewards) if rewards else None
-
-    @classmethod
-    def of_commit(cls, c: Decision, *, linked: bool) -> "Step":
-        """Make a Step from its commit.   linked: the commit has the right digest of the commit before."""
-        step = cls(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried), linked)
-        step.gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
-        step.samples = {o.slot: o.samples for o in c.offers if o.samples}
-        step.empty = all(o.zero for o in c.offers)
-        step.snapshot = c.snapshot
-        return step
-
-    def add_offer(self, slot: str, offer: Offer) -> None:
-        self.h[slot] = offer.h
-        self.learned[slot] = learning_numbers(stats := reckonable(offer.stats))
-        if "reward" in stats:
-            self.reward[slot] = stats["reward"]
-
-    def part(self, name: str) -> float:
-        """Return the mean seconds of one part, over the replicas that logged it."""
-        values = [s[name] for s in self.seconds.values() if name in s]
-        return fmean(values) if values else 0.0
-
-
-@dataclass
-class SessionSummary:
-    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
-
-    seen, said: the reason of its end by its supervisor, and by itself.
-    device: the name of the training device, "" if unknown.
-    restarted_by: the platform that restarted the same launch, "" if none did.
-    """
-
-    slot: str
-    generation: int
-    pid: int
-    host: str
-    claimed: float
-    joined: float | None = None
-    joined_step: int = 0
-    commits: list[tuple[int, float]] = field(default_factory=list)
-    ended: float | None = None
-    how: str = "running"
-    seen: str = ""
-    said: str = ""
-    device: str = ""
-    restarted_by: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.slot}-{self.generation}"
-
-    @property
-    def preempted(self) -> bool:
-        """Whether its platform asked it to leave, and restarted it."""
-        return self.how == "left" and bool(self.restarted_by)
-
-    @property
-    def end(self) -> str:
-        """The end of the session as text."""
-        if self.preempted:
-            return f"preempted by {self.restarted_by}, started again"
-        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
-
-    @property
-    def why(self) -> str:
-        """The reason for its end in one line; "" while it runs, after a regular end, or if unknown."""
-        if self.preempted or self.how in ("running", "done", "fence"):
-            return ""
-        return joined_words(self.seen, self.said)
 
 
 @dataclass
@@ -312,18 +198,16 @@ class Reader:
         self._read_logs(found)
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
         self._read_beats()
-        _apply_step_events(self._steps, events)
-        self._apply_ends(events, self._beats)
+        apply_step_events(self._steps, events)
+        self._apply_ends(events)
         self._remember(found)
-        sessions = [self._sessions[k] for k in sorted(self._sessions)]
-        name = shown(str(self._run.get("name", "run")))
         return Report(
-            name=name,
+            name=shown(str(self._run.get("name", "run"))),
             url=self._store.url,
             config=self._run,
             wanted=self._wanted,
             steps=self._steps,
-            sessions=sessions,
+            sessions=[self._sessions[k] for k in sorted(self._sessions)],
             events=events,
             beats={slot: beat for slot, beat in self._beats.items() if slot in self._wanted.slot_names},
             twice=self._twice,
@@ -397,7 +281,8 @@ class Reader:
             self._steps.append(Step.of_commit(c, linked=linked))
             self._last = body
             self._note_listed(c)
-        self._ask_claims(self._uncredited)
+        listed = {(o.slot, o.generation) for c in self._uncredited for o in c.offers}
+        self._store.ask(layout.claim_key(*session) for session in listed - self._sessions.keys())
         while self._uncredited:
             self._credit_offers(self._uncredited[0])
             del self._uncredited[0]
@@ -429,11 +314,6 @@ class Reader:
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self._store.keep(layout.commit_key(count - 1))
 
-    def _ask_claims(self, commits: Sequence[Decision]) -> None:
-        """Request the claims of unknown sessions that the commits list."""
-        sessions = {(o.slot, o.generation) for c in commits for o in c.offers}
-        self._store.ask(layout.claim_key(*session) for session in sessions if session not in self._sessions)
-
     def _read_offers(self) -> None:
         while self._unread:
             some = self._unread[:MANY]
@@ -455,15 +335,12 @@ class Reader:
     def _credit_offers(self, commit: Decision) -> None:
         for name in sorted({(o.slot, o.generation) for o in commit.offers}):
             if name not in self._sessions and name not in self._unclaimed:
-                self._find_claim(*name)
+                if (taken := read_claim(self._store, *name)) is not None:
+                    self._begin_session(taken)
+                else:
+                    self._unclaimed.add(name)
             if name in self._sessions and (commit.t, commit.at) not in self._sessions[name].commits[-1:]:
                 self._sessions[name].commits.append((commit.t, commit.at))
-
-    def _find_claim(self, slot: str, generation: int) -> None:
-        if (taken := read_claim(self._store, slot, generation)) is not None:
-            self._begin_session(taken)
-        else:
-            self._unclaimed.add((slot, generation))
 
     def _read_beats(self) -> None:
         for slot in filter(self._focus.reads_beat, self._wanted.slot_names):
@@ -516,16 +393,16 @@ class Reader:
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over
 
-    def _apply_ends(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
+    def _apply_ends(self, events: Iterable[dict[str, Any]]) -> None:
         for session in self._sessions.values():
-            self._end_by_records(session, beats.get(session.slot))
+            self._end_by_records(session)
         for e in events:
-            _apply_event(self._sessions, e)
+            apply_event(self._sessions, e)
         for (slot, generation), session in self._sessions.items():
             if (successor := self._sessions.get((slot, generation + 1))) is not None and session.how != "running":
                 session.restarted_by = restarted_by(session.host, slot, successor.host)
 
-    def _end_by_records(self, session: SessionSummary, beat: Beat | None) -> None:
+    def _end_by_records(self, session: SessionSummary) -> None:
         waits = session.how == "running" and self._focus.reads_sessions(session.slot)
         leave = read_leave(self._store, session.slot, session.generation) if waits else None
         if leave is not None:
@@ -536,56 +413,6 @@ class Reader:
         if session.how == "running" and successor is not None:
             session.ended = successor.claimed
             session.how = "replaced"
-
-
-def _apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) -> None:
-    for e in events:
-        t = e.get("step", -1)
-        if e["event"] == "step" and 0 <= t < len(steps):
-            step = steps[t]
-            slot = e["slot"]
-            step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
-            step.empty = step.empty or e.get("empty") is True
-            step.up[slot] = e.get("bytes_up", 0)
-            step.down[slot] = e.get("bytes_down", 0)
-            step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
-            if "theta" in e:
-                step.thetas[e["who"]] = e["theta"]
-            step.learned[slot] = {**step.learned.get(slot, {}), **learning_numbers(e)}
-            if e.get("reward") is not None:
-                step.reward.setdefault(slot, e["reward"])
-
-
-def _apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
-    if e["event"] in LAUNCH_ENDS:
-        session = _find_ended(sessions, e)
-        if session is not None and (e["event"] == "killed" or session.how == "running"):
-            session.ended = e["at"]
-            session.how = e["event"]
-        elif session is not None and e["event"] == "lost" and session.how == "replaced":
-            session.ended = e["at"]
-            session.how = "lost"
-        if session is not None:
-            session.seen = observed_words(e) or session.seen
-        return
-    session = sessions.get((e["slot"], e["generation"]))
-    if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):
-        session.said = own_words(e)
-    if session is not None and e.get("device"):
-        session.device = str(e["device"])
-    if session is not None and e["event"] == "joined":
-        session.joined, session.joined_step = e["at"], e.get("step", 0)
-    if session is not None and e["event"] in SESSION_ENDS and session.how in ("running", "replaced", "lost"):
-        session.ended, session.how = e["at"], e["event"].replace("_", " ")
-
-
-def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
-    """Return the session of an end event: by generation, by launch, or by pid, which rented machines may reuse."""
-    if e["generation"]:
-        return sessions.get((e["slot"], e["generation"]))
-    of_slot = [x for x in sessions.values() if x.slot == e["slot"]]
-    launched = [x for x in of_slot if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
-    return launched[-1] if launched else next((x for x in of_slot if x.pid and x.pid == e.get("pid")), None)
 
 
 def _newest_numbers(keys: Iterable[str]) -> dict[Owner, int]:

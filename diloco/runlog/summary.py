@@ -3,19 +3,33 @@
     Report (reader.py) ──▶ summary    one screen, for `diloco report` and the demo
                        ──▶ checks     each promise: kept or not
 
-Not promised: that all sessions fit on the screen.
+                       ──▶ kept_words which steps are still in the bucket, by the replicas' logs of deletions
+
+    collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
+    ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
+
+Not promised: that all sessions fit on the screen; the newest state of the bucket, but blobs that are reported as gone
+are gone.  A step in the window without a written mean keeps its pseudogradients; `diloco export` checks the blobs
+themselves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from diloco.runlog.evaluation import evaluation_words
-from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_words, newest_numbers
-from diloco.runlog.reader import NUMBERS, PART_NAMES, PARTS, Report, SessionSummary
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.steps import NUMBERS, PART_NAMES, PARTS
 from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
+
+if TYPE_CHECKING:
+    from diloco.runlog.reader import Report
+
 
 NAME = 24  # most characters of a run's name in a line with other text
 
@@ -180,3 +194,34 @@ def _session_words(session: SessionSummary, began: float) -> str:
         joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
     end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
     return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
+
+
+_WIDTH = 24  # most characters of a list of steps
+
+
+def kept_words(report: "Report") -> list[str]:
+    """Describe in at most two lines which steps are left; [] if nothing was deleted."""
+    collected = [e for e in report.of_kind("collected") if _is_whole(e)]
+    if not collected and report.wanted.keep:
+        return [f"`diloco gc` has collected down to {report.wanted.keep}; `diloco verify` says what is left"]
+    if not collected:
+        return []
+    newest = max(collected, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
+    since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
+    before = _steps([t for t in newest["snapshots"] if t < since])
+    keep = report.wanted.keep or report.setting("fleet", "keep", "") or report.setting("fleet", "keep", 0)
+    steps = [f"kept: every step from {since} on{before and f', and {before}'}"] if since else []
+    gone = newest["deltas_from"]
+    return [*steps, *([f"pseudogradients before {gone} are gone (fleet.keep = {keep})"] if gone else [])]
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    steps = event.get("snapshots")
+    numbers = [event.get("deltas_from"), event.get("means_from"), *(steps if isinstance(steps, list) else [None])]
+    return all(type(n) is int for n in numbers)
+
+
+def _steps(steps: list[int]) -> str:
+    """Return "0, 8, 16", or the beginning of the list and its length."""
+    text = ", ".join(map(str, steps))
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH].rpartition(',')[0]}, … ({len(steps)} of them)"

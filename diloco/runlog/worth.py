@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from diloco.runlog.learning import headline_curve
 
 if TYPE_CHECKING:
-    from diloco.runlog.reader import Report, SessionSummary, Step
+    from diloco.runlog.reader import Report
+    from diloco.runlog.sessions import SessionSummary
+    from diloco.runlog.steps import Step
 
 RECENT = 10  # agreement is averaged over so many outer steps
 LEAST_COSINE = 0.01  # a few steps cannot distinguish a smaller cosine from 0

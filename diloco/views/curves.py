@@ -25,7 +25,9 @@ from typing import Any
 
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.runlog.learning import COUNTS
-from diloco.runlog.reader import NUMBERS, Report, SessionSummary, Step
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import NUMBERS, Step
 
 PATIENCE_S = 600.0  # since its commit; the default of a run's give_up_s
 EVALUATION_S = 1800.0  # the same for a row with an evaluation, which may take minutes
@@ -148,7 +150,7 @@ def _slots(step: Step, logged: LoggedSteps) -> list[str]:
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return a slot's numbers from its offer and its event; of two sessions, prefer the one that trained."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
-    logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and _is_number(v)} if mine else {}
+    logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and type(v) in (int, float)} if mine else {}
     offered = dict(step.learned.get(slot, {}))
     offered |= {"reward": step.reward[slot]} if slot in step.reward else {}
     offered |= {"h": float(step.h[slot])} if slot in step.h else {}
@@ -180,10 +182,6 @@ def _evaluation_numbers(evaluation: Evaluation | None) -> dict[str, float]:
         for name, score in scores.items():
             found |= {f"eval/{kind}/{name}": score.mean, f"eval/{kind}/{name}_error": score.error}
     return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

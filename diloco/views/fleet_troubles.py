@@ -16,7 +16,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco.runlog.reader import PARTS, SUPERVISOR, Report, SessionSummary, Step
+from diloco.runlog.reader import SUPERVISOR, Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import PARTS, Step
 from diloco.units import dollars, duration
 from diloco.views.overview import run_state, seconds_per_step, silent_s
 from diloco.views.trouble import Spending, Trouble, trouble

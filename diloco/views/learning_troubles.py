@@ -18,8 +18,9 @@ from statistics import fmean, median
 
 from diloco.runlog.evaluation import Evaluation, score_words
 from diloco.runlog.learning import over_replicas
-from diloco.runlog.reader import Report, Step
+from diloco.runlog.reader import Report
 from diloco.runlog.scope import AT_FIRST
+from diloco.runlog.steps import Step
 from diloco.views.trouble import Spending, Trouble, trouble
 
 FIRST_STEPS = AT_FIRST  # the band is computed from so many first outer steps

@@ -13,10 +13,10 @@ Not promised: the state of a single moment; `read_at` has the time at which each
 from dataclasses import replace
 from threading import Lock
 
-from diloco.runlog.commits import Decision, read_commit
 from diloco.runlog.opening import View
-from diloco.runlog.reader import SUPERVISOR, Reader, Report, Step
+from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import COSTS, SAMPLED, WHOLE, Focus, watch_scope
+from diloco.runlog.steps import Decision, Step, read_commit
 from diloco.views.overview import PACE_STEPS
 from diloco.views.pace import BURST_S, LOOK_S, RATE, AskedSoFar, items_of, next_focus
 from rendezvous import layout

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from diloco.process.host import host_words
+from diloco.process.processes import host_words
 from diloco.runlog.learning import over_replicas
-from diloco.runlog.reader import Report, SessionSummary, Step
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import Step
 from rendezvous.records.records import Beat
 
 PACE_STEPS = 10

@@ -21,8 +21,9 @@ Pure functions.  Not promised: all of a large fleet's logs; `diloco report` read
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from diloco.runlog.reader import Report, SessionSummary
+from diloco.runlog.reader import Report
 from diloco.runlog.scope import SAMPLED, Focus
+from diloco.runlog.sessions import SessionSummary
 from diloco.views.overview import silent_s
 from rendezvous.records.records import Beat
 

@@ -26,8 +26,7 @@ from local_teachers import serving
 
 from diloco import StoreManager, make_diloco
 from diloco.replica.replica import share_of
-from diloco.run.config import RunConfig, load_config
-from diloco.run.seeds import derive_seed
+from diloco.run.config import RunConfig, derive_seed, load_config
 from inner import Seeds, Teacher, ToolWorld, publish_model
 from inner.extras.monarch import Replica, ReplicaPlan, read_weights, write_weights
 from inner.train.build import load_start

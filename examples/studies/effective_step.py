@@ -22,7 +22,7 @@ from torch import Tensor
 from trials import Curve, Row, Trial, area, paired, run_missing
 from worlds import WORLDS
 
-from diloco.outer.safety import AutoLR
+from diloco.outer.auto_lr import AutoLR
 
 WORLD, MACHINES, STEPS = WORLDS["text"], 4, 100  # inner steps of each machine
 RULES, MOMENTA, EVERY = ("fixed", "matched", "root"), (0.0, 0.5, 0.9), (5, 20, 50)

@@ -31,7 +31,7 @@ from torch import Tensor
 from trials import Curve, Row, Trial, area, at_step, first_step, paired, run_missing
 from worlds import WORLDS, World
 
-from diloco.outer.safety import AutoLR
+from diloco.outer.auto_lr import AutoLR
 from diloco.run.config import OuterConfig
 from inner import InnerLoop
 

@@ -109,7 +109,7 @@ def explain_error(error: Exception) -> tuple[str, int]:
     """Return (text, exit code).  A platform without an answer, or a full disk, is not a mistake in the command, which
     may work later."""
     from diloco.process import exitcodes
-    from diloco.process.disk_space import full_disk_words, is_full
+    from diloco.process.disk import full_disk_words, is_full
     from diloco.views.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
     from rendezvous.errors import GaveUp, StoreUnclear

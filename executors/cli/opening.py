@@ -58,7 +58,7 @@ def opened(act: "Callable[[Namespace, Run], Answer]") -> Act:
 
 def present_url(url: str) -> str:
     """Return the present URL of the run that users call `url`.   Raise UsageError if `url` is not valid."""
-    from diloco.run.superseded import current_url
+    from diloco.run.record import current_url
 
     checked = run_url.checked_url(url)
     return ask_again(lambda: current_url(checked))

@@ -123,7 +123,7 @@ def _is_id(native: str) -> bool:
 class Handle(Plain):
     """One launched process; any launcher on the same platform can find it again.
 
-    host, pid, started (clock ticks since boot): together they identify a process of a machine (process/host.py).
+    host, pid, started (clock ticks since boot): together they identify a process of a machine (process/processes.py).
     files: path of its files, for people to read; "" if only its claim was found.   native: its id on a platform (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None if
     unknown.

@@ -31,10 +31,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diloco.process import exitcodes, run_marks
-from diloco.process.disk_space import full_disk_words, is_full
-from diloco.process.host import PLACE_ENV
-from diloco.process.processes import describe_exit
+from diloco.process import exitcodes
+from diloco.process.disk import full_disk_words, is_full
+from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
 from executors.platforms.machine import oom
@@ -311,7 +310,7 @@ def main(argv: list[str]) -> int:
     """Run a spec.   argv: the spec as JSON, the executor's name, and for a lease the name of `until`'s function."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     spec = ReplicaSpec.from_dict(json.loads(argv[0]))
-    run_marks.mark(spec.run)
+    mark_run(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
     lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
     end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, also after an interruption

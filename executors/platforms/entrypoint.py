@@ -25,10 +25,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from diloco.process import exitcodes, run_marks
-from diloco.process.host import DEVICE_ENV
+from diloco.process import exitcodes
 from diloco.process.own_files import APPENDED, open_own, part_of, read_json, write_json
-from diloco.process.processes import is_named_alive, start_ticks
+from diloco.process.processes import DEVICE_ENV, is_named_alive, mark_run, start_ticks
 from executors.platforms.base import REPLICA, load_name
 from executors.platforms.machine import gpu
 from rendezvous.layout import is_slot, slot_index
@@ -59,7 +58,7 @@ def settle(request: Mapping[str, Any]) -> bool:
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
-    run_marks.mark(request["run"])  # before the process file says that we are here
+    mark_run(request["run"])  # before the process file says that we are here
     log = open_own(request["files"] + ".log", APPENDED)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.process.disk_space import full_disk_words, is_full
+from diloco.process.disk import full_disk_words, is_full
 from diloco.process.output import FULL
 from diloco.process.own_files import read_json
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status, Unavailable

@@ -64,7 +64,7 @@ def _check_files(config: RunConfig) -> None:
 
         check_data(config.inner, config.user_files())
     if config.eval is not None:
-        from diloco.run.held_out import check_held_out
+        from diloco.run.data_files import check_held_out
 
         check_held_out(config.eval, config.inner, config.user_files())
 

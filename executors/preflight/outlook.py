@@ -12,9 +12,10 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.run.config import ConfigError, RunConfig, keep_bytes
+from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, lines
-from diloco.run.superseded import current_url
+from diloco.run.record import current_url
+from diloco.run.sections import keep_bytes
 from diloco.units import byte_size
 from executors.platforms.places import Place
 from inner.models.naming import ASK_S

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diloco.process import processes, run_marks
-from diloco.process.host import host_name, host_words
+from diloco.process import processes
+from diloco.process.processes import host_name, host_words, mark_run, works_for
 from diloco.runlog.reader import SUPERVISOR
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, claims_above, newest_claim, read_beat
@@ -56,7 +56,7 @@ class Lease:
     @classmethod
     def seize(cls, store: Store, clock: Clock) -> "Lease":
         """Take the lease from any holder.  Raise Fenced if another process takes it at the same moment."""
-        run_marks.mark(store.url)
+        mark_run(store.url)
         pid, started = os.getpid(), processes.start_ticks(os.getpid()) or 0
         lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host_name(), pid=pid, started=started))
         lease.beat("starting")
@@ -113,7 +113,7 @@ def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool
     first = read_beat(store, SUPERVISOR)
     until = clock.now() + fresh_s
     while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
-        if _is_on_this_machine(holder) and run_marks.works_for(holder.pid, store.url):
+        if _is_on_this_machine(holder) and works_for(holder.pid, store.url):
             return True
         if read_beat(store, SUPERVISOR) != first:
             return True
@@ -136,4 +136,4 @@ def _known_dead(run: str, holder: Claim) -> bool:
     """Whether its process was on this machine and has ended, or works for another run (this one is its copy)."""
     if not _is_on_this_machine(holder):
         return False
-    return not processes.is_alive(holder.pid, holder.started) or run_marks.works_for(holder.pid, run) is False
+    return not processes.is_alive(holder.pid, holder.started) or works_for(holder.pid, run) is False

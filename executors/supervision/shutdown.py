@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from diloco.process import exitcodes, processes
-from diloco.process.host import host_name, host_words
 from diloco.process.journal import Journal
+from diloco.process.processes import host_name, host_words
 from diloco.run.config import ConfigError
 from diloco.run.founding import is_finished
 from diloco.run.record import read_run

@@ -29,9 +29,9 @@ from diloco.process.journal import Journal
 from diloco.process.output import print_plainly
 from diloco.run.founding import solo_warning
 from diloco.run.record import Run, read_run
-from diloco.runlog.ends import end_words
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
+from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.places import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.places import build_executor, former_places, places_of

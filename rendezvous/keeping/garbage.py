@@ -336,7 +336,7 @@ def sweep_ended_run(
 
 
 def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
-    """Return the fields of the event `collected` for the kept blobs; diloco/runlog/kept.py turns them into a text."""
+    """Return the fields of the event `collected` for the kept blobs; diloco/runlog/summary.py has their text."""
     if answer is None:
         return {}
     stay = sorted({*answer.snapshots, floor})[-_TOLD:]

@@ -132,7 +132,7 @@ def check_blob(key: str, pattern: str) -> None:
 class Claim(Record):
     """A process's claim to generation `generation` of a slot.
 
-    host, pid, started: the machine, the process id and its start (diloco.process.host); together they name the process.
+    host, pid, started: machine, process id and its start (diloco.process.processes); together they name the process.
     """
 
     kind = "claim"

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from diloco.audit.bisect import Judgement, bisect, most_judgements
-from diloco.audit.blame import REPLICA, STEP, Blame, blame, blame_lines
+from diloco.audit.blame import REPLICA, STEP, Blame, Omission, blame, blame_lines, states_without
 from diloco.audit.metrics import LOWER, Measurement
-from diloco.audit.omissions import Omission, states_without
 from diloco.model.export import model_record, put_into, start_folder, state_at
 from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError

@@ -15,8 +15,7 @@ from diloco.views.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point
 from diloco.views.samples import MOST_CHARACTERS, SampleReader
 from diloco.views.trackers import feed as feeding
 from diloco.views.trackers.feed import RETRY_S, Feed, hold_alone
-from diloco.views.trackers.logins import missing_login
-from diloco.views.trackers.make import check_tracker, make_tracker
+from diloco.views.trackers.make import check_tracker, make_tracker, missing_login
 from diloco.views.trackers.tracker import TrackedRun, TrackerBusy, TrackerError
 from executors.cli import main as cli
 from rendezvous import layout

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from diloco.replica.evaluation import Evaluator
-from diloco.run.eval_config import EvalConfig, EvalError
-from diloco.run.held_out import refuse_overlap
+from diloco.run.data_files import refuse_overlap
+from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
 
 ROWS = [{"prompt": f"question {i}", "value": i % 7 / 7} for i in range(25)]

@@ -8,7 +8,8 @@ import pytest
 
 from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SESSION_FAULTS, SHOWN, WARNINGS
 from diloco.process.journal import Journal
-from diloco.runlog.reader import BAD_ENDS, read_report
+from diloco.runlog.reader import read_report
+from diloco.runlog.sessions import BAD_ENDS
 from diloco.views.page.data import page_data
 from executors.cli.looking.lines import Lines
 from executors.cli.looking.status import status_dict, status_table

@@ -13,8 +13,7 @@ from diloco.model.fork import begin, read_fork
 from diloco.model.publish import publish_model
 from diloco.run.config import ConfigError
 from diloco.run.founding import open_run
-from diloco.run.record import Run, RunRecord, read_run
-from diloco.run.superseded import Superseded, url_below
+from diloco.run.record import Run, RunRecord, Superseded, read_run, url_below
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import summary
 from diloco.views.comparison import Comparison, list_changes

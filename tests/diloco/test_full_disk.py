@@ -18,9 +18,8 @@ import pytest
 
 from diloco.model.publish import publish
 from diloco.process import exitcodes
-from diloco.process.disk_space import retry_when_full
+from diloco.process.disk import remove_left_behind, retry_when_full
 from diloco.process.output import asking_signals
-from diloco.process.scratch import remove_left_behind
 from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
 from executors.cli.looking.status import status_table

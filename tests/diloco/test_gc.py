@@ -10,8 +10,8 @@ from diloco.model.export import model_record, state_at, what_is_kept
 from diloco.model.give_back import collect, plan_gc
 from diloco.run.config import ConfigError
 from diloco.run.record import Run, read_run
-from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import read_report
+from diloco.runlog.summary import kept_words
 from executors.cli.main import main
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock

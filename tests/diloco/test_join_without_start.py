@@ -31,7 +31,7 @@ def fetched_weights(fleet: Fleet, folder: Path, compares: bool = False) -> tuple
     run: Any = SimpleNamespace(store=store, config=config, record=fleet.run.record)
     session: Any = None  # only a model on the Hub needs one
     folder.mkdir(exist_ok=True)
-    found, _ = _fetch_inputs(run, fleet.model, folder, session, lambda: None)
+    found, _ = _fetch_inputs(run, fleet.model, folder, session)
     return found, {key for verb, key in store.calls if verb == "get"} & weights_of(fleet)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.run.config import ConfigError, FleetConfig, RunConfig, keep_bytes
+from diloco.run.config import ConfigError, FleetConfig, RunConfig
 from diloco.run.footprint import Footprint, footprint, lines
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
+from diloco.run.sections import keep_bytes
 from rendezvous.clock import SystemClock
 from tests.support.fleet import config
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from diloco.outer.flat import FlatFragment, layout_of, staged_parts
-from diloco.outer.fragments import cut_fragments
 from diloco.outer.loop import OuterLoop
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import MockManager, StoreManager
@@ -18,7 +17,7 @@ from diloco.outer.optimizer import Nesterov, OuterState, nesterov
 from diloco.outer.rounds import Work
 from diloco.outer.step_report import likely_cause
 from diloco.process.watchdog import Watchdog
-from diloco.run.config import ConfigError, OuterConfig, OuterError
+from diloco.run.config import ConfigError, OuterConfig, OuterError, cut_fragments
 from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.runlog.ends import end_words
-from diloco.runlog.kept import kept_words
-from diloco.runlog.reader import SUPERVISOR, Step, read_report
+from diloco.runlog.reader import SUPERVISOR, read_report
+from diloco.runlog.sessions import end_words
+from diloco.runlog.steps import Step
+from diloco.runlog.summary import kept_words
 from diloco.views.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
 from executors.cli.looking.status import describe_supervisor
 from rendezvous import layout

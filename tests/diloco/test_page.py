@@ -9,8 +9,7 @@ import pytest
 
 from diloco.events import event_text
 from diloco.runlog.reader import Report, read_report
-from diloco.views.page.contributions import contribution_rows
-from diloco.views.page.data import CHUNK, Beside, brief, chunks_of, json_bytes, page_data
+from diloco.views.page.data import CHUNK, Beside, brief, chunks_of, contribution_rows, json_bytes, page_data
 from diloco.views.page.freeze import SCRIPTS, STYLES, asset_text, content_policy, frozen_page, live_page, write_frozen
 from diloco.views.page.rollouts import RolloutEnds, read_rollouts
 from rendezvous import layout

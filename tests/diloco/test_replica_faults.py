@@ -22,9 +22,8 @@ from diloco.model.export import state_at
 from diloco.process import exitcodes
 from diloco.run.config import ConfigError
 from diloco.run.footprint import footprint, lines
-from diloco.runlog.kept import kept_words
 from diloco.runlog.reader import read_report
-from diloco.runlog.summary import summary
+from diloco.runlog.summary import kept_words, summary
 from diloco.units import byte_size
 from executors.cli.looking.status import status_dict, status_table
 from executors.cli.writing.verbs import best_step

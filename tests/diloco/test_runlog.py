@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.run.record import Run, RunRecord, read_run
-from diloco.run.superseded import Superseded
-from diloco.runlog import commits
-from diloco.runlog.extent import Rounds
-from diloco.runlog.look import CONTROLS
+from diloco.run.record import Run, RunRecord, Superseded, read_run
+from diloco.runlog import steps
+from diloco.runlog.look import CONTROLS, Rounds
 from diloco.runlog.reader import Reader, Report, read_report
 from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
 from diloco.views.page.charts import draw_figure
@@ -579,7 +577,7 @@ def test_a_commit_that_another_release_kept_is_read_by_the_rules(cache) -> None:
         again.add(layout.commit_key(t), body)
     again.save()
     assert "commit 1 cannot be read" in kept_after(run, cache).damage
-    assert commits.kept_commit(bodies[1]) == commits.read_commit(bodies[1])
+    assert steps.kept_commit(bodies[1]) == steps.read_commit(bodies[1])
     assert first.head == 3
 
 

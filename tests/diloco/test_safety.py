@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.outer.auto_lr import AutoLR
 from diloco.outer.optimizer import Nesterov, OuterState, nesterov
 from diloco.outer.safety import (
-    AutoLR,
     Finding,
     Memory,
     Tracker,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.process.scratch import ALIVE, Scratch
+from diloco.process.disk import ALIVE, Scratch
 
 HOLDS = (
-    "import sys, time; from diloco.process.scratch import Scratch\n"
+    "import sys, time; from diloco.process.disk import Scratch\n"
     "with Scratch() as folder:\n"
     "    (folder / 'model').write_bytes(b'w' * 1000); print(folder, flush=True); time.sleep(600)\n"
 )

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.runlog.reader import Report, SessionSummary, Step, read_report
+from diloco.runlog.reader import Report, read_report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import Step
 from diloco.runlog.summary import summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
 from executors.cli.looking.status import status_dict, status_table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.run import superseded
+from diloco.run import record
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
@@ -46,7 +46,7 @@ def test_the_mended_file_is_founded_under_the_same_name(capsys, config):  # noqa
     with pytest.raises(WrongRun, match="Nothing was trained there yet: the same command with --again"):
         open_run(load_config(mended(config)), url, CLOCK)
     new = found_again(config, url)
-    assert new == f"{url}/again" == superseded.current_url(url)
+    assert new == f"{url}/again" == record.current_url(url)
     open_run(load_config(config), new, CLOCK)
     assert read_control(open_store(url)).stop and not read_control(open_store(new)).stop
     code, out, _ = say(capsys, "status", url, "--json")  # the name stays
@@ -59,8 +59,8 @@ def test_and_once_more(config):  # noqa: F811
     new = found_again(mended(config), url)
     open_run(load_config(config), new, CLOCK)
     (config.parent / "text.txt").write_text("mended twice")
-    newer = found_again(config, superseded.current_url(url))
-    assert newer == f"{url}/again/again" == superseded.current_url(url)
+    newer = found_again(config, record.current_url(url))
+    assert newer == f"{url}/again/again" == record.current_url(url)
     open_run(load_config(config), newer, CLOCK)
 
 
@@ -76,7 +76,7 @@ def test_a_run_that_is_supervised_is_not_founded_again(config):  # noqa: F811
     lease = Lease.take(open_store(url), CLOCK)
     with pytest.raises(UsageError, match=r"is supervised by process .* diloco stop"):
         found_again(mended(config), url)
-    assert not superseded.is_superseded(open_store(url)) and not read_control(open_store(url)).stop
+    assert not record.is_superseded(open_store(url)) and not read_control(open_store(url)).stop
     lease.beat("left")
     assert found_again(config, url).endswith("/again")
 
@@ -88,7 +88,7 @@ def test_a_replica_that_may_still_run_is_named(config, monkeypatch):  # noqa: F8
     monkeypatch.setattr(again, "stop_run", lambda *_: [End("r00-1", True, "its heartbeat moves")])
     with pytest.raises(UsageError, match=r"r00-1 of .* may still run"):
         found_again(mended(config), url)
-    assert not superseded.is_superseded(open_store(url))
+    assert not record.is_superseded(open_store(url))
 
 
 def test_a_step_that_is_committed_while_we_look_wins(config, run, monkeypatch):  # noqa: F811
@@ -102,7 +102,7 @@ def test_a_step_that_is_committed_while_we_look_wins(config, run, monkeypatch): 
     monkeypatch.setattr(again, "stop_run", sleeper_wakes)
     with pytest.raises(UsageError, match="has taken a step"):
         found_again(mended(config), url)
-    assert open_store(url).get(layout.commit_key(0)) == commit and superseded.current_url(url) == url
+    assert open_store(url).get(layout.commit_key(0)) == commit and record.current_url(url) == url
 
 
 def test_a_sleeper_of_the_first_founding_can_never_commit(config, run):  # noqa: F811
@@ -142,13 +142,13 @@ def test_dying_between_the_two_writes_leaves_a_run_that_can_be_founded(capsys, c
     url = founded(config)
     found_again(mended(config), url)
     assert "there is no run at" in complaint(capsys, "status", url)
-    open_run(load_config(config), superseded.current_url(url), CLOCK)
+    open_run(load_config(config), record.current_url(url), CLOCK)
     assert say(capsys, "status", url)[0] == 0
 
 
 def test_a_bucket_with_options_keeps_them() -> None:
-    assert superseded.url_below("s3://b/x?region=r") == "s3://b/x/again?region=r"
-    assert superseded.url_below("runs/mine/") == "runs/mine/again"
+    assert record.url_below("s3://b/x?region=r") == "s3://b/x/again?region=r"
+    assert record.url_below("runs/mine/") == "runs/mine/again"
 
 
 def test_plan_follows_as_well(capsys, config):  # noqa: F811

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.run import superseded
+from diloco.run import record
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
-from diloco.run.record import read_run
-from diloco.run.superseded import Superseded
+from diloco.run.record import Superseded, read_run
 from executors.cli.starting import again
 from executors.preflight.run_url import UsageError
 from rendezvous import layout
@@ -55,14 +54,14 @@ def test_the_mended_file_is_founded_under_the_same_name_everywhere(capsys, confi
     open_run(load_config(config), url, CLOCK)
     with pytest.raises(WrongRun, match="Nothing was trained there yet: the same command with --again"):
         open_run(load_config(mended(config)), url, CLOCK)
-    assert found_again(config, url) == f"{url}/again" == superseded.current_url(url)
-    open_run(load_config(config), superseded.current_url(url), CLOCK)
+    assert found_again(config, url) == f"{url}/again" == record.current_url(url)
+    open_run(load_config(config), record.current_url(url), CLOCK)
     for verb in ("status", "costs"):
         code, out, err = say(capsys, verb, url, "--json")
         assert code == 0, out + err
     assert f'"url": "{url}/again"' in out
     (config.parent / "text.txt").write_text("mended twice")
-    assert found_again(config, superseded.current_url(url)) == f"{url}/again/again" == superseded.current_url(url)
+    assert found_again(config, record.current_url(url)) == f"{url}/again/again" == record.current_url(url)
 
 
 def test_a_sleeper_of_the_first_founding_can_commit_nowhere(config, run, url):  # noqa: F811
@@ -70,7 +69,7 @@ def test_a_sleeper_of_the_first_founding_can_commit_nowhere(config, run, url):  
     open_run(load_config(config), url, CLOCK)
     found_again(mended(config), url)
     won, stands = put_once(store := open_signed(url), CLOCK, layout.commit_key(0), commit)
-    assert not won and superseded.is_superseded(store)
+    assert not won and record.is_superseded(store)
     with pytest.raises(WireError, match="found a superseded"):
         Commit.decode(stands)
 
@@ -80,7 +79,7 @@ def test_a_run_that_took_a_step_is_not_founded_again_anywhere(config, run, url):
     founded.store.create(layout.commit_key(0), run.store.get(layout.commit_key(0)))
     with pytest.raises(UsageError, match="has taken a step with another config"):
         found_again(mended(config), url)
-    assert superseded.current_url(url) == url
+    assert record.current_url(url) == url
 
 
 # -------------------------------------------------------------------- under a run key
@@ -101,7 +100,7 @@ def test_who_has_no_key_founds_nothing_again_and_hears_why(capsys, config, monke
     monkeypatch.delenv(KEY)
     with pytest.raises(WrongRun, match=f"under a run key, and {KEY} is not set here"):
         found_again(mended(config), url)
-    assert not superseded.is_superseded(open_store(url))
+    assert not record.is_superseded(open_store(url))
     monkeypatch.setenv(KEY, SECRET)
     open_run(load_config(config), found_again(config, url), CLOCK)
     monkeypatch.delenv(KEY)
@@ -122,7 +121,7 @@ def test_a_forged_superseded_leads_nobody_away_from_a_sealed_run(capsys, config,
     url = forged(config, monkeypatch)
     argv = (verb, config, "--run", url) if verb == "train" else (verb, url)
     assert "was not written with this run's key" in complaint(capsys, *argv)
-    assert open_store(f"{url}/again").get(layout.RUN) is None and superseded.current_url(url) == url
+    assert open_store(f"{url}/again").get(layout.RUN) is None and record.current_url(url) == url
     with pytest.raises(Forged):
         found_again(mended(config), url)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runlog.ends import LONGEST, joined_words, most_telling_line, observed_words, own_words
 from diloco.runlog.reader import read_report
 from diloco.runlog.scope import COSTS, STATUS
+from diloco.runlog.sessions import LONGEST, joined_words, most_telling_line, observed_words, own_words
 from diloco.runlog.summary import checks, headline, summary
 from executors.cli.completion import slots_of
 from executors.cli.looking import status

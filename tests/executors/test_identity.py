@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from diloco.process import processes, run_marks
-from diloco.process.host import host_words
+from diloco.process import processes
 from diloco.process.journal import Journal
+from diloco.process.processes import host_words
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.entrypoint import create_process_file
 from executors.platforms.on_host.executor import LocalProcessExecutor, make_process_folder
@@ -161,21 +161,21 @@ def test_a_run_is_the_same_by_every_name_of_its_folder_and_another_on_another_se
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     child = start(str(tmp_path / "run"), "s3://bucket/run")
-    assert run_marks.works_for(child.pid, f"file://{tmp_path}/link/") and run_marks.works_for(
+    assert processes.works_for(child.pid, f"file://{tmp_path}/link/") and processes.works_for(
         child.pid, "s3://bucket/run/"
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://another-server")
-    assert run_marks.works_for(child.pid, "s3://bucket/run") is False
+    assert processes.works_for(child.pid, "s3://bucket/run") is False
 
 
 def test_a_forked_child_does_not_write_into_its_parent_s_marks() -> None:
-    run_marks.mark("s3://bucket/of-the-parent")
+    processes.mark_run("s3://bucket/of-the-parent")
     if (pid := os.fork()) == 0:
-        run_marks.mark("s3://bucket/of-the-child")
-        os._exit(not run_marks.works_for(os.getpid(), "s3://bucket/of-the-child"))
+        processes.mark_run("s3://bucket/of-the-child")
+        os._exit(not processes.works_for(os.getpid(), "s3://bucket/of-the-child"))
     assert os.waitpid(pid, 0)[1] == 0
-    assert run_marks.works_for(os.getpid(), "s3://bucket/of-the-parent")
-    assert run_marks.works_for(os.getpid(), "s3://bucket/of-the-child") is False
+    assert processes.works_for(os.getpid(), "s3://bucket/of-the-parent")
+    assert processes.works_for(os.getpid(), "s3://bucket/of-the-child") is False
 
 
 SHOW = [sys.executable, "-c", "from rendezvous.machine import machine_name; print(machine_name())"]
@@ -262,7 +262,7 @@ def test_replicas_that_a_supervisor_finds_again_can_be_ended(tmp_path: Path) -> 
         SystemClock().sleep(0.01)
     second = LocalProcessExecutor([], method="spawn")
     (found,) = second.find(run)
-    assert not second._children and run_marks.works_for(found.pid, run)
+    assert not second._children and processes.works_for(found.pid, run)
     second.cancel([found], grace_s=0.0)
     (result,) = second.collect([found], timeout=60.0)
     assert result.state is State.CANCELLED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.run.config import load_config
-from diloco.run.held_out import check_held_out
+from diloco.run.data_files import check_held_out
 from executors.cli.checking.init import TASKS
 from executors.cli.main import main
 from inner.usercode.check import check_inner

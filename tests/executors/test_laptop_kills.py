@@ -24,7 +24,6 @@ import pytest
 
 from diloco.process import exitcodes, processes
 from diloco.process.session import Session
-from diloco.replica.replica import _parent_check
 from diloco.run.config import RunConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run, read_run
@@ -50,7 +49,8 @@ def replica(argv: list[str]) -> int:
     """A replica with a real session: claim, heartbeat, the end of its launcher noticed; without its training."""
     url, slot, parent = argv[0], argv[2], argv[4] if len(argv) > 4 else ""
     try:
-        session = Session(read_run(url).store, slot, TIMING, parent_alive=_parent_check(parent))
+        there = lambda: not parent or processes.is_named_alive(parent)  # noqa: E731
+        session = Session(read_run(url).store, slot, TIMING, parent_alive=there)
     except Fenced:
         return exitcodes.FENCED
     signal.signal(signal.SIGTERM, lambda *_: session.ask_to_leave())

@@ -16,8 +16,8 @@ import modal
 import pytest
 
 from diloco.process import exitcodes
-from diloco.runlog.ends import restarted_by
 from diloco.runlog.reader import read_report
+from diloco.runlog.sessions import restarted_by
 from diloco.runlog.summary import summary
 from executors.cli import main as cli
 from executors.cli.looking import status as watch

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.process.session import Session as ReplicaLife
-from diloco.runlog.reader import Report, SessionSummary
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
 from diloco.units import dollars
 from executors.supervision.costs import (
     BOOT_S,

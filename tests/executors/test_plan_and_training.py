@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from diloco.run.config import RunConfig
 from diloco.run.data_files import gather_data
-from diloco.run.eval_config import EvalConfig
+from diloco.run.sections import EvalConfig
 from executors.platforms.places import Place
 from executors.preflight import checks
 from executors.preflight.run_url import UsageError

@@ -18,7 +18,7 @@ import pytest
 from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View
 from diloco.runlog.reader import read_report
-from diloco.views.page.publish import Publisher
+from diloco.views.page.freeze import Publisher
 from executors.cli import main as cli
 from executors.cli.looking.report import publish_page
 from executors.cli.main import main
@@ -340,7 +340,7 @@ def test_only_views_and_the_layout_know_the_published_keys() -> None:
         for path in (root / room).rglob("*.py")
         if any(word in path.read_text() for word in ("page_data_key", "PAGE_INDEX", "layout.PAGE"))
     }
-    assert knows == {"rendezvous/layout.py", "diloco/views/page/publish.py"}
+    assert knows == {"rendezvous/layout.py", "diloco/views/page/freeze.py"}
 
 
 class ReadOnly(FaultyStore):

@@ -12,8 +12,8 @@ import torch
 from diloco.model.export import model_record, start_folder, state_at
 from diloco.model.fetch import fetch_files
 from diloco.replica.replica import REJOIN_WARMUP, share_of
+from diloco.run.config import derive_seed
 from diloco.run.record import read_run
-from diloco.run.seeds import derive_seed
 from inner import InnerLoop, Seeds, build_inner
 from tests.support.fleet import Fleet
 from tests.support.study_trials import count_to_seed

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.data_files import gather_data
-from diloco.run.eval_config import EvalConfig
+from diloco.run.sections import EvalConfig
 from inner import InnerConfig, InnerError
 from inner.tasks import make, score, spec
 from inner.tasks.gym import as_literal

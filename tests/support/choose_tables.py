@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from diloco.run.config import OuterConfig, RunConfig, keep_bytes
+from diloco.run.config import OuterConfig, RunConfig
 from diloco.run.footprint import LINK, Footprint, delta_bytes, footprint, lines
+from diloco.run.sections import keep_bytes
 from diloco.run.sizing import adapter_parameters
 from diloco.units import byte_size, duration
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, USD_PER_HOUR, Kind, memory_limit_mib

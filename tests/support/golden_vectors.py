@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.run.record import ModelRecord, RunRecord
-from diloco.run.superseded import Superseded
+from diloco.run.record import ModelRecord, RunRecord, Superseded
 from rendezvous.clock import SystemClock
 from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records

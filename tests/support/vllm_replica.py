@@ -77,7 +77,7 @@ class Spy:
         self.compared = -1
 
     def note(self, engine: Any, prompts: Any, generate: Callable[[], Any]) -> Any:
-        from diloco.outer.model_checks import frozen_digest
+        from diloco.outer.flat import frozen_digest
 
         step = self.step()
         row: dict[str, Any] = {"step": step}

@@ -7,7 +7,7 @@ from diloco.process import processes
 from rendezvous.machine import machine_name
 
 WORKS = (
-    "import sys; from diloco.process.run_marks import mark; [mark(u) for u in sys.argv[1:]]; "
+    "import sys; from diloco.process.processes import mark_run; [mark_run(u) for u in sys.argv[1:]]; "
     "print('.', flush=True); input()"
 )
 

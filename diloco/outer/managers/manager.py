@@ -29,7 +29,8 @@ from torch import Tensor
 
 from diloco.outer.rounds import StoreRounds, Work
 from diloco.process.session import Session, ensure_slot, launched_session
-from diloco.run.config import FleetConfig, keep_bytes
+from diloco.run.config import FleetConfig
+from diloco.run.sections import keep_bytes
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.store import Store

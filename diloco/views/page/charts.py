@@ -14,7 +14,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from diloco.runlog.learning import Curve
-from diloco.runlog.reader import BAD_ENDS, PART_NAMES, PARTS, Report, SessionSummary
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import BAD_ENDS, SessionSummary
+from diloco.runlog.steps import PART_NAMES, PARTS
 from diloco.runlog.summary import curve_of, headline
 from diloco.views.page.data import step_at
 

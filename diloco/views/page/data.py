@@ -8,25 +8,37 @@
 A number is rounded to five digits; a number that is not finite is null.  Texts are as replicas wrote them, without
 control characters; a page must show them as text (assets/, freeze.py).
 
-Not promised: every event and all of a rollout (NEWEST_EVENTS, LONGEST).
+The contributors to each outer step, one letter per slot:
+
+    step      0 1 2 3 4
+    r00       f f f f f      f  fresh: listed by this step's own commit      g  the same, its weight lowered by the gate
+    r01       f f l . f      l  late: of this step, listed by a later commit
+    r02       f f x x f      x  lost: a session trained here, but its work does not count     w  may still be listed
+                             .  no session trained here
+
+A session trained in a step if it ran for more than half of the step's time, or was cut off in it.
+
+Not promised: that x is exact, because times of different machines are compared; every event and all of a rollout
+(NEWEST_EVENTS, LONGEST).
 """
 
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.events import KINDS, MARKED, ON_PAGE, event_text
 from diloco.runlog.evaluation import evaluation_dict
-from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import over_replicas
-from diloco.runlog.reader import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, shown
-from diloco.runlog.summary import checks, curve_of, headline  # fmt: skip
+from diloco.runlog.reader import Report, shown
+from diloco.runlog.sessions import BAD_ENDS, SessionSummary
+from diloco.runlog.steps import NUMBERS, PARTS, Step
+from diloco.runlog.summary import checks, curve_of, headline, kept_words  # fmt: skip
 from diloco.runlog.worth import worth, worth_words
 from diloco.views.overview import Overview, SessionRow, overview, step_values
-from diloco.views.page.contributions import contribution_rows, tally
 
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
@@ -94,19 +106,11 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
 
 
 def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
+    numbers = {k: v for k, v in vars(seen).items() if k not in ("open_s", "rows", "series")}
     return {
-        "name": seen.name,
-        "url": seen.url,
-        "state": seen.state,
-        "step": seen.step,
-        "steps": seen.steps,
+        **{name: brief(value) if name.endswith("_s") else value for name, value in numbers.items()},
         "began": began,
         "last_sign": report.last_sign,
-        "elapsed_s": brief(seen.elapsed_s),
-        "step_s": brief(seen.step_s),
-        "eta_s": brief(seen.eta_s),
-        "snapshot": seen.snapshot,
-        "snapshot_age_s": brief(seen.snapshot_age_s),
         "replicas": report.wanted.replicas,
         "min_replicas": report.wanted.min_replicas,
     }
@@ -184,14 +188,8 @@ def _session(session: SessionSummary, row: SessionRow, began: float) -> dict[str
 def _live_numbers(row: SessionRow) -> dict[str, Any]:
     if not row.is_live:
         return {"phase": ""}
-    return {
-        "phase": row.phase,
-        "inner": row.inner,
-        "inner_steps": row.inner_steps,
-        "samples_per_s": brief(row.samples_per_s),
-        "beat_age_s": brief(row.beat_age_s),
-        "note": row.note,
-    }
+    measured = {"samples_per_s": brief(row.samples_per_s), "beat_age_s": brief(row.beat_age_s)}
+    return {"phase": row.phase, "inner": row.inner, "inner_steps": row.inner_steps, "note": row.note, **measured}
 
 
 def _marks(report: Report, began: float) -> list[dict[str, Any]]:
@@ -279,7 +277,7 @@ def chunks_of(report: Report) -> list[dict[str, Any]]:
 
 
 def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
-    """Make columns of equal length.   who: a letter per slot (contributions.py).   by_slot: each replica's reward."""
+    """Make columns of equal length.   who: a letter per slot.   by_slot: each replica's reward."""
     metrics = [step_values(step) | over_replicas(step, ("grad_norm",)) for step in steps]
     by_slot = {slot: [brief(_headline_of(step, slot)) for step in steps] for slot in slots}
     return {
@@ -333,3 +331,65 @@ def json_bytes(data: Mapping[str, Any]) -> bytes:
 def version_of(body: bytes) -> str:
     """Return the version of these bytes; other bytes have another version."""
     return hashlib.sha256(body).hexdigest()[:12]
+
+
+FRESH, GATED, LATE, LOST, WAITS, ABSENT = "fglxw."
+NAMES = {FRESH: "fresh", GATED: "gated", LATE: "late", LOST: "lost"}
+
+
+def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
+    """Return one text per outer step that was read, with one letter per slot."""
+    column = {slot: i for i, slot in enumerate(slots)}
+    rows = [[ABSENT] * len(slots) for _ in report.steps]
+    times = [report.began, *(step.at for step in report.steps)]
+    first_waiting = _first_that_waits(report)
+    first = report.steps[0].t if report.steps else 0
+    for session in report.sessions:
+        for i in _trained_in(session, times):
+            rows[i][column[session.slot]] = WAITS if first + i >= first_waiting else LOST
+    for step in report.steps:
+        for slot in step.fresh:
+            _write(rows, column, step.t - first, slot, GATED if slot in step.gated else FRESH)
+        for slot, t in step.carried:
+            _write(rows, column, t - first, slot, LATE)
+    return ["".join(row) for row in rows]
+
+
+def _write(rows: list[list[str]], column: Mapping[str, int], i: int, slot: str, letter: str) -> None:
+    if 0 <= i < len(rows) and slot in column:
+        rows[i][column[slot]] = letter
+
+
+def _first_that_waits(report: Report) -> int:
+    """Return the first step whose unlisted work may still be listed, up to `max_carry` syncs of its fragment later."""
+    carry, fragments = report.setting("outer", "max_carry", 2), report.setting("outer", "fragments", 1)
+    return report.head if report.done else report.head - carry * fragments
+
+
+def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
+    """Return the steps in which a session trained.   times: of the run's beginning, and of each commit."""
+    joined = session.joined if session.joined is not None else next((at for _, at in session.commits), None)
+    if joined is None:
+        return []
+    ended = session.ended if session.ended is not None else times[-1]
+    found = list[int]()
+    for t in range(max(0, bisect_right(times, joined) - 1), len(times) - 1):
+        start, end = times[t], times[t + 1]
+        if start >= ended:
+            break
+        was_there = min(end, ended) - max(start, joined)
+        cut_off = session.how in BAD_ENDS and start < ended <= end
+        if cut_off or 2 * was_there > end - start:
+            found.append(t)
+    return found
+
+
+def tally(blocks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, dict[str, int]]:
+    """Count the letters in blocks of (slots, rows). Return slot -> name in NAMES -> count."""
+    found = dict[str, dict[str, int]]()
+    for slots, rows in blocks:
+        for i, slot in enumerate(slots):
+            counts = found.setdefault(slot, dict.fromkeys(NAMES.values(), 0))
+            for letter, name in NAMES.items():
+                counts[name] += sum(row[i] == letter for row in rows)
+    return found

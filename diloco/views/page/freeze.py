@@ -2,12 +2,20 @@
 
     assets/page.html   {styles} {scripts} {data}           page.css · vendor/uPlot · words, source, curves, …, page
       └─▶ frozen    data inlined; opens from disk; makes no request
-      └─▶ live      fetches data/head.json, data/{n}.json: of a server (cli/web/server.py) or a bucket (publish.py)
+      └─▶ live      fetches data/head.json, data/{n}.json: of a server (cli/web/server.py) or of the run's bucket:
+
+    page/index.html          the live page; fetches the files below
+    page/data/{n}.json       chunks of outer steps, written again if they changed
+    page/data/head.json      written last, so that all chunks that it names are there
 
 A content security policy names the digests of the page's own scripts and styles. So no other script runs, for example
 from a rollout's text.  Data are in a <script type="application/json">, in which json_bytes leaves no "<".
 
-Not promised: a page for browsers before 2022.
+`Publisher` is the only writer in diloco/views, and it writes only these keys.  They are a view: `put` overwrites them,
+no replica and no command reads them, and their loss does no harm to the run (decision 048).
+
+Not promised: a page for browsers before 2022; that a published page is true.  Any writer to the bucket can write
+another page; a seal does not cover it.
 """
 
 import base64
@@ -20,7 +28,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco.views.page.data import json_bytes
+from diloco.views.page.data import json_bytes, version_of
+from rendezvous import layout
+from rendezvous.store import Store
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
@@ -79,3 +89,29 @@ def asset_text(name: str) -> str:
 
 def _digest_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+HEAD = "head.json"
+
+
+class Publisher:
+    """A writer of the files that changed since its last write."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._index = live_page(name)
+        self._written: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        return f"{self._store.url.partition('?')[0].rstrip('/')}/{layout.PAGE_INDEX}"
+
+    def publish(self, files: Mapping[str, bytes]) -> int:
+        """Write changed files. Return how many.   files: name -> body, with head.json."""
+        chunks = {layout.page_data_key(name): body for name, body in files.items() if name != HEAD}
+        wanted = {layout.PAGE_INDEX: self._index, **chunks, layout.page_data_key(HEAD): files[HEAD]}
+        news = {key: body for key, body in wanted.items() if self._written.get(key) != version_of(body)}
+        for key, body in news.items():
+            self._store.put(key, body)
+            self._written[key] = version_of(body)
+        return len(news)

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any, cast
 
 from diloco.process.journal import rollout_head, rollout_line
-from diloco.runlog.extent import Rounds
-from diloco.runlog.reader import Report, SessionSummary
+from diloco.runlog.look import Rounds
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
 from inner.channels.hints import templates
 from inner.rollouts.rollout_states import rollout_states
 from inner.rollouts.sample import SampledRollout

@@ -22,9 +22,9 @@ from typing import Any
 
 from diloco.views.curves import CurvePoint
 from diloco.views.samples import COLUMNS, Sample
-from diloco.views.trackers.logins import OFFLINE
 from diloco.views.trackers.tracker import TrackedRun, TrackerError
 
+OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
 BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # a .wandb file is a LevelDB log: checksum, length, part of a record
 FILE_HEAD = 7  # bytes: ":W&B", a magic number, a version
 WHOLE, FIRST, LAST = 1, 2, 4  # a whole record, its first part, its last part

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from diloco.run.config import ConfigError
-from diloco.run.log_config import PROJECT
+from diloco.run.sections import PROJECT
 from diloco.views.curves import CurvePoint
 from diloco.views.samples import Sample
 

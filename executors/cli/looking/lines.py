@@ -11,7 +11,8 @@ from typing import Any, Protocol, TextIO
 
 from diloco.events import SHOWN
 from diloco.runlog.learning import is_shown, over_replicas
-from diloco.runlog.reader import SUPERVISOR, Report, Step, first_and_last
+from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
+from diloco.runlog.steps import Step
 
 SAID = (
     "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",

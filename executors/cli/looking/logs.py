@@ -19,8 +19,9 @@ from typing import Any
 
 from diloco.process.journal import read_log
 from diloco.run.record import read_run
-from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, read_report, shown
+from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
 from diloco.runlog.scope import COSTS
+from diloco.runlog.sessions import SessionSummary
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.executor import process_folder

@@ -12,8 +12,7 @@ from typing import Any
 
 from diloco.runlog.reader import Report
 from diloco.views.page.data import Beside, encode_chunks, json_bytes, page_data
-from diloco.views.page.freeze import write_frozen
-from diloco.views.page.publish import Publisher
+from diloco.views.page.freeze import Publisher, write_frozen
 from diloco.views.page.rollouts import RolloutEnds
 from diloco.views.troubles import Spending, find_troubles
 from executors.cli.looking.status import cost_status

@@ -28,15 +28,14 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from diloco.process import exitcodes
-from diloco.process.host import host_words
 from diloco.process.output import raw_output
-from diloco.runlog.ends import never_began, observed_words
+from diloco.process.processes import host_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
-from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, learning_words, newest_numbers
-from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary, first_and_last
+from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
+from diloco.runlog.sessions import SessionSummary, never_began, observed_words
 from diloco.runlog.sparkline import sparkline
-from diloco.runlog.summary import brief_name, curve_of, outer_words, solo_words
+from diloco.runlog.summary import brief_name, curve_of, kept_words, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s

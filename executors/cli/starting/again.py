@@ -13,10 +13,10 @@ Not promised: that costs and budget of the second run include the costs of the f
 import shlex
 from collections.abc import Callable
 
-from diloco.process.host import host_words
+from diloco.process.processes import host_words
 from diloco.run.config import RunConfig
 from diloco.run.founding import differing_settings
-from diloco.run.superseded import Superseded, is_superseded, url_below
+from diloco.run.record import Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
 from executors.supervision.grace import GRACE_S
 from executors.supervision.lease import supervisor_of

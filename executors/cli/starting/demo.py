@@ -17,7 +17,8 @@ from pathlib import Path
 from diloco.run.config import load_config
 from diloco.run.founding import open_run
 from diloco.run.record import Run
-from diloco.runlog.reader import Report, SessionSummary, first_and_last, read_report
+from diloco.runlog.reader import Report, first_and_last, read_report
+from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.summary import Check, checks, summary
 from diloco.views.overview import inner_steps_per_round
 from diloco.views.page.charts import write_picture

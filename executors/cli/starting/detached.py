@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from diloco.process import exitcodes
-from diloco.process.host import host_words
 from diloco.process.journal import Journal
 from diloco.process.own_files import appended
+from diloco.process.processes import host_words
 from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR
 from executors.platforms.base import FleetExecutor, Handle

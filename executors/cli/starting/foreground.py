@@ -17,9 +17,9 @@ from diloco.process import exitcodes, processes
 from diloco.process.output import asking_signals
 from diloco.run.founding import refuse_lost_run
 from diloco.run.record import Run
-from diloco.runlog.ends import end_words
 from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import STATUS
+from diloco.runlog.sessions import end_words
 from diloco.units import duration
 from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
-from diloco.runlog.ends import observed_words, own_words
 from diloco.runlog.reader import Report
+from diloco.runlog.sessions import observed_words, own_words
 from diloco.runlog.sparkline import sparkline, squeezed
 from diloco.units import dollars, duration
 from diloco.views.overview import MetricCurve, Overview, SessionRow

@@ -24,7 +24,7 @@ from diloco.runlog.reader import Report
 from diloco.runlog.scope import COSTS
 from diloco.views.live import LiveReader
 from diloco.views.page.data import EncodedChunks, chunks_of, encode_chunks, head_of, json_bytes
-from diloco.views.page.publish import Publisher
+from diloco.views.page.freeze import Publisher
 from diloco.views.page.rollouts import RolloutEnds
 from executors.cli.looking.report import page_beside, publish_refused
 from executors.cli.opening import ask_again

@@ -19,8 +19,7 @@ from executors.cli.answers import Answer
 from executors.preflight.run_url import UsageError
 
 if TYPE_CHECKING:
-    from diloco.audit.bisect import Judgement
-    from diloco.audit.judge import Judge
+    from diloco.audit.bisect import Judge, Judgement
     from diloco.run.record import Run
 
 
@@ -78,7 +77,7 @@ def blame_answer(run: "Run", asked: JudgeRequest) -> Answer:
 
 
 def _judge(run: "Run", asked: JudgeRequest) -> "Judge":
-    from diloco.audit.judge import Judge
+    from diloco.audit.bisect import Judge
     from diloco.model.export import model_record, refuse_merge
 
     refuse_merge(run, asked.merge)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from diloco.process.processes import is_alive
-from diloco.run.log_config import PROJECT
+from diloco.run.sections import PROJECT
 from diloco.runlog.opening import open_view
 from diloco.runlog.reader import Reader, Report
 from diloco.runlog.scope import EVERYTHING

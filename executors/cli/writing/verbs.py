@@ -15,7 +15,7 @@ from argparse import SUPPRESS, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.run.log_config import FOLDER, SAMPLES, TRACKERS
+from diloco.run.sections import FOLDER, SAMPLES, TRACKERS
 from executors.cli.answers import Answer, fit_lines, say
 from executors.cli.opening import opened
 from executors.cli.options import add_run_verb, again, flag, offer, value

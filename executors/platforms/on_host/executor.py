@@ -8,7 +8,7 @@
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
 Another user may have written these data, or copied them with the run.  So signals go only to our own children, and
-to processes that are marked as working for this run (diloco/process/run_marks.py).
+to processes that are marked as working for this run (diloco/process/processes.py).
 A process first writes its process file (.json), and there is one such file per (slot, attempt).  So one process runs
 the launch, even if several launchers start it or a launcher dies.
 The end of their launcher neither kills nor stops replicas; `diloco.replica.replica --parent` lets them notice it.
@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.process import processes, run_marks
+from diloco.process import processes
 from diloco.process.own_files import (
     APPENDED,
     appended,
@@ -270,7 +270,7 @@ class LocalProcessExecutor(Executor):
     def may_run(self, handle: Handle) -> bool:
         """Whether its process may still run.  A process with the mark of another run is not its process."""
         own = (handle.pid, handle.started) in self._children
-        return _is_here(handle) and (own or run_marks.works_for(handle.pid, handle.run) is not False)
+        return _is_here(handle) and (own or processes.works_for(handle.pid, handle.run) is not False)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         for handle in handles:
@@ -326,13 +326,13 @@ def newest_claims(run: str) -> list[Claim]:
 def claimed_process(run: str, claim: Claim) -> Handle | None:
     """Return the running process of this machine that wrote the claim, if it is marked as working for the run."""
     handle = _handle_of(run, claim)
-    return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) else None
+    return handle if _is_here(handle) and processes.works_for(handle.pid, run) else None
 
 
 def unproven_process(run: str, claim: Claim) -> Handle | None:
     """Return the running process that the claim names, if it has no mark of any run: it must not be killed."""
     handle = _handle_of(run, claim)
-    return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) is None else None
+    return handle if _is_here(handle) and processes.works_for(handle.pid, run) is None else None
 
 
 def _handle_of(run: str, claim: Claim) -> Handle:

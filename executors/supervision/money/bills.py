@@ -13,7 +13,8 @@ Not promised: the amount of the platform's invoice.  Storage, traffic and roundi
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diloco.runlog.reader import SUPERVISOR, Report, SessionSummary
+from diloco.runlog.reader import SUPERVISOR, Report
+from diloco.runlog.sessions import SessionSummary
 from executors.supervision.costs import LEASE_S, Bill, Costs
 from executors.supervision.slots.slot_state import native_of
 from rendezvous.agreement.membership import launch_of

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.process import exitcodes
-from diloco.runlog.reader import SUPERVISOR, SessionSummary
+from diloco.runlog.reader import SUPERVISOR
+from diloco.runlog.sessions import SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.slots.plan import NO_STRIKES, Holder, Observation, SessionEnd, Strikes, count_end
 from rendezvous.machine import machine_name

@@ -23,7 +23,7 @@ Page.steps = (function () {
     return [...found];
   }
 
-  // The letter of a slot at a step (diloco/views/page/contributions.py).
+  // The letter of a slot at a step (diloco/views/page/data.py).
   function letter(t, slot) {
     const chunk = chunks[Math.floor(t / size)];
     const at = chunk ? chunk.slots.indexOf(slot) : -1;

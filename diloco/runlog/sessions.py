@@ -1,4 +1,4 @@
-"""Reasons for the ends of sessions, from their own last events and their supervisor's events.
+"""Sessions as views show them, and the reasons for their ends, from their own and their supervisor's events.
 
     r01-1 "crashed", error: CUDA out of memory …                its own last event, if it had time for one
     supervisor "lost", r01, exit code 1, tail: [… its log …]    the platform's reason, and the log's last lines
@@ -9,8 +9,11 @@ Not promised: a reason for a session without a supervisor that emitted nothing.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
+from diloco.runlog.look import Owner
 from rendezvous.agreement.membership import launch_of
 
 if TYPE_CHECKING:
@@ -20,6 +23,88 @@ _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memor
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # most characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
+BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
+
+
+@dataclass
+class SessionSummary:
+    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
+
+    seen, said: the reason of its end by its supervisor, and by itself.
+    device: the name of the training device, "" if unknown.
+    restarted_by: the platform that restarted the same launch, "" if none did.
+    """
+
+    slot: str
+    generation: int
+    pid: int
+    host: str
+    claimed: float
+    joined: float | None = None
+    joined_step: int = 0
+    commits: list[tuple[int, float]] = field(default_factory=list)
+    ended: float | None = None
+    how: str = "running"
+    seen: str = ""
+    said: str = ""
+    device: str = ""
+    restarted_by: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+    @property
+    def preempted(self) -> bool:
+        """Whether its platform asked it to leave, and restarted it."""
+        return self.how == "left" and bool(self.restarted_by)
+
+    @property
+    def end(self) -> str:
+        """The end of the session as text."""
+        if self.preempted:
+            return f"preempted by {self.restarted_by}, started again"
+        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
+
+    @property
+    def why(self) -> str:
+        """The reason for its end in one line; "" while it runs, after a regular end, or if unknown."""
+        if self.preempted or self.how in ("running", "done", "fence"):
+            return ""
+        return joined_words(self.seen, self.said)
+
+
+def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
+    """Note what an event says of a session."""
+    if e["event"] in LAUNCH_ENDS:
+        session = _find_ended(sessions, e)
+        if session is not None and (e["event"] == "killed" or session.how == "running"):
+            session.ended = e["at"]
+            session.how = e["event"]
+        elif session is not None and e["event"] == "lost" and session.how == "replaced":
+            session.ended = e["at"]
+            session.how = "lost"
+        if session is not None:
+            session.seen = observed_words(e) or session.seen
+        return
+    session = sessions.get((e["slot"], e["generation"]))
+    if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):
+        session.said = own_words(e)
+    if session is not None and e.get("device"):
+        session.device = str(e["device"])
+    if session is not None and e["event"] == "joined":
+        session.joined, session.joined_step = e["at"], e.get("step", 0)
+    if session is not None and e["event"] in SESSION_ENDS and session.how in ("running", "replaced", "lost"):
+        session.ended, session.how = e["at"], e["event"].replace("_", " ")
+
+
+def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
+    """Return the session of an end event: by generation, by launch, or by pid, which rented machines may reuse."""
+    if e["generation"]:
+        return sessions.get((e["slot"], e["generation"]))
+    of_slot = [x for x in sessions.values() if x.slot == e["slot"]]
+    launched = [x for x in of_slot if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+    return launched[-1] if launched else next((x for x in of_slot if x.pid and x.pid == e.get("pid")), None)
 
 
 def restarted_by(host: str, slot: str, successor: str) -> str:

@@ -1,16 +1,26 @@
-"""Wait for space on this machine's full disk, and report it in the heartbeat.
+"""This machine's disk: a session's folder for its downloads, and the wait for space on a full disk.
+
+    TMPDIR/replica-x7f3/             model, code, the loop's files: a model's size for each session
+                    .alive           locked while its process lives;  kill -9 ──▶ the lock is free, the files stay
+    Scratch()  ──▶  removes every other replica-*/ whose .alive exists and is free, then makes its own
 
     retry_when_full(session, "the start model", fetch)
         ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
     full_disk_words(error, "the start model")      for processes that do not wait: command, container, publishing child
 
-Not promised: that free space stays free until it is used.
+A folder without an .alive is not removed: it may be new, or another program's.
+
+Not promised: that a folder on a file system without flock is ever removed; that free space stays free until it is used.
 """
 
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from diloco.process.output import FULL
 from rendezvous.errors import GaveUp
@@ -19,7 +29,42 @@ if TYPE_CHECKING:
     from diloco.process.session import Session
 
 T = TypeVar("T")
+PREFIX = "replica-"
+ALIVE = ".alive"
 AGAIN_S = 2.0  # between two tries
+
+
+class Scratch:
+    """A folder that is removed when its block ends; after a kill, the machine's next session removes it."""
+
+    def __init__(self) -> None:
+        remove_left_behind(Path(tempfile.gettempdir()))
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._lock = _locked_file(Path(self._folder.name))
+
+    def __enter__(self) -> Path:
+        return Path(self._folder.name)
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+        self._lock.close()
+
+
+def _locked_file(folder: Path) -> IO[bytes]:
+    """Make the lock file. It is locked before it gets its name, so it is never free while its session runs."""
+    lock = (folder / f"{ALIVE}-new").open("wb")
+    with suppress(OSError):  # without flock, no other process can lock it either
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(lock.name, folder / ALIVE)
+    return lock
+
+
+def remove_left_behind(temporary: Path) -> None:
+    """Remove the folders of ended sessions.   Ignore errors."""
+    for alive in temporary.glob(f"{PREFIX}*/{ALIVE}"):
+        with suppress(OSError), alive.open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(alive.parent, ignore_errors=True)
 
 
 def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
