@@ -85,7 +85,7 @@ class Change:
 
 
 def most_judgements(steps: Sequence[int]) -> int:
-    """Return the maximal number of judgements after those of the two ends, if none is "cannot say"."""
+    """Return the maximal number of judgements after the first two, if none is "cannot say"."""
     return ceil(log2(max(1, len(steps) - 1)))
 
 

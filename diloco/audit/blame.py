@@ -1,4 +1,4 @@
-"""Rank replicas or outer steps by their effect on a number: θ_b is recomputed without each of them.
+"""Rank replicas or outer steps by their effect on a number: compute θ_b again, leaving out one at a time.
 
     θ_a ─┬─ ḡ_a ──────── ḡ_a+1 ──────── … ──▶ θ_b       loss 2.87            as it was
          ├─ Σ_{i≠r} wᵢxᵢ / Σ_{i≠r} wᵢ ─ … ──▶ θ_b′      loss 2.51   −0.36    without replica r: the others' mean, in
@@ -253,7 +253,7 @@ class Omission:
 @dataclass
 class Counterfactual:
     """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
-    that the whole mean was used.   cosines: of each omitted pseudogradient to the mean of the others."""
+    that the whole mean was used.   cosines: of each omitted pseudogradient with the mean of the kept ones."""
 
     omission: Omission
     state: OuterState
@@ -354,9 +354,9 @@ def _apply_others(one: Counterfactual, commit: Commit, parts: Sequence[Contribut
 
 
 def weighted_mean(parts: Sequence[Contribution], elements: int) -> np.ndarray:
-    """Return (Σ wᵢ·xᵢ) / Σ wᵢ over the parts that count, in listed order, each operation rounded to fp32.
+    """Return (Σ wᵢ·xᵢ) / Σ wᵢ over the parts with a vector, in listed order; round each operation to fp32.
 
-    Zeros if no part counts."""
+    Zeros if no part has a vector."""
     total = np.zeros(elements, np.float32)
     counting = [(part.vector, np.float32(part.listed.weight)) for part in parts if part.vector is not None]
     for vector, weight in counting:

@@ -140,7 +140,7 @@ def _open_text(run: Run, record: ModelRecord, folder: Path, text: Path | None) -
     tokens = load_tokens(path, spelling, tokenizer, model.config.vocab_size)
     width = inner.data.context_length if inner.loop == "supervised" else WIDTH
     if len(tokens) <= width:
-        raise ConfigError(f"{spelling} has {len(tokens)} tokens; a window needs {width + 1}. Name a longer text")
+        raise ConfigError(f"{spelling} has {len(tokens)} tokens; the loss needs {width + 1}. Name a longer text")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     name = f"loss on {text}" if text else "loss on the run's text"
     return TextLoss(name, model.to(device), tokens, width)

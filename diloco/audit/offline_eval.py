@@ -83,8 +83,8 @@ class OfflineScorer:
         except RewardFailed as error:  # its own message is for a fleet, which restarts the session
             columns = ", ".join(sorted(rows[0]))
             raise ConfigError(
-                f"the reward gave no number for any of these prompts: {error.__cause__ or error}. They have columns "
-                f"{columns}; add those that the reward asks for, or wait until its service answers"
+                f"the reward gave no number for any of these prompts: {error.__cause__ or error}. The prompts have "
+                f"columns {columns}. Add the columns that the reward needs, or wait until the reward's service answers"
             ) from error
         shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
         if not (scores := read_evaluations([{"event": "evaluated", "step": at, **shares, **found}])):

@@ -46,7 +46,7 @@ STATE_PATIENCE_S = 10.0
 def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
     """Write θ_step (default: the newest) as a normal from_pretrained folder. Return the step.
 
-    With [inner.lora] it is an adapter's folder for PEFT.   merge: write the whole model, with the adapter merged.
+    With [inner.lora], write an adapter's folder for PEFT.   merge: write the whole model, with the adapter merged.
     """
     run = read_run(url)
     record = model_record(run)

@@ -31,8 +31,8 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
 def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
     """Write θ₀'s folder with zeros as weights, for a replica that loads θ from a snapshot. Return `folder`.
 
-    Raises HubError.   It is a normal from_pretrained folder.   The zeros are a hole in a file, which needs no transfer
-    and no disk space.
+    Raises HubError.   `folder` becomes a normal from_pretrained folder.   The zeros are a hole in a file, which needs
+    no transfer and no disk space.
     """
     from diloco.model.zeros import write_zeros
 
@@ -59,7 +59,7 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
 def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
     """Read a file, check its digest and return the checked bytes.   stored: key and digest.
 
-    Raises Corrupt after three reads with other bytes."""
+    Raises Corrupt if none of three reads has this digest."""
     body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])

@@ -228,7 +228,7 @@ class Session:
         self.flush()
 
     def _pace_s(self) -> float:
-        """Return the seconds for the current inner step, and also for the upload after its end."""
+        """Return the longest inner step's seconds, plus UPLOAD_S if a step has ended since the launcher's end."""
         return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
 
     def _place(self) -> tuple[str, int, int]:

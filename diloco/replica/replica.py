@@ -119,9 +119,10 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
-    """Return the run.  Retry if the store does not answer; later the session's store retries by itself.
+    """Return the run.  Retry if the store does not answer.
 
-    The reason: without an answer the exit code is GAVE_UP, which ends the whole run.
+    The reason: without an answer the exit code is GAVE_UP, which ends the whole run.  After this call, the session's
+    store retries by itself.
     """
     until = clock.now() + patience_s
     while True:
@@ -399,7 +400,7 @@ def _leave_now(session: Session) -> None:
     if session.rv.is_leaving:
         raise Leaving("asked to leave before the first inner step; nothing was lost")
     if session.rv.members.fenced_by > session.rv.generation:
-        raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process goes")
+        raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process ends")
 
 
 def _end_session(session: Session, error: RendezvousError) -> int:

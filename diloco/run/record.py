@@ -146,7 +146,7 @@ class ModelRecord(Record):
             on_hub = self.hub and not name.startswith("adapter/")
             there = stored["key"] == "" if on_hub else layout.is_model_file(stored["key"])
             if not (layout.is_plain(name) and there):
-                raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+                raise ValueError(f"it has a file with name {name!r} and key {stored['key']!r}, which is not allowed")
 
     def fragment_sizes(self, fragments: int) -> list[int]:
         """Return the number of elements of each of `fragments` fragments of θ."""

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class FleetConfig(Table):
-    """The operator's desired fleet when the run starts; each setting may change later: none is mathematics."""
+    """The fleet that the run starts with. You can change each setting later, because none is a training setting."""
 
     path: ClassVar[str] = "fleet"
     error: ClassVar[type[Exception]] = ConfigError

@@ -49,8 +49,9 @@ class Focus:
     """The part of a run that one later look of a reader reads.   It always reads the newest commit.
 
     control: the desired state, and the supervisor's heartbeat.   supervisor: its log.   beats: slots whose heartbeat
-    is read.   sessions: slots whose new claims, leave records and logs are read.   logs: slots with only logs read.
-    None for all slots.   most: limit of offers of a new step, and of new objects of one log; None for all.
+    is read; None: all.   sessions: slots whose new claims, leave records and logs are read; None: all.   logs: slots
+    of which only the logs are read.   most: how many offers of a new step, and how many new objects of a log, the look
+    reads at most; None: all.
     """
 
     control: bool = True

@@ -28,7 +28,7 @@ NUMBERS = {
 class Counted(NamedTuple):
     """One offer that a commit lists.   factor: the norm gate's factor.   samples: how many it learned from.
 
-    zero: its pseudogradient is zero."""
+    zero: whether the offer's pseudogradient is zero."""
 
     step: int
     slot: str

@@ -55,7 +55,7 @@ class SessionRow:
 
     place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
-    beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps with its work.
+    beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
     ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: whether newest of its slot.
     """
 
@@ -88,10 +88,10 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """A live view's numbers.   state: "not begun", "running", "done" or "stopped".   step: committed outer steps.
+    """A live view's numbers.   state: "not begun", "running", "done" or "stopped".
 
-    steps: wanted ones, 0 if unlimited.   step_s: seconds per step.   eta_s: until the end.   open_s: since the newest
-    commit.   snapshot_age_s: since the newest snapshot's step.
+    step: number of committed outer steps.   steps: number of wanted ones, 0 if unlimited.   step_s: seconds per step.
+    eta_s: until the end.   open_s: since the newest commit.   snapshot_age_s: since the newest snapshot's step.
     """
 
     name: str

@@ -237,7 +237,7 @@ class LighthouseRounds:
         self.session.check_alive()
         if self.fenced:
             raise Fenced(
-                f"{self.session.rv.slot} now belongs to generation {self.session.rv.members.fenced_by}; this one goes"
+                f"{self.session.rv.slot} now belongs to generation {self.session.rv.members.fenced_by}; this one ends"
             )
         if self.leaving:
             raise Leaving(f"{self.session.rv.name} was asked to go; {inner} inner steps since the last sync are lost")

@@ -1,4 +1,4 @@
-"""The Weights & Biases tracker: one run with an id from the nonce; a restarted writer resumes it on any machine.
+"""The Weights & Biases tracker: one run with an id from the nonce.  A restarted writer resumes that run on any machine.
 
     open   online:   wandb.init(id, resume="allow"); the server returns the next step, which is its newest row + 1
            offline:  there is no server, so the .wandb files of this id in wandb's folder are read
@@ -9,9 +9,9 @@
 A killed writer loses the rows that its helper process had not sent or written. The next writer writes them again,
 because the server does not have them.
 
-Not promised: offline, one curve over two folders; each folder has the whole curve, so sync only one of them.  Online,
-that a killed writer's helper process has sent all rows before the next writer opens the run; both may send the same
-row, with the same number.
+Not promised: offline, that writers with different folders continue one curve; each folder gets the whole curve, so
+sync only one of them.  Online, that a killed writer's helper process has sent all rows before the next writer opens the
+run; both may send the same row, with the same number.
 """
 
 import struct
