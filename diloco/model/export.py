@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from diloco.model.contributions import read_mean
 from diloco.model.fetch import fetch_model, is_weights_file, save_below
-from diloco.model.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
+from diloco.model.hub_wait import next_steps_text
+from diloco.model.start_model import first_arrays, refuse_other_base, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import ConfigError, OuterConfig

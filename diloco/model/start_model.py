@@ -15,7 +15,6 @@ differently is found before it trains.
 Not promised: that the Hub keeps a commit. If your run must not depend on that, use a folder as inner.model.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,11 +23,9 @@ from torch import nn
 
 from diloco.outer.flat import FlatFragment, frozen_digest, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.process.session import Session
 from diloco.run.config import OuterConfig, cut_fragments
-from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
-from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
+from rendezvous.errors import Diverged, WrongRun
 from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
 
@@ -94,40 +91,3 @@ def first_arrays(
     flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]
     optimizers = [Nesterov(flat, lr=outer.lr, momentum=outer.momentum) for flat in flats]
     return OuterState([flat.data for flat in flats], optimizers).all_arrays()
-
-
-def next_steps_text(model: HubModel) -> str:
-    """Return the next steps for the user if the Hub does not give the start model."""
-    download = f"hf download {model.name} --revision {model.commit}"
-    return (
-        f"Next: give this machine a way to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
-        f"filled), and run the same command again. Or let a new run carry the model through its bucket: `{download} "
-        "--local-dir FOLDER`, and inner.model = FOLDER"
-    )
-
-
-def from_hub(session: Session, model: HubModel, act: Callable[[], T], check: Callable[[], None]) -> T:
-    """Call `act` until the Hub answers, and return its result.   check: called before each pause; may raise.
-
-    Raises GaveUp after the run's give_up_s without an answer, RendezvousError after a refusal.
-    """
-    began = session.clock.now()
-    while True:
-        try:
-            return act()
-        except HubError as error:
-            text = f"{error}. {next_steps_text(model)}"
-            if error.final:
-                raise RendezvousError(text) from error
-            if session.clock.now() - began > session.timing.give_up:
-                raise GaveUp(text) from error
-            _note_wait(session, f"waits for the Hub: {error}")
-            check()
-            session.clock.sleep(AGAIN_S)
-
-
-def _note_wait(session: Session, text: str) -> None:
-    if session.rv.members.status.note != text:
-        session.emit("warning", kind="hub", text=text)
-        session.rv.members.status.note = text
-    session.flush_soon()

@@ -26,7 +26,7 @@ from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session
 from diloco.run.config import AUTO, OuterConfigError
-from diloco.run.founding import agree_on_run, solo_warning
+from diloco.run.founding import solo_warning
 from rendezvous.errors import Leaving
 from rendezvous.records.records import Commit
 
@@ -159,6 +159,8 @@ class StoreRounds:
 
     def _found_run(self, loop: "OuterLoop") -> None:
         """Write run.json, or compare with the existing one. Take the codec from it."""
+        from diloco.run.library import agree_on_run
+
         rv = self.session.rv
         stands = agree_on_run(
             rv.store, self.session.clock, loop.mathematics(), layout_of(loop.model),

@@ -18,11 +18,8 @@ there; the same place after a reboot.
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 from diloco.process import exitcodes
 from rendezvous.machine import is_alive, machine_name, start_ticks
@@ -50,16 +47,6 @@ def host_words(host: str) -> str:
 def device_name() -> str:
     """Return the name of this process's device, "" if the launcher did not set it (platforms/machine/gpu.py)."""
     return os.environ.get(DEVICE_ENV, "")
-
-
-def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process; [] if there is no such process, or reading is not allowed."""
-    with suppress(OSError):
-        if sys.platform.startswith("linux"):
-            return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        command = ["ps", "-ww", "-o", "command=", "-p", str(pid)]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return []
 
 
 def process_name(pid: int) -> str:

@@ -25,8 +25,7 @@ from diloco.process import exitcodes
 from diloco.process.journal import Journal
 from diloco.process.processes import device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
-from rendezvous import layout
-from rendezvous.agreement.membership import read_control, refuse_lost, write_control
+from rendezvous.agreement.membership import read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
@@ -275,33 +274,3 @@ class SessionHost:
         until = clock.now() + seconds
         while (left := until - clock.now()) > 0 and not self._session.rv.is_leaving:
             clock.sleep(min(STEP_S, left))
-
-
-LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
-
-
-def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
-    """Return the session that `diloco launch` claimed for this process; None for a script that was started by hand.
-
-    steps: outer steps that the script asks for, which hold where the operator has asked for none.
-    """
-    session = LAUNCHED.get(url)
-    if session is None or session.rv.slot != slot:
-        return None
-    if steps is not None and not read_control(session.rv.store).steps:
-        write_control(session.rv.store, session.clock, steps=steps)
-    return session
-
-
-def ensure_slot(
-    store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
-) -> None:
-    """Write a run's first control record if there is none, or one with `slot` if the newest lacks it."""
-    desired = read_control(store)
-    needed = layout.slot_index(slot) + 1
-    if desired.records == 0:
-        count = max(needed, replicas or 0)
-        quorum = min_replicas if min_replicas is not None else min(2, count)
-        write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
-    elif needed > desired.universe:
-        write_control(store, clock, replicas=needed)

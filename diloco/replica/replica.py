@@ -192,7 +192,7 @@ def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Pa
     """Call `fetch`. Repeat it if the start model is on the Hub; the bucket's store retries by itself."""
     if (model := record.hub_model) is None:
         return fetch()
-    from diloco.model.start_model import from_hub
+    from diloco.model.hub_wait import from_hub
 
     return from_hub(session, model, fetch, lambda: _leave_now(session))
 

@@ -11,7 +11,6 @@ Unknown or contradictory settings are errors that name the next thing to do.  Th
 """
 
 import hashlib
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -205,7 +204,10 @@ class RunConfig:
     def check(self) -> None:
         """Raise ConfigError for contradictions between sections; each section checks itself."""
         check_boundary(self.outer, self.inner.boundary)
-        _check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
+        if self.rendezvous != BUCKET:
+            from diloco.run.lighthouse_checks import check_rendezvous
+
+            check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
         self.check_files()
@@ -315,41 +317,6 @@ def check_boundary(outer: OuterConfig, boundary: int) -> None:
             "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
             f"Make sync_every a multiple of {outer.fragments * max(1, boundary)}"
         )
-
-
-def check_lighthouse(outer: OuterConfig) -> None:
-    """Raise OuterConfigError for settings that a lighthouse does not support: Gloo sends fp32, without samples."""
-    if outer.codec != "fp32":
-        raise OuterConfigError(
-            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
-        )
-    if outer.weighting == "samples":
-        raise OuterConfigError(
-            'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
-        )
-    for name in ("norm_gate", "max_carry", "age_discount"):
-        value = getattr(outer, name)
-        usual = getattr(OuterConfig(), name)
-        if value not in (usual, 0):  # with a lighthouse, each acts as 0
-            raise OuterConfigError(
-                f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
-                "counts. Leave the line away, or use the bucket"
-            )
-
-
-def _check_rendezvous(rendezvous: str, outer: OuterConfig, *, broadcasts: bool) -> None:
-    if rendezvous == BUCKET:
-        return
-    if not re.fullmatch(r"lighthouse://(\[[0-9a-fA-F:]+\]|[^:/@\s]+):\d+", rendezvous):
-        raise ConfigError(
-            f'rendezvous = {rendezvous!r} is not known. Use "bucket" (or no line), or lighthouse://host:port'
-        )
-    if broadcasts:
-        raise ConfigError(
-            "fleet.broadcast_weights = true writes into the bucket, and a run over a lighthouse has none. Leave the "
-            "line away, or use the bucket"
-        )
-    check_lighthouse(outer)
 
 
 def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

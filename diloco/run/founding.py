@@ -10,12 +10,10 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from diloco.run.config import AUTO, ConfigError, FleetConfig, RunConfig
 from diloco.run.record import Parent, Run, RunRecord, decode_run, is_superseded, with_script
-from diloco.run.script import Script
 from inner.settings.task import EVAL
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step, lost_record
@@ -60,14 +58,14 @@ def open_run(
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(
-        config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall(),
+        config.to_dict(), config.mathematics(), file_records(config, files), new_nonce(), clock.wall(),
         parent=parent or Parent(),
     )  # fmt: skip
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
-        _refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *_TRAINED))
-    won, stands, mine = _found_run(store, clock, mine, lambda: _sized_codec(config, store, clock))
+        refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *TRAINED))
+    won, stands, mine = found_run(store, clock, mine, lambda: _sized_codec(config, store, clock))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     if parent is not None and parent != stands.parent:
         raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
@@ -81,7 +79,7 @@ def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, st
     return codec_of(config, store, clock, config.fleet.replicas)
 
 
-def _found_run(
+def found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]], key: str = layout.RUN
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
@@ -99,10 +97,10 @@ def _found_run(
     return won, stands, mine.with_codec(stands.codec) if auto else mine
 
 
-_TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
+TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
 
 
-def _refuse_headless(store: Store, later: Iterable[str]) -> None:
+def refuse_headless(store: Store, later: Iterable[str]) -> None:
     """Raise RecordsLost if a later record exists while run.json is missing.
 
     later: keys of records that are written only after run.json.   Another process may be creating the run at this
@@ -131,37 +129,6 @@ def refuse_nested(url: str) -> None:
                     f"{url} lies inside the run at {above}: each would read the other's objects as its own. Use a "
                     "URL beside that run, or join it there"
                 )
-
-
-def agree_on_run(
-    store: Store,
-    clock: Clock,
-    outer: Mapping[str, Any],
-    parameters: list[list[Any]],
-    *,
-    frozen: str = "",
-    replicas: int = 1,
-) -> RunRecord:
-    """Create or open a run like `open_run`, for a loop without run.toml: by outer settings and parameter layout.
-
-    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: desired ones.
-    frozen: digest of the weights and buffers that are not trained, "" for none.
-    Return the run's record, with the chosen codec in place of "auto".   Raises WrongRun.
-    """
-    from diloco.run import sizing
-
-    count = sum(prod(shape) for _, shape, _ in parameters)
-    seconds = sizing.compute_seconds(count, outer["sync_every"])
-    mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
-    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, new_nonce(), clock.wall())
-    choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
-    if (body := store.get(layout.RUN)) is None:  # claims and control records come before run.json here
-        _refuse_headless(store, _TRAINED)
-    launched = decode_run(store.url, body) if body is not None else None
-    is_script = launched is not None and Script.of(launched.config) is not None
-    _, stands, mine = _found_run(store, clock, mine, choose, layout.SCRIPT if is_script else layout.RUN)
-    refuse_another(store.url, stands, mine)
-    return with_script(launched, store) if launched is not None and is_script else stands
 
 
 def solo_warning(desired: Wanted) -> str:
@@ -237,7 +204,7 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
 
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
-    if differs := _list_differences(stands, mine):
+    if differs := list_differences(stands, mine):
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
             "use another --run URL for this config, or the config that the run was started with. To go on from its "
@@ -246,15 +213,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
         )
 
 
-def differing_settings(config: RunConfig, store: Store) -> list[str]:
-    """Return the differences between this config and the run in the store; [] if there are none."""
-    stands = RunRecord.decode(store.get(layout.RUN) or b"")
-    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), 0.0)
-    return _list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
-
-
-def _list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
+def list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
     differs = sorted(_differing_keys(stands.mathematics, mine.mathematics))
     for setting in sorted(set(stands.files) | set(mine.files)):
         there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
@@ -302,7 +261,7 @@ def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: s
     return found
 
 
-def _file_records(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+def file_records(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
     paths = config.user_files()
     digests = {setting: digest(body, SHA256) for setting, body in files.items()}
     return {s: {"key": layout.code_key(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}

@@ -8,7 +8,7 @@ Not promised: a reason for a session without a supervisor that emitted nothing.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -151,21 +151,6 @@ def joined_words(seen: str, own: str) -> str:
         return seen
     reason = seen.partition("; ")[0]  # the session's own reason is better than a line of its log
     return f"{reason}; {own}" if reason else own
-
-
-def never_began(
-    events: Iterable[Mapping[str, Any]], claimed_hosts: Collection[tuple[str, str]], claimed: Mapping[str, float]
-) -> dict[str, Mapping[str, Any]]:
-    """Return slot -> the newest end of a launch that never claimed the slot, if no session claimed it since then.
-
-    claimed_hosts: (slot, host) of all sessions.   claimed: slot -> begin of its newest session (Unix time).
-    """
-    lived = {(slot, launch_of(host, slot)) for slot, host in claimed_hosts}
-    newest: dict[str, Mapping[str, Any]] = {}
-    for e in events:
-        if e["event"] == "lost" and not e["generation"] and (e["slot"], e.get("attempt")) not in lived:
-            newest[e["slot"]] = e
-    return {slot: e for slot, e in newest.items() if e["at"] > claimed.get(slot, 0.0)}
 
 
 def end_words(report: "Report") -> str:

@@ -34,8 +34,8 @@ from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
 from diloco.process.output import asking_signals
-from diloco.process.session import LAUNCHED
 from diloco.run.config import OuterError
+from diloco.run.library import LAUNCHED
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rows import give_share, refuse_small_share
 from inner.data.order import Share

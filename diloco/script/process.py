@@ -17,8 +17,9 @@ from pathlib import Path
 
 from diloco.model.fetch import fetch_stored, save_below
 from diloco.process import exitcodes
-from diloco.process.session import LAUNCHED, Session
+from diloco.process.session import Session
 from diloco.run.config import ConfigError
+from diloco.run.library import LAUNCHED
 from diloco.run.record import Run
 from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
 from rendezvous.agreement.chain import first_open_step

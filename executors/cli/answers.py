@@ -1,7 +1,7 @@
 """The output of a command: an answer for programs or for people, notes on stderr, and error messages.
 
     act(args) ──▶ Answer(data, lines, code) ──▶ stdout: lines, or --json: data        stderr: note, say
-    an error  ──▶ explain_error ──▶ (text, exit code)
+    an error  ──▶ failures.py
 
     step 3 was closed by r01-1 at 2026-11-23 23:44:35.233 UTC: 2 fresh and 0 late
       pseudogradients, min_replicas 2, …              ◀── sentences, in a terminal: wrapped, with two more spaces
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 NARROWEST = 20  # columns; a terminal that reports a too small width would get one word per line
 DECLINED = 130
-BUSY = (
-    "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
-    "bucket as well: say the same command again later"
-)
 
 
 @dataclass(frozen=True)
@@ -87,35 +83,3 @@ def wrap_line(line: str, width: int) -> list[str]:
         return [line]
     indent = line[: len(line) - len(line.lstrip())] + "  "
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-# -------------------------------------------------------------------- errors
-
-
-def is_expected(error: Exception) -> bool:
-    """Whether the error says what to do next; any other error is a defect, and keeps its traceback."""
-    from diloco.run.config import ConfigError
-    from diloco.views.page.charts import ReportError
-    from executors.platforms.base import ExecutorError
-    from executors.preflight.run_url import UsageError
-    from inner import InnerError
-    from rendezvous.errors import RendezvousError
-
-    known = ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError | ExecutorError
-    return isinstance(error, known)
-
-
-def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  A platform without an answer, or a full disk, is not a mistake in the command, which
-    may work later."""
-    from diloco.process import exitcodes
-    from diloco.process.disk import full_disk_words, is_full
-    from diloco.views.trackers.tracker import TrackerBusy
-    from executors.platforms.base import Unavailable
-    from rendezvous.errors import GaveUp, StoreUnclear
-
-    if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
-        return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
-    if isinstance(error, OSError) and is_full(error):
-        return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
-    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

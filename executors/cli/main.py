@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from diloco.process.output import print_plainly
-from executors.cli.answers import Answer, explain_error, is_expected, print_answer
+from executors.cli.answers import Answer, print_answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import SystemClock
 
@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        from executors.cli.failures import explain_error, is_expected
+
         if os.environ.get("DILOCO_DEBUG") or not is_expected(error):
             raise
         text, code = explain_error(error)

@@ -37,6 +37,7 @@ from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
 from executors.platforms.machine import oom
+from executors.platforms.time_limit import staggered_s
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
@@ -325,7 +326,7 @@ def _make_end(code: int, *, reason: str = "", value: Any = None, tail: tuple[str
 def _time_left(spec: ReplicaSpec, began: float) -> float | None:
     if not spec.timeout_s:
         return None
-    limit_s = entry.staggered_s(spec.timeout_s, spec.slot) if spec.entrypoint == REPLICA else spec.timeout_s
+    limit_s = staggered_s(spec.timeout_s, spec.slot) if spec.entrypoint == REPLICA else spec.timeout_s
     margin = min(MARGIN * limit_s, MARGIN_MOST_S)
     return max(0.0, began + limit_s - margin - time.monotonic())
 

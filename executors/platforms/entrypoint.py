@@ -30,12 +30,9 @@ from diloco.process.own_files import APPENDED, open_own, part_of, read_json, wri
 from diloco.process.processes import DEVICE_ENV, is_named_alive, mark_run, start_ticks
 from executors.platforms.base import REPLICA, load_name
 from executors.platforms.machine import gpu
-from rendezvous.layout import is_slot, slot_index
 
 LAUNCHERS = ".launchers"
 LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from SIGTERM to SIGKILL
-MARGIN = 0.9  # part of its time after which it is asked to leave: the rest is for a last offer
-STAGGER, GOLDEN = 0.1, 0.6180339887498949  # part of the limit over which the ends are spread; see staggered_s
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -50,7 +47,10 @@ def run_process(request: Mapping[str, Any]) -> int:
         return run(request)
     is_replica = request["entrypoint"] == REPLICA
     limit_s = request["timeout_s"]
-    return run_in_time(request, staggered_s(limit_s, request["slot"]) if is_replica else limit_s)
+    from executors.platforms.time_limit import run_in_time, staggered_s
+
+    limit_s = staggered_s(limit_s, request["slot"]) if is_replica else limit_s
+    return run_in_time(lambda: run(request), limit_s)
 
 
 def settle(request: Mapping[str, Any]) -> bool:
@@ -92,40 +92,6 @@ def leave_with(launchers: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)
-
-
-def staggered_s(timeout_s: float, slot: str) -> float:
-    """Return one slot's time limit in seconds, up to a tenth below the common limit of all replicas.
-
-        slot i ends at  timeout_s · (1 - STAGGER · frac(i · golden ratio))
-
-    The ends are spread evenly over that tenth, for any number of slots.  Otherwise replicas that start together
-    would all leave in one outer step.
-    """
-    index = slot_index(slot) if is_slot(slot) else 0
-    return timeout_s * (1.0 - STAGGER * (index * GOLDEN % 1.0))
-
-
-def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
-    """Do `run`; ask it to leave after MARGIN of the time, and end this process by force after `seconds`."""
-    late = threading.Event()
-
-    def ask() -> None:
-        late.set()
-        print("its time is nearly over; leaving, to be started again", file=sys.stderr, flush=True)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            os._exit(exitcodes.RESUME)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    end = (os._exit, (exitcodes.RESUME,))
-    timers = [threading.Timer(MARGIN * seconds, ask), threading.Timer(seconds, *end)]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
-    code = run(request)
-    for timer in timers:
-        timer.cancel()
-    return exitcodes.RESUME if late.is_set() and code == exitcodes.LEFT else code
 
 
 def run(request: Mapping[str, Any]) -> int:

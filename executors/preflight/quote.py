@@ -23,7 +23,6 @@ from typing import Any, TextIO, TypeGuard
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.founding import refuse_fewer_steps
 from diloco.run.record import Run, read_run
-from diloco.units import dollars
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.places import Place, are_places, build_executor, place_of, places_of
@@ -193,24 +192,11 @@ class Quote:
         return self.plan.usd_per_hour == 0
 
     def lines(self) -> list[str]:
-        return [*self.plan.lines, *([] if self.free else [self._price_in_words()])]
+        if self.free:
+            return [*self.plan.lines]
+        from executors.preflight.price_words import price_words
 
-    def _price_in_words(self) -> str:
-        price = self.plan.usd_per_hour
-        spent = f"{dollars(self.spent.usd)} spent so far, " if self.spent.usd else ""
-        if price is None:
-            return f"{spent}the price of one of these is unknown; {self._limit_in_words()}"
-        return f"{spent}{dollars(price)} per hour in all; {self._limit_in_words()}"
-
-    def _limit_in_words(self) -> str:
-        limits = []
-        if self.budget.max_usd:
-            left_usd, rate = max(0.0, self.budget.max_usd - self.spent.usd), self.plan.usd_per_hour
-            hours = f" ({left_usd / rate:.1f} hours at this price)" if rate else ""
-            limits.append(f"{dollars(self.budget.max_usd)}{hours}")
-        if self.budget.max_hours:
-            limits.append(f"{self.budget.max_hours:g} hours")
-        return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"
+        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}

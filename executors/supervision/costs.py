@@ -13,7 +13,6 @@ Not promised: the amount of the platform's invoice.  Storage, traffic and roundi
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from diloco.units import dollars
 from executors.platforms.base import Plain
@@ -97,20 +96,6 @@ class Costs:
 
     def per_executor(self) -> dict[str, float]:
         return _sum_by_key((b.executor, b.usd) for b in self.bills)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs for `diloco costs --json`."""
-        return {
-            "usd": self.usd,
-            "usd_per_hour": self.rate,
-            "hours": self.hours,
-            "per_slot": self.per_slot(),
-            "per_executor": self.per_executor(),
-            "usd_unlogged": self.unlogged,
-            "unknown_price": sorted({b.slot for b in self.unknown}),
-            "unknown_sessions": list(self.untold),
-            "bills": [{**b.to_dict(), "usd": b.usd} for b in self.bills],
-        }
 
 
 def _sum_by_key(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

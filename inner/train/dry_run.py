@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.prompts import load_prompts
-from inner.data.rendering import template_fault
+from inner.data.template_fault import template_fault
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
 from inner.usercode.rehearse import ask_child, read_asked

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inner.data.rendering import prompt_ids, render_text, template_fault, text_of
+from inner.data.rendering import prompt_ids, render_text, text_of
+from inner.data.template_fault import template_fault
 from inner.models.known import folder_or_refusal
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError

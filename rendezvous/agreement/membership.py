@@ -19,14 +19,14 @@ Not promised: that a slot with a beat makes progress, or that a silent slot is d
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from rendezvous import layout
 from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
-from rendezvous.background import Emit, Parts, Together, fetch_together, in_turn, no_emit
+from rendezvous.background import Emit, Parts, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
 from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Spent, decode_or_none, new_nonce
@@ -118,7 +118,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
             if wanted.records == 0:
                 raise RecordsLost(
                     f"{store.url}/{layout.control_key(0)} is not a control record: it was overwritten, or another "
-                    f"program wrote it before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, "
+                    f"program wrote it before the run began. {_WITHOUT_IT} {RESTORE}. If the run never had one, "
                     "delete the object"
                 )
             wanted = replace(wanted, records=wanted.records + 1)
@@ -126,7 +126,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
-_RESTORE = (
+RESTORE = (
     "Restore the object (from the bucket's versions, or a backup); remove every rule or program that expires, deletes "
     "or overwrites objects below this URL; then run the same command again"
 )
@@ -144,7 +144,7 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
     if (later or stepped) and store.get(layout.control_key(wanted.records)) is None:
         seen = f"{layout.control_key(later[0].n)} is there" if later else "steps are committed"
         raise RecordsLost(
-            f"{store.url}/{layout.control_key(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
+            f"{store.url}/{layout.control_key(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {RESTORE}"
         )
 
 
@@ -166,7 +166,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
             raise RecordsLost(
                 f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
                 f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
-                f"Without it the run has another quorum, so no replica joins or closes a step. {_RESTORE}"
+                f"Without it the run has another quorum, so no replica joins or closes a step. {RESTORE}"
             )
 
 
@@ -482,29 +482,6 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
             "the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it "
             "has ended; start a new one"
         )
-
-
-def refuse_forgotten_steps(
-    store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
-) -> None:
-    """Raise RecordsLost if a heartbeat or a leave record names a later step whose commit before it is missing.
-
-    step: the first step without a commit that a joining replica found.   fence: that of the newest commit.
-    Called only in runs with a key; in other runs any writer of the bucket may write a beat.
-    """
-
-    def reached_by(slot: str) -> int:
-        beat = read_beat(store, slot)
-        left = read_leave(store, slot, beat.generation if beat else fence.get(slot, 1))
-        return max(beat.step if beat else 0, left.step if left else 0)
-
-    for slot, reached in fetch_together(together, reached_by, slots).items():
-        if reached > step and store.get(layout.commit_key(reached - 1)) is None:
-            raise RecordsLost(
-                f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "
-                f"{step - 1}: later ones were deleted. The run would decide these steps again, with other results. "
-                f"{_RESTORE}"
-            )
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:

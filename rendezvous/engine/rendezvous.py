@@ -30,7 +30,7 @@ import numpy as np
 from rendezvous.agreement import rules
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.closing import Committer
-from rendezvous.agreement.membership import BeatStatus, Membership, Wanted, refuse_forgotten_steps, refuse_lost_claim
+from rendezvous.agreement.membership import BeatStatus, Membership, Wanted, refuse_lost_claim
 from rendezvous.agreement.offers import OfferBook
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.agreement.step_wait import StepTimes, StepWait
@@ -170,6 +170,8 @@ class Rendezvous:
         self._heal()
         self._committer.refuse_lower_quorum()
         if self.store.digests is not None:  # the run is under a key
+            from rendezvous.agreement.forgotten import refuse_forgotten_steps
+
             fence = self.chain.fence_before(self.step)
             refuse_forgotten_steps(self.store, self.wanted.slot_names, fence, self.step, self._together)
         sizes = [state.size(f) for f in range(self.rules.fragments)]

@@ -7,7 +7,8 @@ import pytest
 
 from diloco.run import founding, sizing
 from diloco.run.config import load_config
-from diloco.run.founding import agree_on_run, open_run
+from diloco.run.founding import open_run
+from diloco.run.library import agree_on_run
 from diloco.run.record import read_run
 from executors.cli import main as cli
 from rendezvous import layout

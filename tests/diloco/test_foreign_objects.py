@@ -18,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.process.session import Session, ensure_slot
+from diloco.process.session import Session
 from diloco.run.config import RunConfig
-from diloco.run.founding import agree_on_run, open_run
+from diloco.run.founding import open_run
+from diloco.run.library import agree_on_run, ensure_slot
 from diloco.run.record import ModelRecord, RunRecord
 from diloco.runlog.reader import read_report
 from rendezvous import layout

@@ -28,7 +28,7 @@ from executors.platforms.container import (
     run_replica,
     why_unreachable,
 )
-from executors.platforms.entrypoint import staggered_s
+from executors.platforms.time_limit import staggered_s
 from rendezvous.layout import slot_name
 from tests.support.s3_server import S3Server
 

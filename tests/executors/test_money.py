@@ -11,6 +11,7 @@ from diloco.process.session import Session as ReplicaLife
 from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.units import dollars
+from executors.cli.looking.status import costs_dict
 from executors.supervision.costs import (
     BOOT_S,
     END_S,
@@ -147,7 +148,7 @@ def test_sums_per_slot_and_per_executor():
     assert found.per_slot() == pytest.approx({"r00": 4.0, "r01": 2.0, "r02": 0.0})
     assert found.per_executor() == pytest.approx({"hf-jobs": 2.0, "modal": 4.0})
     assert [b.slot for b in found.unknown] == ["r02"]
-    assert json.loads(json.dumps(found.to_dict()))["unknown_price"] == ["r02"]
+    assert json.loads(json.dumps(costs_dict(found)))["unknown_price"] == ["r02"]
 
 
 def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_life():
@@ -273,7 +274,7 @@ LOST_LOGS = [
 def test_what_was_spent_is_known_without_the_log(events, record, hours, usd):
     (known, rate, logged) = record
     found = costs(told(*events, usd=known, rate=rate, at=T + 900.0, until=T + 2700.0, logged=logged), T + hours * HOUR)
-    assert found.usd == pytest.approx(usd) and json.loads(json.dumps(found.to_dict()))["usd"] == pytest.approx(usd)
+    assert found.usd == pytest.approx(usd) and json.loads(json.dumps(costs_dict(found)))["usd"] == pytest.approx(usd)
 
 
 def test_hours_are_known_without_the_log_too():

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from inner.rollouts.dynamic import informative_groups, join_groups, refill_groups
 from inner.settings.inner import InnerConfig, InnerError
+from inner.settings.menu import format_menu
 from inner.settings.objectives import (
     PO_OBJECTIVES,
     ObjectiveError,
     exactly_on_policy,
-    format_menu,
     inert_knobs,
     po_settings,
 )
@@ -396,7 +396,7 @@ def test_the_command_prints_the_menu(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_menu_needs_no_torch() -> None:
     code = (
-        "import inner.settings.inner, sys; from inner.settings.objectives import format_menu; format_menu(); "
+        "import inner.settings.inner, sys; from inner.settings.menu import format_menu; format_menu(); "
         "print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -15,7 +15,8 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
-from rendezvous.agreement.membership import refuse_forgotten_steps, write_control
+from rendezvous.agreement.forgotten import refuse_forgotten_steps
+from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import offer_flaw
 from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import in_turn

@@ -28,7 +28,7 @@ import numpy as np
 from torch import Tensor
 
 from diloco.outer.rounds import StoreRounds, Work
-from diloco.process.session import Session, ensure_slot, launched_session
+from diloco.process.session import Session
 from diloco.run.config import FleetConfig
 from diloco.run.sections import keep_bytes
 from rendezvous.agreement.rules import Timing
@@ -75,13 +75,16 @@ class StoreManager:
     ) -> None:
         most = keep_bytes(keep)
         founds = not isinstance(run, Session)
-        if isinstance(run, str) and (held := launched_session(run, slot, steps)) is not None:
-            run = held
         if not isinstance(run, Session):
-            clock = clock or SystemClock()
-            store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
-            ensure_slot(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-            run = Session(store, slot, timing or Timing(), clock=clock, keep=most, broadcasts=broadcast_weights)
+            from diloco.run.library import ensure_slot, launched_session
+
+            held = launched_session(run, slot, steps) if isinstance(run, str) else None
+            if held is None:
+                clock = clock or SystemClock()
+                store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
+                ensure_slot(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
+                held = Session(store, slot, timing or Timing(), clock=clock, keep=most, broadcasts=broadcast_weights)
+            run = held
         self.session = run
         self.rounds = StoreRounds(run, founds=founds, theta_0=theta_0)
         self._states = load_state_dict, state_dict

@@ -156,7 +156,8 @@ def _objectives(args: Namespace) -> Answer:
     from dataclasses import asdict
 
     from diloco.run.config import load_config
-    from inner.settings.objectives import PO_OBJECTIVES, format_menu
+    from inner.settings.menu import format_menu
+    from inner.settings.objectives import PO_OBJECTIVES
 
     settings = {}
     about = []

@@ -15,7 +15,7 @@ from diloco.views.page.data import Beside, encode_chunks, json_bytes, page_data
 from diloco.views.page.freeze import Publisher, write_frozen
 from diloco.views.page.rollouts import RolloutEnds
 from diloco.views.troubles import Spending, find_troubles
-from executors.cli.looking.status import cost_status
+from executors.cli.looking.status import cost_status, costs_dict
 from executors.preflight.run_url import UsageError
 from executors.supervision.money.bills import costs
 from rendezvous.errors import GaveUp, RendezvousError, StoreUnclear
@@ -37,7 +37,7 @@ def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
 def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
     """Return costs, troubles and rollouts.   The troubles of an ended run are those at its last sign of life."""
     spent = costs(report, now)
-    found = {**spent.to_dict(), **cost_status(spent, report.wanted)}  # as in `diloco costs --json`
+    found = {**costs_dict(spent), **cost_status(spent, report.wanted)}  # as in `diloco costs --json`
     at = report.last_sign if report.done or report.stopped else now
     troubles = find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))
     return Beside(

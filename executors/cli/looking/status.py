@@ -23,7 +23,7 @@ that a line is up to date: the bucket is read a few times per second.
 
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -33,7 +33,7 @@ from diloco.process.processes import host_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.learning import Curve, learning_words, newest_numbers
 from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
-from diloco.runlog.sessions import SessionSummary, never_began, observed_words
+from diloco.runlog.sessions import SessionSummary, observed_words
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.summary import brief_name, curve_of, kept_words, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
@@ -43,7 +43,7 @@ from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
 from executors.supervision.notices.remarks import all_troubles, is_listening, remark_lines
 from inner.printable import printable
-from rendezvous.agreement.membership import Wanted
+from rendezvous.agreement.membership import Wanted, launch_of
 from rendezvous.clock import Clock
 from rendezvous.records.records import Beat
 
@@ -277,3 +277,33 @@ def last_end(report: Report) -> dict[str, Any] | None:
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None
     return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}
+
+
+def never_began(
+    events: Iterable[Mapping[str, Any]], claimed_hosts: Collection[tuple[str, str]], claimed: Mapping[str, float]
+) -> dict[str, Mapping[str, Any]]:
+    """Return slot -> the newest end of a launch that never claimed the slot, if no session claimed it since then.
+
+    claimed_hosts: (slot, host) of all sessions.   claimed: slot -> begin of its newest session (Unix time).
+    """
+    lived = {(slot, launch_of(host, slot)) for slot, host in claimed_hosts}
+    newest: dict[str, Mapping[str, Any]] = {}
+    for e in events:
+        if e["event"] == "lost" and not e["generation"] and (e["slot"], e.get("attempt")) not in lived:
+            newest[e["slot"]] = e
+    return {slot: e for slot, e in newest.items() if e["at"] > claimed.get(slot, 0.0)}
+
+
+def costs_dict(spent: Costs) -> dict[str, Any]:
+    """Return the costs for `diloco costs --json`."""
+    return {
+        "usd": spent.usd,
+        "usd_per_hour": spent.rate,
+        "hours": spent.hours,
+        "per_slot": spent.per_slot(),
+        "per_executor": spent.per_executor(),
+        "usd_unlogged": spent.unlogged,
+        "unknown_price": sorted({b.slot for b in spent.unknown}),
+        "unknown_sessions": list(spent.untold),
+        "bills": [{**b.to_dict(), "usd": b.usd} for b in spent.bills],
+    }

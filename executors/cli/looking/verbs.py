@@ -110,7 +110,12 @@ def _costs(args: Namespace) -> Answer:
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
     spent = costs(report, time.time())
-    data = {"name": report.name, "url": view.run.url, **spent.to_dict(), **status.cost_status(spent, report.wanted)}
+    data = {
+        "name": report.name,
+        "url": view.run.url,
+        **status.costs_dict(spent),
+        **status.cost_status(spent, report.wanted),
+    }
     return Answer(data, status.cost_table(spent, report))
 
 

@@ -14,9 +14,9 @@ import shlex
 from collections.abc import Callable
 
 from diloco.process.processes import host_words
-from diloco.run.config import RunConfig
-from diloco.run.founding import differing_settings
-from diloco.run.record import Superseded, is_superseded, url_below
+from diloco.run.config import AUTO, RunConfig
+from diloco.run.founding import file_records, list_differences
+from diloco.run.record import RunRecord, Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
 from executors.supervision.grace import GRACE_S
 from executors.supervision.lease import supervisor_of
@@ -24,7 +24,7 @@ from executors.supervision.shutdown import stop_run
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.records.records import new_nonce
-from rendezvous.store import put_once
+from rendezvous.store import Store, put_once
 from rendezvous.stores.signed import open_signed
 
 
@@ -59,3 +59,11 @@ def _trained_in_words(url: str, differs: list[str]) -> str:
         f"{url} has taken a step with another config ({'; '.join(differs)}), so it is not founded again. Use another "
         "--run, or the config that it was started with"
     )
+
+
+def differing_settings(config: RunConfig, store: Store) -> list[str]:
+    """Return the differences between this config and the run in the store; [] if there are none."""
+    stands = RunRecord.decode(store.get(layout.RUN) or b"")
+    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
+    mine = RunRecord(config.to_dict(), config.mathematics(), file_records(config, files), new_nonce(), 0.0)
+    return list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)

@@ -145,36 +145,13 @@ def _train(args: Namespace) -> Answer:
 
 
 def _launch(args: Namespace) -> Answer:
-    from diloco.run.config import FleetConfig
-    from diloco.run.founding import open_run
-    from executors.preflight import quote
-    from executors.preflight.script import read_script
+    from executors.cli.starting.launch import found_script
     from rendezvous.agreement.membership import read_control
-    from rendezvous.stores.open import open_store
 
-    clock = SystemClock()
     stem = args.script.rpartition(".")[2] if args.is_module else Path(args.script).stem
     asked = request_of(args, present_url(run_url.shareable_url(args.url or f"runs/{stem}")))
-    fleet = FleetConfig(**{k: v for k, v in vars(asked.fleet).items() if v})
-    found = read_script(
-        args.script, args.arguments, is_module=args.is_module, more=args.files or (), fleet=fleet,
-        checked=not args.no_preflight,
-    )  # fmt: skip
-    for note in found.notes:
-        say(note)
-    offer = quote.quote_start(asked, found.config, fleet.replicas)
-    if args.dry_run:
-        return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
-    over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
-    if not over and not is_agreed(offer, asked.yes):
-        return Answer(code=DECLINED)
-    run_url.make_folder(asked.url)
-    run = open_run(found.config, asked.url, clock, **vars(asked.fleet))
-    if over:
-        say(over)
-    else:
-        quote.write_quote(run.store, clock, offer)
-    return _supervise(run, asked, read_control(run.store))
+    made = found_script(args, asked)
+    return made if isinstance(made, Answer) else _supervise(made, asked, read_control(made.store))
 
 
 def _read_fork(asked: "StartRequest", config: "RunConfig") -> "Fork":

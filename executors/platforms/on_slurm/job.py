@@ -11,6 +11,8 @@ Not promised: end.json for a job whose node failed; Slurm then gives its state.
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -89,7 +91,7 @@ def submitted(folder: Path, known: Handle) -> Handle | None:
 
 def runs_here(handle: Handle, folder: Path) -> bool:
     """Whether the handle's process runs here and is submitit's for this folder, by its command line."""
-    words = processes.command_line(handle.pid)
+    words = command_line(handle.pid)
     return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
 
 
@@ -115,3 +117,13 @@ def kill_tree(pid: int, started: int) -> None:
     for member in family:
         with suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process; [] if there is no such process, or reading is not allowed."""
+    with suppress(OSError):
+        if sys.platform.startswith("linux"):
+            return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        command = ["ps", "-ww", "-o", "command=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return []

@@ -1,0 +1,82 @@
+"""A run that a program founds by itself, with `StoreManager` and `make_diloco`, or inside a script of `diloco launch`.
+
+    ensure_slot       the first control record, or one that has this slot
+    agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
+    launched_session  the session that a replica's process holds for the script which it runs
+
+Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from diloco.process.session import Session
+from diloco.run.founding import TRAINED, found_run, refuse_another, refuse_headless
+from diloco.run.record import RunRecord, decode_run, with_script
+from diloco.run.script import Script
+from rendezvous import layout
+from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.clock import Clock
+from rendezvous.records.records import new_nonce
+from rendezvous.store import Store
+
+LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
+
+
+def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
+    """Return the session that `diloco launch` claimed for this process; None for a script that was started by hand.
+
+    steps: outer steps that the script asks for, which hold where the operator has asked for none.
+    """
+    session = LAUNCHED.get(url)
+    if session is None or session.rv.slot != slot:
+        return None
+    if steps is not None and not read_control(session.rv.store).steps:
+        write_control(session.rv.store, session.clock, steps=steps)
+    return session
+
+
+def ensure_slot(
+    store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
+) -> None:
+    """Write a run's first control record if there is none, or one with `slot` if the newest lacks it."""
+    desired = read_control(store)
+    needed = layout.slot_index(slot) + 1
+    if desired.records == 0:
+        count = max(needed, replicas or 0)
+        quorum = min_replicas if min_replicas is not None else min(2, count)
+        write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
+    elif needed > desired.universe:
+        write_control(store, clock, replicas=needed)
+
+
+def agree_on_run(
+    store: Store,
+    clock: Clock,
+    outer: Mapping[str, Any],
+    parameters: list[list[Any]],
+    *,
+    frozen: str = "",
+    replicas: int = 1,
+) -> RunRecord:
+    """Create or open a run like `open_run`, for a loop without run.toml: by outer settings and parameter layout.
+
+    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: desired ones.
+    frozen: digest of the weights and buffers that are not trained, "" for none.
+    Return the run's record, with the chosen codec in place of "auto".   Raises WrongRun.
+    """
+    from diloco.run import sizing
+
+    count = sum(prod(shape) for _, shape, _ in parameters)
+    seconds = sizing.compute_seconds(count, outer["sync_every"])
+    mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
+    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, new_nonce(), clock.wall())
+    choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
+    if (body := store.get(layout.RUN)) is None:  # claims and control records come before run.json here
+        refuse_headless(store, TRAINED)
+    launched = decode_run(store.url, body) if body is not None else None
+    is_script = launched is not None and Script.of(launched.config) is not None
+    _, stands, mine = found_run(store, clock, mine, choose, layout.SCRIPT if is_script else layout.RUN)
+    refuse_another(store.url, stands, mine)
+    return with_script(launched, store) if launched is not None and is_script else stands

@@ -1,0 +1,40 @@
+"""A command that failed: whether its error says what to do, and the exit code.
+
+    an error ──▶ is_expected ──▶ explain_error ──▶ (text, exit code)        any other: its traceback
+
+Not promised: that the same command works later; the text says when it may.
+"""
+
+BUSY = (
+    "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
+    "bucket as well: say the same command again later"
+)
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether the error says what to do next; any other error is a defect, and keeps its traceback."""
+    from diloco.run.config import ConfigError
+    from diloco.views.page.charts import ReportError
+    from executors.platforms.base import ExecutorError
+    from executors.preflight.run_url import UsageError
+    from inner import InnerError
+    from rendezvous.errors import RendezvousError
+
+    known = ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError | ExecutorError
+    return isinstance(error, known)
+
+
+def explain_error(error: Exception) -> tuple[str, int]:
+    """Return (text, exit code).  A platform without an answer, or a full disk, is not a mistake in the command, which
+    may work later."""
+    from diloco.process import exitcodes
+    from diloco.process.disk import full_disk_words, is_full
+    from diloco.views.trackers.tracker import TrackerBusy
+    from executors.platforms.base import Unavailable
+    from rendezvous.errors import GaveUp, StoreUnclear
+
+    if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
+        return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and is_full(error):
+        return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
+    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

@@ -1,0 +1,45 @@
+"""`diloco launch SCRIPT`: what travels, what it costs, and the run that is founded.
+
+    SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run
+                                        └ --dry-run ends here
+
+Not promised: that the script trains; it is read here, and run by the replicas.
+"""
+
+from argparse import Namespace
+
+from diloco.run.config import FleetConfig
+from diloco.run.founding import open_run
+from diloco.run.record import Run
+from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.opening import finished_words
+from executors.preflight import quote, run_url
+from executors.preflight.quote import StartRequest
+from executors.preflight.script import read_script
+from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
+
+
+def found_script(args: Namespace, asked: StartRequest) -> Run | Answer:
+    """Found the run of a script, or return an answer that ends the command.   Raises UsageError."""
+    clock = SystemClock()
+    fleet = FleetConfig(**{k: v for k, v in vars(asked.fleet).items() if v})
+    found = read_script(
+        args.script, args.arguments, is_module=args.is_module, more=args.files or (), fleet=fleet,
+        checked=not args.no_preflight,
+    )  # fmt: skip
+    for note in found.notes:
+        say(note)
+    offer = quote.quote_start(asked, found.config, fleet.replicas)
+    if args.dry_run:
+        return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
+    over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
+    if not over and not is_agreed(offer, asked.yes):
+        return Answer(code=DECLINED)
+    run_url.make_folder(asked.url)
+    run = open_run(found.config, asked.url, clock, **vars(asked.fleet))
+    if over:
+        say(over)
+    else:
+        quote.write_quote(run.store, clock, offer)
+    return run

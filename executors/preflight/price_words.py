@@ -1,0 +1,27 @@
+"""The price of a start in words, with its limit.
+
+Not promised: the bill; prices are the platform's own list.
+"""
+
+from diloco.units import dollars
+from executors.supervision.costs import Budget
+
+
+def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget) -> str:
+    """Return the price per hour, what was spent so far, and where the run ends.   usd_per_hour: None if unknown."""
+    spent = f"{dollars(spent_usd)} spent so far, " if spent_usd else ""
+    limit = _limit_words(usd_per_hour, spent_usd, budget)
+    if usd_per_hour is None:
+        return f"{spent}the price of one of these is unknown; {limit}"
+    return f"{spent}{dollars(usd_per_hour)} per hour in all; {limit}"
+
+
+def _limit_words(usd_per_hour: float | None, spent_usd: float, budget: Budget) -> str:
+    limits = []
+    if budget.max_usd:
+        left_usd = max(0.0, budget.max_usd - spent_usd)
+        hours = f" ({left_usd / usd_per_hour:.1f} hours at this price)" if usd_per_hour else ""
+        limits.append(f"{dollars(budget.max_usd)}{hours}")
+    if budget.max_hours:
+        limits.append(f"{budget.max_hours:g} hours")
+    return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"

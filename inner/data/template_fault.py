@@ -1,0 +1,38 @@
+"""Why a chat template does not write a prompt: for `check`, and for the checks before a run.
+
+Not promised: every fault; the template is tried on the rows that it is given.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from inner.data.rendering import Message, text_of
+
+
+def template_fault(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message], config: Any) -> str:
+    """Return why the prompt's text does not reach the model; "" if it does.   write: `render_text` with a template.
+
+    config: an InnerConfig, for the message."""
+    try:
+        written = write(prompt)
+    except Exception as error:  # a template may refuse with any jinja error
+        advice = _advice(write, prompt, config.data.system is not None)
+        return f"cannot be written by the chat template of {config.model}: {error}. {advice}"
+    newest = next((m for m in reversed(prompt) if m["role"] == "user"), prompt[-1])
+    text = str(text_of(newest.get("content") or "")).strip()
+    if text in written:
+        return ""
+    return (
+        f"is not what the chat template of {config.model} writes: {text[:60]!r} is left out of {written[-120:]!r}. "
+        "Write it as one text, in a message of the role user."
+    )
+
+
+def _advice(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message], is_set: bool) -> str:
+    if prompt[0]["role"] == "system":
+        with suppress(Exception):
+            write(prompt[1:])
+            mend = "Leave inner.data.system out" if is_set else "Take the system message out"
+            return f"It takes no system message. {mend}, or write its text into the first message of the user."
+    return "Write the messages as this model takes them."
