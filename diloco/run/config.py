@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from diloco.run.sections import TASK_ONLY, ConfigError, EvalConfig, FleetConfig, LogConfig, with_keep
+from diloco.run.sections import TASK_ONLY, ConfigError, EvalConfig, FleetConfig, LogConfig, OuterConfigError, with_keep
+from diloco.run.sections import OuterError as OuterError
 from inner import InnerConfig, InnerError
 from inner.settings.tables import Table, as_type, field_types, refuse_unknown, setting
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES, entry_point, is_code, is_one_file, setting_of
@@ -29,14 +30,6 @@ AUTO = "auto"  # a codec that is chosen when the run is created (diloco/run/sizi
 BUCKET = "bucket"
 # settings of [inner] without an effect on the learned weights
 NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
-
-
-class OuterError(RuntimeError):
-    """The error for a model or settings that do not fit the outer loop."""
-
-
-class OuterConfigError(ConfigError, OuterError):
-    """The error for an invalid setting of the outer step: a ConfigError in a run.toml, an OuterError in make_diloco."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +200,7 @@ class RunConfig:
         if self.rendezvous != BUCKET:
             from diloco.run.lighthouse_checks import check_rendezvous
 
-            check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
+            check_rendezvous(self.rendezvous, self.outer, OuterConfig(), broadcasts=self.fleet.broadcast_weights)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
         self.check_files()

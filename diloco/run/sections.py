@@ -30,6 +30,14 @@ class ConfigError(ValueError):
     """The error for a configuration that cannot be run."""
 
 
+class OuterError(RuntimeError):
+    """The error for a model or settings that do not fit the outer loop."""
+
+
+class OuterConfigError(ConfigError, OuterError):
+    """The error for an invalid setting of the outer step: a ConfigError in a run.toml, an OuterError in make_diloco."""
+
+
 @dataclass(frozen=True)
 class FleetConfig(Table):
     """The fleet that the run starts with. You can change each setting later, because none is a training setting."""

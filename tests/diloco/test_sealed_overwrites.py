@@ -21,11 +21,15 @@ from diloco.model.fetch import fetch_files, fetch_model
 from diloco.model.traces import run_states
 from diloco.process import exitcodes
 from diloco.process.journal import Journal, read_journal
+from diloco.run.founding import open_run
+from diloco.run.library import agree_on_run
 from diloco.run.record import ModelRecord, Run, RunRecord, read_run
+from diloco.run.script import Script, ScriptConfig
 from diloco.runlog.reader import read_report
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules
+from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Corrupt, Forged, RendezvousError, WrongRun
 from rendezvous.records.digests import SHA256, digest, hex_of
@@ -55,6 +59,7 @@ OBJECTS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 LAUNCHED = {
     "RUN",
+    "SCRIPT",
     "MODEL_MANIFEST",
     "code_key",
     "model_file",
@@ -296,6 +301,22 @@ def test_no_code_but_the_users_is_ever_written_to_be_imported(tmp_path: Path, se
         with pytest.raises(Corrupt, match="Restore it, or start a new run"):
             fetch_files(run, tmp_path / "b")
     assert [p for p in (tmp_path / "b").rglob("*") if p.is_file()] == []
+
+
+def test_no_outer_settings_but_the_replicas_of_a_launched_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_RUN_KEY", 2 * SECRET.decode())
+    script = tmp_path / "train.py"
+    script.write_text("")
+    config = ScriptConfig(name="train", own_script=Script("train.py"), files={"train.py": script})
+    run = open_run(config, f"file://{tmp_path}/run", SystemClock())
+    agree_on_run(run.store, SystemClock(), {"sync_every": 7, "codec": "fp32"}, [["w", [2], "float32"]])
+    assert read_run(run.url).config.outer.sync_every == 7
+    path = tmp_path / "run" / layout.SCRIPT
+    path.write_bytes(path.read_bytes().replace(b'"sync_every":7', b'"sync_every":9'))
+    with pytest.raises(Forged, match="was not written with this run's key"):
+        read_run(run.url)
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])

@@ -148,7 +148,7 @@ def test_rounds_that_depend_on_more_are_refused() -> None:
         refuse_unrepeatable(make_config(), 0)
     with pytest.raises(InnerError, match="not of this model"):
         write_weights(torch.nn.Linear(2, 2), {"weight": torch.zeros(2, 2)})
-    with pytest.raises(InnerError, match="moments are of 1"):
+    with pytest.raises(InnerError, match="optimizer state has 1 parameters"):
         model = torch.nn.Linear(2, 2)
         write_moments(torch.optim.Adam(model.parameters()), model, [{}])
 

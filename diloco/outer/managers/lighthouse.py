@@ -31,6 +31,7 @@ from diloco.outer.rounds import Work
 from diloco.outer.safety import empty_round
 from diloco.process.session import Session
 from diloco.process.watchdog import Watchdog
+from diloco.run.config import OuterConfig
 from diloco.run.lighthouse_checks import check_lighthouse
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
@@ -142,7 +143,7 @@ class LighthouseRounds:
 
     def join(self, loop: "OuterLoop") -> None:
         """Begin at the bucket's newest snapshot. If a peer is at a later step, the first quorum heals this replica."""
-        check_lighthouse(loop.outer)
+        check_lighthouse(loop.outer, OuterConfig())
         self._loop = loop
         self._manager.register_state_dict_fn(
             "healed", self._after_heal, self._unsent_arrays

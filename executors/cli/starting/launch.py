@@ -6,7 +6,7 @@
 Not promised: that the script trains; it is read here, and run by the replicas.
 """
 
-from argparse import Namespace
+from dataclasses import dataclass
 
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
@@ -20,18 +20,29 @@ from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
 
-def found_script(args: Namespace, asked: StartRequest) -> Run | Answer:
+@dataclass(frozen=True)
+class ScriptRequest:
+    """The typed script.   files: further ones to send.   checked: whether it must name what joins a run."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    files: tuple[str, ...]
+    checked: bool
+    dry_run: bool
+
+
+def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     """Found the run of a script, or return an answer that ends the command.   Raises UsageError."""
     clock = SystemClock()
     fleet = FleetConfig(**{k: v for k, v in vars(asked.fleet).items() if v})
     found = read_script(
-        args.script, args.arguments, is_module=args.is_module, more=args.files or (), fleet=fleet,
-        checked=not args.no_preflight,
-    )  # fmt: skip
+        typed.name, typed.arguments, is_module=typed.is_module, more=typed.files, fleet=fleet, checked=typed.checked
+    )
     for note in found.notes:
         say(note)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
-    if args.dry_run:
+    if typed.dry_run:
         return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):

@@ -145,12 +145,16 @@ def _train(args: Namespace) -> Answer:
 
 
 def _launch(args: Namespace) -> Answer:
-    from executors.cli.starting.launch import found_script
+    from executors.cli.starting.launch import ScriptRequest, found_script
     from rendezvous.agreement.membership import read_control
 
     stem = args.script.rpartition(".")[2] if args.is_module else Path(args.script).stem
     asked = request_of(args, present_url(run_url.shareable_url(args.url or f"runs/{stem}")))
-    made = found_script(args, asked)
+    typed = ScriptRequest(
+        args.script, tuple(args.arguments), is_module=args.is_module, files=tuple(args.files or ()),
+        checked=not args.no_preflight, dry_run=args.dry_run,
+    )  # fmt: skip
+    made = found_script(typed, asked)
     return made if isinstance(made, Answer) else _supervise(made, asked, read_control(made.store))
 
 
