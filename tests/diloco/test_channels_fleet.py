@@ -63,6 +63,7 @@ def steps_told(root: Path) -> dict[str, list[dict[str, Any]]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_all_channels_on_every_replica_with_one_killed(tmp_path: Path) -> None:
     assert write_pairs(tmp_path / "pairs.jsonl") == 24

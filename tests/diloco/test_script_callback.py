@@ -168,6 +168,7 @@ def test_a_process_that_is_asked_to_end_leaves_with_its_work(tmp_path: Path) -> 
     assert [len(x.commits) for x in report.sessions] == [1, 1], "a step of the one that left, one of the next"
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_is_told_when_its_process_ends(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.diloco.test_script_callback import At, trainer_of\n"

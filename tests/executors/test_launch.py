@@ -175,6 +175,7 @@ def test_a_dry_run_says_what_it_would_send_and_starts_nothing(folder: Path) -> N
 # -------------------------------------------------------------------- replicas
 
 
+@pytest.mark.slow
 def test_a_script_that_never_joins_ends_the_run_with_one_sentence(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nprint('nothing to do')\n")
     done = diloco("launch", "--replicas", "1", "train.py")

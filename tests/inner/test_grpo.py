@@ -251,6 +251,7 @@ def test_a_batch_without_a_reward_is_no_inner_step(tmp_path: Path) -> None:
     assert loop.pop_metrics()["samples"] == 16
 
 
+@pytest.mark.slow
 def test_grpo_with_hints_learns_the_small_world() -> None:
     loop = build(batch_size=16, sdpo={"weight": 0.1})
     rewards: list[float] = []
