@@ -198,6 +198,7 @@ def test_watching_changes_nothing() -> None:
         assert {t["function"]["name"] for t in sampled["tools"][""]} == {WORLD.right_name(0), WORLD.right_name(1)}
 
 
+@pytest.mark.slow
 def test_rollouts_to_replay_to_pairs_to_training(tmp_path: Path) -> None:
     """The closed loop, through a real endpoint on this machine."""
     _, samples, numbers = trained(4, takes=True)

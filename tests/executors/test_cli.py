@@ -277,7 +277,10 @@ def test_stop_of_a_run_that_is_finished_and_quiet_changes_nothing(capsys, run):
     assert records_of(run) == before
 
 
-@pytest.mark.parametrize("verb", [["scale", "5"], ["drain", "r01"], ["resume"], ["resume", "--replicas", "5"]])
+@pytest.mark.parametrize(
+    "verb",
+    [["scale", "5"], ["drain", "r01"], ["resume"], pytest.param(["resume", "--replicas", "5"], marks=pytest.mark.slow)],
+)
 def test_whatever_is_wished_of_a_finished_run_it_says_so_and_nothing_changes(capsys, run, verb):
     before = records_of(run)
     code, out, err = say(capsys, verb[0], run.url, *verb[1:])
