@@ -57,7 +57,7 @@ class StoreReadOnly(StoreRefused):
 
 
 class StoreFull(StoreRefused):
-    """No space left."""
+    """The disk or the quota is full."""
 
 
 class StoreGone(StoreRefused):

@@ -5,7 +5,8 @@
                                  with frozen weights or buffers: all weights  ┘
     export ─▶ θ_t under the names that save_pretrained gives it ─▶ a from_pretrained folder
 
-Not promised: a model that is no PreTrainedModel; its weights are written, and the script must load them itself.
+Not promised: a folder that from_pretrained loads, if the model is not a PreTrainedModel: then export writes the
+weights alone, and the script must load them itself.
 """
 
 import tempfile

@@ -6,10 +6,10 @@
 
 The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first shard of
 a sharded step. In such a step, only the owner of that shard logs the number; in a direct step all replicas log the
-same number.  It costs no request, and no matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), where U holds all
+same number.  It costs neither a request nor a matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), where U holds all
 replicas' columns.
 
-Not promised: a number for each step (rendezvous/means/body_sample.py says when there is no number); similar numbers
+Not promised: a number for each step (rendezvous/means/body_sample.py says when it is missing); similar numbers
 for other layers.
 """
 

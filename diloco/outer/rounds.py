@@ -289,7 +289,7 @@ class StoreRounds:
 
     @property
     def why(self) -> str:
-        """Why this replica leaves."""
+        """Return the reason for which this replica leaves."""
         return self.session.why
 
     @property

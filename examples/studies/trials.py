@@ -82,7 +82,7 @@ def at_step(curve: Sequence[Sequence[float]], step: float) -> float:
 
 
 def first_step(curve: Sequence[Sequence[float]], level: float) -> float | None:
-    """Where it first reaches a level, by a straight line; None if it never does."""
+    """Return the inner step at which the curve first reaches a level, by a straight line; None if it never does."""
     for a, b in pairwise(curve):
         if a[1] < level <= b[1]:
             return a[0] + (b[0] - a[0]) * (level - a[1]) / (b[1] - a[1])

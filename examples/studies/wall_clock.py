@@ -28,7 +28,7 @@ RATES = {"1": "default", "√N": "sqrt", "N": "times"}  # inner lr × this -> th
 
 
 def arms(world: World, tuning: Sequence[Row]) -> dict[str, tuple[int, str]]:
-    """What is shown -> (machines, its name in the rows).   The machine alone has the task's own rate."""
+    """Name in the figure -> (machines, name in the rows).   The machine alone has the task's own rate."""
     chosen = choose(world, tuning)
     found = {"one machine": (1, "alone x1" if world.name == "toolworld" else chosen["alone"])}
     for n in (2, 4, 8):

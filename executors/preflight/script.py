@@ -167,7 +167,7 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
 
 
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
-    """Those of the files that git ignores; none where there is no git, or no repository."""
+    """Return the names that git ignores; an empty set without git or outside a repository."""
     with suppress(OSError):
         asked = subprocess.run(
             ["git", "check-ignore", "--stdin"], cwd=base, input="\n".join(names), capture_output=True, text=True

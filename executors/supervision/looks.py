@@ -1,4 +1,4 @@
-"""How often a supervisor reads its run: all of it after a change, else each part in its own interval.
+"""Intervals in which a supervisor reads its run: all of it after a change, else each part in its own interval.
 
     every beat      desired state, commits      to see a stop, and the last step
     every 4 beats   heartbeats                  silence counts only after minutes

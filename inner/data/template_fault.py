@@ -1,4 +1,4 @@
-"""Why a chat template does not write a prompt: for `check`, and for the checks before a run.
+"""Explain a chat template that writes no prompt, for `check` and for the checks before a run.
 
 Not promised: every fault; the template is tried on the rows that it is given.
 """

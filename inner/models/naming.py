@@ -1,4 +1,4 @@
-"""What inner.model means, from its spelling alone, as plain data.
+"""The kind of model that inner.model names, decided from its spelling alone, as plain data.
 
     toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_on_hub   a model on the Hub
     KnownModel  checked before the start (known.py)     HubModel, HubError  for models on the Hub (hub_model.py)

@@ -170,13 +170,13 @@ class InnerConfig(Table):
 
     @property
     def generation_steps(self) -> int:
-        """How many micro-batches train on one generation before TRL generates again."""
+        """Return the number of micro-batches that train on one generation before TRL generates again."""
         stale = find_objective(self.grpo.objective).stale if self.grpo.num_iterations == 1 else 1
         return self.grpo.num_iterations * (self.grpo.steps_per_generation or stale * self.gradient_accumulation_steps)
 
     @property
     def generation_size(self) -> int:
-        """How many completions one generation makes: whole groups of num_generations, scored together."""
+        """Return the number of completions of one generation: whole groups of num_generations, scored together."""
         return self.batch_size * (self.generation_steps // self.grpo.num_iterations)
 
     @property
@@ -196,7 +196,7 @@ class InnerConfig(Table):
 
     @property
     def boundary(self) -> int:
-        """How many inner steps lie between two generations."""
+        """Return the number of inner steps between two generations."""
         if self.loop == "supervised":
             return 1
         return max(1, self.generation_steps // self.gradient_accumulation_steps)

@@ -1,4 +1,4 @@
-"""How a task is spelled, and which package makes it.
+"""Parse the name of a task: which package makes it, and with which options.
 
     "reasoning-gym:chain_sum"  ─▶ package reasoning-gym, its dataset chain_sum           inner/tasks/gym.py
     "verifiers:my-taskset"     ─▶ package verifiers, the taskset package my-taskset      inner/tasks/tasksets.py

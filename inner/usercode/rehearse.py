@@ -62,7 +62,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
 
 @dataclass(frozen=True)
 class Trying:
-    """How a child process ended.   late: it was killed after its time.   answer: from its file; None without one."""
+    """The end of a child process.   late: it was killed after its time.   answer: from its file; None without one."""
 
     late: bool = False
     answer: dict[str, Any] | None = None

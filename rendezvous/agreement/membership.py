@@ -264,7 +264,7 @@ def launch_of(host: str, slot: str) -> int:
 
 @dataclass
 class BeatStatus:
-    """Those fields of this replica's next beat that its owner overwrites."""
+    """Fields of this replica's next beat; the owner of the Membership overwrites them."""
 
     phase: str = "boot"
     step: int = 0

@@ -1,4 +1,4 @@
-"""What an OuterLoop calls on a Manager, beside the eight names that torchft's DiLoCo calls.
+"""Types of the methods that an OuterLoop calls on a Manager, beside the eight that torchft's DiLoCo calls.
 
     OuterLoop ──▶ OuterManager.rounds ──▶ OuterRounds      StoreRounds (outer/rounds.py) or LighthouseRounds
 

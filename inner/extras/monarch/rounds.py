@@ -37,8 +37,10 @@ Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
 
 @dataclass(frozen=True)
 class Carried:
-    """What the next round needs besides θ.   moments: of the optimizer, one dict per trained parameter, in the model's
-    order."""
+    """State that goes from one round to the next, besides θ.
+
+    moments: of the optimizer, one dict per trained parameter, in the model's order.
+    """
 
     moments: list[dict[str, Any]]
 
