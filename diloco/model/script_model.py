@@ -70,9 +70,12 @@ def write_script_model(run: Run, record: ModelRecord, state: OuterState, to: Pat
 
 
 def _saved_name(name: str, known: set[str]) -> str:
-    """A parameter's name in the file: PEFT leaves the adapter's own name, "default", out."""
+    """Return a parameter's name in the file: PEFT leaves out the adapter's name, and "modules_to_save" before it."""
     if not known or name in known:
         return name
-    if (shorter := name.replace(".default", "", 1)) in known:
-        return shorter
+    parts = name.split(".")
+    for at in reversed(range(len(parts))):
+        before = at - (parts[at - 1] == "modules_to_save")
+        if (shorter := ".".join(parts[:before] + parts[at + 1 :])) in known:
+            return shorter
     raise ConfigError(f"the start model's files have no weight {name}, so this run's model cannot be written")

@@ -4,7 +4,8 @@
     DILOCO_RUN, DILOCO_SLOT, DILOCO_REPLICAS ─▶ DiLoCoCallback, or StoreManager ─▶ the slot that is claimed already
 
     the script ends     all outer steps taken: DONE        asked to go: LEFT        it never joined: a mistake
-    the script raises   before any outer step and before it joined: a mistake, for all replicas alike; else a crash
+    the script raises, or exits with a code or a message of its own
+                        before any outer step and before it joined: a mistake, for all replicas alike; else a crash
 
 Not promised: that files which the script writes into its folder stay; give it an absolute path, or export the run.
 """
@@ -44,8 +45,8 @@ def run_script(run: Run, session: Session, folder: Path) -> int:
     try:
         start(script, folder)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int | None) else 1
-        return code or code_of_end(session, script)
+        if end.code and not session.rv.is_leaving:
+            return code_of_exit(session, script, end.code)
     except (ConfigError, RendezvousError):
         raise
     except Exception as error:
@@ -71,6 +72,18 @@ def start(script: Script, folder: Path) -> None:
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(str(folder / script.path), run_name="__main__")
+
+
+def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
+    """Return the exit code for a script that called sys.exit(exited); its own numbers are not those of a replica.
+
+    Raises ConfigError before the first outer step, if it had not joined the run."""
+    told = f"{script} ended with sys.exit({exited!r})"
+    if not has_joined(session) and not first_open_step(session.rv.store):
+        raise ConfigError(f"{told} before it joined the run. Start it without `diloco launch` to see why")
+    session.emit("crashed", error=told)
+    session.flush()
+    return exitcodes.CRASHED
 
 
 def code_of_end(session: Session, script: Script) -> int:

@@ -13,6 +13,7 @@ Not promised: files that the script finds by other means than a name in a string
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import tomllib
@@ -73,7 +74,7 @@ def read_script(
             "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
         )
     files = dict(_named(base, siblings, arguments, more))
-    ignored = _ignored_by_git(base, [one for one in files if not is_code(one)]) - {str(Path(one)) for one in more}
+    ignored = _left_out(base, files, [os.path.normpath(one) for one in more])
     sent = {one: file for one, file in files.items() if one not in ignored}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
@@ -143,7 +144,7 @@ def _named(
             file = base / text
             inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
             if inside and file.is_file() and not SECRETS.fullmatch(file.name):
-                yield Path(text).as_posix(), file
+                yield os.path.normpath(text), file
     for text in more:
         yield from _asked_for(base, text)
 
@@ -156,7 +157,7 @@ def _strings(code: Path) -> Iterator[str]:
 
 def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
     """The files of one --file, which may be a folder.   Raises UsageError."""
-    path = base / text
+    path = base / os.path.normpath(text)
     if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
         raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -166,13 +167,20 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
             yield file.relative_to(base).as_posix(), file
 
 
+def _left_out(base: Path, names: Collection[str], more: Sequence[str]) -> set[str]:
+    """Return data files that git ignores and --file does not name. A named folder that git ignores is sent whole."""
+    ignored = _ignored_by_git(base, [*(name for name in names if not is_code(name)), *more])
+    whole = tuple(f"{name}/" for name in more if name in ignored or name == ".")
+    return {name for name in ignored.intersection(names).difference(more) if not name.startswith(whole)}
+
+
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
     """Return the names that git ignores; an empty set without git or outside a repository."""
     with suppress(OSError):
         asked = subprocess.run(
-            ["git", "check-ignore", "--stdin"], cwd=base, input="\n".join(names), capture_output=True, text=True
+            ["git", "check-ignore", "-z", "--stdin"], cwd=base, input="\0".join(names), capture_output=True, text=True
         )  # fmt: skip
-        return set(asked.stdout.splitlines())
+        return {name for name in asked.stdout.split("\0") if name}
     return set()
 
 

@@ -100,6 +100,23 @@ def test_what_git_ignores_is_not_sent_and_the_note_says_how(folder: Path) -> Non
     assert "rows.json" in read(more=("rows.json",)).config.files
 
 
+def test_an_ignored_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    (folder / ".gitignore").write_text("data/\n*.log\n")
+    for name in ("data", "kept"):
+        (folder / name).mkdir()
+        for file in ("rows ä.jsonl", "old.log"):
+            (folder / name / file).write_text("{}")
+    sent = set(read(more=("./data/", "kept")).config.files)
+    assert {"data/rows ä.jsonl", "data/old.log", "kept/rows ä.jsonl"} <= sent and "kept/old.log" not in sent
+
+
+def test_a_path_that_goes_up_and_down_is_sent_once(folder: Path) -> None:
+    (folder / "helper.py").write_text("EVERY = 5\nROWS = ('./rows.json', 'sub/../rows.json')\n")
+    (folder / "sub").mkdir()
+    assert sorted(read().config.files) == ["helper.py", "rows.json", "train.py"]
+
+
 @pytest.mark.parametrize("name", [".env", "id_rsa", "server.pem", "my_secrets.json", "credentials.json"])
 def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
     (folder / name).write_text("s3cret")
@@ -191,6 +208,13 @@ def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(fo
     assert "No module named 'no_such_package'" in said and "train.py raised ModuleNotFoundError" in said
 
 
+def test_a_script_that_exits_with_a_message_ends_the_run_with_it(folder: Path) -> None:
+    (folder / "train.py").write_text("# DiLoCoCallback\nimport sys\nsys.exit('no token for the judge')\n")
+    done = diloco("launch", "--replicas", "1", "train.py")
+    assert done.returncode == exitcodes.USER_ERROR
+    assert "train.py ended with sys.exit('no token for the judge')" in done.stderr + done.stdout
+
+
 @pytest.mark.slow
 def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) -> None:
     launched = subprocess.Popen([sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "60"])
@@ -214,7 +238,7 @@ def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) ->
 
 @pytest.mark.slow
 def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
-    lora = 'LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)'
+    lora = 'LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"], init_lora_weights=False)'
     text = TRAIN.replace(
         "\nargs =", f"\nfrom peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, {lora})\nargs ="
     )
@@ -225,7 +249,8 @@ def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
     weights = load_file(folder / "exported" / "adapter_model.safetensors")
     assert json.loads((folder / "exported" / "adapter_config.json").read_text())["r"] == 2
     told = f"weights {float(sum(weight.double().sum() for weight in weights.values()))}"
-    assert told[:16] in diloco("logs", "runs/train", "r00").stdout and len(weights) == 2
+    assert told[:16] in diloco("logs", "runs/train", "r00").stdout 
+    assert len(weights) == 5 and "base_model.model.model.norm.weight" in weights
 
 
 @pytest.mark.slow
