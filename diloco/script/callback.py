@@ -211,6 +211,8 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
             args.load_best_model_at_end
         ),
         "DeepSpeed spreads the optimizer over devices; a replica is one device for now": args.deepspeed,
+        f"{args.world_size} processes train it together (torchrun or accelerate launch), and all would claim one slot. "
+        "Start one process for each replica": args.world_size > 1,
         "FSDP spreads the model over devices; a replica is one device for now": args.fsdp,
         "resume_from_checkpoint would replace θ: the bucket is the checkpoint. Leave it out": state.global_step > 0,
     }

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from trl.trainer.utils import RepeatSampler
 from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
-from diloco.script.callback import ALONE, follow_run, generation_steps, rounds_of, total_steps
+from diloco.script.callback import ALONE, follow_run, generation_steps, refuse_fights, rounds_of, total_steps
 from diloco.script.rows import ShareSampler, give_share, refuse_small_share
 from inner.data.order import Share
 from rendezvous.stores.open import open_store
@@ -308,3 +309,9 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
     with pytest.raises(OuterError, match=words):
         trainer.train()
     assert not (tmp_path / "run").exists(), "nothing was founded"
+
+
+def test_processes_that_train_together_are_refused() -> None:
+    args: Any = Mock(fp16=False, load_best_model_at_end=False, deepspeed=None, fsdp=[], world_size=4)
+    with pytest.raises(OuterError, match=r"4 processes train it together .* Start one process for each replica"):
+        refuse_fights(args, Mock(global_step=0), [])

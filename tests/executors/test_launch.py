@@ -249,7 +249,7 @@ def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
     weights = load_file(folder / "exported" / "adapter_model.safetensors")
     assert json.loads((folder / "exported" / "adapter_config.json").read_text())["r"] == 2
     told = f"weights {float(sum(weight.double().sum() for weight in weights.values()))}"
-    assert told[:16] in diloco("logs", "runs/train", "r00").stdout 
+    assert told[:16] in diloco("logs", "runs/train", "r00").stdout
     assert len(weights) == 5 and "base_model.model.model.norm.weight" in weights
 
 

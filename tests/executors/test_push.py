@@ -59,6 +59,15 @@ def test_a_token_that_may_not_write_is_told_and_the_folder_stays(
     assert (tmp_path / "out" / "README.md").exists() and hub.repos == {}
 
 
+def test_a_hub_that_cannot_be_reached_is_told(
+    run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with HubWriter() as hub:
+        point_at(hub, monkeypatch)
+    assert export(run, tmp_path / "out") == 2, "the server has ended"
+    assert "the Hub did not take me/learned: [Errno 111] Connection refused" in capsys.readouterr().err
+
+
 def point_at(hub: HubWriter, monkeypatch: pytest.MonkeyPatch, token: str = "hf_writes") -> None:
     from huggingface_hub import constants
 

@@ -14,8 +14,10 @@ import urllib.error
 from collections.abc import Callable
 from email.message import Message
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
+import httpx2
 import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -242,6 +244,8 @@ def caused_by(cause: BaseException, base: type[Exception] = RuntimeError) -> Exc
         (httpx.ConnectTimeout("t"), True),
         (httpx.RemoteProtocolError("t"), True),
         (httpx.ReadTimeout("t"), False),
+        (httpx2.ConnectTimeout("t"), True),
+        (httpx2.HTTPStatusError("t", request=Mock(), response=Mock(status_code=503)), True),
         (error_of("openai", "RateLimitError", status_code=429), True),
         (error_of("openai", "BadRequestError", status_code=400), False),
         (error_of("openai", "APIConnectionError"), True),
