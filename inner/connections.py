@@ -19,8 +19,8 @@ import ssl
 from collections.abc import Iterator
 
 _CLIENTS = {
-    "httpx", "httpcore", "httpx2", "httpcore2", "requests", "urllib3", "urllib", "http", "aiohttp", "websockets", "grpc",
-    "openai", "anthropic", "litellm", "botocore", "google", "huggingface_hub",
+    "httpx", "httpcore", "httpx2", "httpcore2", "requests", "urllib3", "urllib", "http", "aiohttp", "websockets",
+    "grpc", "openai", "anthropic", "litellm", "botocore", "google", "huggingface_hub",
 }  # fmt: skip
 _ROUTE = {
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ETIMEDOUT,
