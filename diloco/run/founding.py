@@ -202,13 +202,19 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
     )
 
 
+OTHER_CONFIG = (
+    "use another --run URL for this config, or the config that the run was started with. To go on from its weights "
+    "with this config: diloco train CONFIG --run NEW --from {url}"
+)
+OTHER_SCRIPT = "use another --run URL for this script, or the script and arguments that the run was started with"
+
+
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
     if differs := list_differences(stands, mine):
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
-            "use another --run URL for this config, or the config that the run was started with. To go on from its "
-            f"weights with this config: diloco train CONFIG --run NEW --from {shlex.quote(url)}"
+            + (OTHER_SCRIPT if "script" in mine.config else OTHER_CONFIG.format(url=shlex.quote(url)))
             + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
         )
 

@@ -67,6 +67,11 @@ class Report:
         return max(len(self.steps), self.taken) or logged
 
     @property
+    def progress(self) -> str:
+        """Return the outer steps taken and wanted: "3 of 20"; "0" if the script has not said yet how many it wants."""
+        return f"{self.head} of {self.wanted.steps}" if self.wanted.steps else f"{self.head}"
+
+    @property
     def done(self) -> bool:
         return 0 < self.wanted.steps <= self.head
 

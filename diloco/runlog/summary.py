@@ -54,7 +54,7 @@ def checks(report: Report) -> list[Check]:
     return [
         Check(
             linked and not report.damage,
-            f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}",
+            f"{report.progress} outer steps committed{so_far}, {gaps}",
         ),
         Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
         Check(not forks, fork if forks else same),
@@ -90,7 +90,7 @@ def _shortened(line: str, most: int = 80) -> str:
 def headline(report: Report) -> str:
     h = report.setting("outer", "sync_every", 0) or "?"
     return (
-        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {duration(report.seconds)}, "
+        f"{brief_name(report)}: {report.progress} outer steps in {duration(report.seconds)}, "
         f"{_counted_replicas(report)}, H = {h}"
     )
 

@@ -120,7 +120,7 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
         left.append(f"{spent.hours:.2f} of {wanted.max_hours:g} hours are over ({spent.hours / wanted.max_hours:.0%})")
     if not left:
         return []
-    text = f"{' and '.join(left)}, at outer step {report.head} of {wanted.steps}"
+    text = f"{' and '.join(left)}, at outer step {report.progress}"
     advice = "the run ends by itself and nothing is lost; `diloco resume RUN --max-usd X --max-hours H` allows more"
     return [trouble("budget", text, advice, step=report.head)]
 
@@ -222,8 +222,8 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
         return []
     most = max(idle, key=lambda slot: idle[slot])
     who = f"{most} waits" if len(idle) == 1 else f"{', '.join(sorted(idle))} wait, {most} the most:"
-    text = f"{who} {idle[most]:.0%} of its time for {slowest}, whose inner step takes {inner_s[slowest]:.1f} s, where"
-    text += f" that of {most} takes {inner_s[most]:.1f} s"
+    text = f"{who} {idle[most]:.0%} of its time for {slowest}, whose inner step takes {duration(inner_s[slowest])},"
+    text += f" where that of {most} takes {duration(inner_s[most])}"
     if spent is not None and spent.usd_per_hour > 0:
         text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
     advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"

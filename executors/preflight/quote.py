@@ -300,7 +300,7 @@ def write_desired(run: Run, clock: Clock, **changed: int) -> None:
     """Write this desired state, and let the fleet continue: stopped and drained slots start again."""
     wanted = read_control(run.store)
     fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
-    replace(run.config.fleet, **fleet)  # checks the values together
+    replace(run.config.fleet, **{k: v for k, v in fleet.items() if v})  # checks the values together
     news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
     if "steps" in news:
         refuse_fewer_steps(run.store, changed["steps"])

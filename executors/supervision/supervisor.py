@@ -298,7 +298,7 @@ class Supervisor:
             return Outcome(exitcodes.DONE, end_words(report))
         if self._leaving or report.wanted.stop:
             why = self._leaving or "stopped by `diloco stop`"
-            where = f"at outer step {report.head} of {report.wanted.steps}"
+            where = f"at outer step {report.progress}"
             lost = ", ".join(f"{t.slot} lost {t.lost}" for t in self.slots.all() if t.lost)
             kept = f"{lost}; all that was offered before stays" if lost else "nothing is lost"
             return Outcome(exitcodes.LEFT, f"{why} {where}; {kept}")

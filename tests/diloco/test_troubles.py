@@ -208,9 +208,7 @@ def waiting(report: Report, fast_wait_s: float, slow_s: float) -> Report:
 def test_a_replica_that_waits_for_a_slower_one_is_told_with_its_price() -> None:
     run = Planted(6)
     seen = found_in(waiting(run.report(), 60.0, 120.0), spent=Spending(1.0, 0.5, usd_per_hour=4.0))["waits"]
-    assert (
-        "r00 waits 49% of its time for r01, whose inner step takes 20.0 s, where that of r00 takes 10.0 s" in seen.text
-    )
+    assert "r00 waits 49% of its time for r01, whose inner step takes 20 s, where that of r00 takes 10 s" in seen.text
     assert "about $0.98 an hour" in seen.text and "outer.sync_every" in seen.advice
     assert "waits" not in found_in(waiting(run.report(), 15.0, 75.0)), "less than a quarter"
     assert "waits" not in found_in(waiting(run.report(), 60.0, 60.0)), "the store is slow, not a replica"

@@ -216,6 +216,18 @@ def test_a_script_that_exits_with_a_message_ends_the_run_with_it(folder: Path) -
 
 
 @pytest.mark.slow
+def test_a_corrected_script_is_founded_again_at_the_same_place(folder: Path) -> None:
+    (folder / "train.py").write_text("# DiLoCoCallback\nraise SystemExit(2)\n")
+    assert diloco("launch", "--replicas", "1", "train.py", "5").returncode == exitcodes.USER_ERROR
+    assert "train  outer step 0  " in diloco("status", "runs/train").stdout
+    again = diloco("resume", "runs/train")
+    assert again.returncode == exitcodes.USER_ERROR and "sys.exit(2)" in again.stderr, "the script says why"
+    (folder / "train.py").write_text(TRAIN)
+    assert diloco("launch", "--replicas", "1", "train.py", "5").returncode == 0
+    assert diloco("status", "runs/train").stdout.startswith("train  outer step 1 of 1  ")
+
+
+@pytest.mark.slow
 def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) -> None:
     launched = subprocess.Popen([sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "60"])
     url = f"file://{folder}/runs/train"

@@ -131,7 +131,7 @@ def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> 
 def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
     """Return the first line; its curve fills the rest of the width."""
     curve = ""
-    head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
+    head = f"{brief_name(report)}  outer step {report.progress}"
     time = f"  {duration(_elapsed_seconds(report, now))}"
     if ends := line.ends:
         first, last = f"  {line.name} {ends[0]:.2f} ", f" {ends[1]:.2f}"

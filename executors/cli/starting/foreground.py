@@ -65,7 +65,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
             refuse_lost_run(run, records=report.wanted.records, head=report.head)
             return Outcome(exitcodes.DONE, end_words(report))
         if supervisor is None:
-            return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.head} of {report.wanted.steps}")
+            return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.progress}")
         clock.sleep(0.5)
 
 

@@ -1,7 +1,8 @@
 """`diloco launch SCRIPT`: what travels, what it costs, and the run that is founded.
 
     SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run
-                                        └ --dry-run ends here
+                                        └ --dry-run ends here  └ founded again with a corrected script or argument,
+                                                                 if nothing was trained in it (again.py)
 
 Not promised: that the script trains; it is read here, and run by the replicas.
 """
@@ -13,6 +14,7 @@ from diloco.run.founding import open_run
 from diloco.run.record import Run
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import finished_words
+from executors.cli.starting.again import found_again
 from executors.preflight import quote, run_url
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
@@ -47,8 +49,9 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
-    run_url.make_folder(asked.url)
-    run = open_run(found.config, asked.url, clock, **vars(asked.fleet))
+    url = found_again(found.config, asked.url, clock, say)  # a mistyped argument should not need another URL
+    run_url.make_folder(url)
+    run = open_run(found.config, url, clock, **vars(asked.fleet))
     if over:
         say(over)
     else:
