@@ -148,17 +148,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Return xxh3-128 over names and bytes of frozen parameters and saved buffers; "" if there are none.
-
-    No outer step averages these."""
+    """Return xxh3-128 over frozen parameters and saved buffers, which no outer step averages; "" without any."""
     h = xxhash.xxh3_128()
-    found = False
-    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-    for name, tensor in [*frozen, *saved_buffers(model)]:
-        found = True
+    fixed = [*((n, p) for n, p in model.named_parameters() if not p.requires_grad), *saved_buffers(model)]
+    for name, tensor in fixed:
         h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         h.update(_tensor_bytes(tensor))
-    return h.hexdigest() if found else ""
+    return h.hexdigest() if fixed else ""
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

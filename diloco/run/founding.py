@@ -202,20 +202,16 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
     )
 
 
-OTHER_CONFIG = (
-    "use another --run URL for this config, or the config that the run was started with. To go on from its weights "
-    "with this config: diloco train CONFIG --run NEW --from {url}"
-)
-OTHER_SCRIPT = "use another --run URL for this script, or the script and arguments that the run was started with"
-
-
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
     if differs := list_differences(stands, mine):
+        kind = "script" if "script" in mine.config else "config"
+        go_on = f" To go on from its weights with this config: diloco train CONFIG --run NEW --from {shlex.quote(url)}."
         raise WrongRun(
-            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
-            + (OTHER_SCRIPT if "script" in mine.config else OTHER_CONFIG.format(url=shlex.quote(url)))
-            + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
+            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; use "
+            f"another --run URL for this {kind}, or the {kind} that the run was started with."
+            + (go_on if kind == "config" else "")
+            + (" Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
         )
 
 
