@@ -8,6 +8,7 @@ Not promised: an order of the rows.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -38,6 +39,7 @@ def run_missing(trials: Sequence[Trial], run: Run, path: Path, workers: int) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     have = {(row["arm"], row["seed"]) for row in read_rows(path)}
     missing = [trial for trial in trials if (trial.arm, trial.seed) not in have]
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # or glibc keeps freed memory for each thread, that is, each replica
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         running = [pool.submit(_timed, run, trial) for trial in missing]
         for ended in as_completed(running):

@@ -186,6 +186,7 @@ class Quote:
     plan: LaunchPlan
     budget: Budget
     spent: Costs
+    unknown: tuple[str, ...] = ()  # lines about packages that pip does not find
 
     @property
     def free(self) -> bool:
@@ -193,15 +194,15 @@ class Quote:
 
     def lines(self) -> list[str]:
         if self.free:
-            return [*self.plan.lines]
+            return [*self.plan.lines, *self.unknown]
         from executors.preflight.price_words import price_words
 
-        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
+        return [*self.plan.lines, *self.unknown, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
         limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
-        return {"plan": list(self.plan.lines), **price, **limit}
+        return {"plan": [*self.plan.lines, *self.unknown], **price, **limit}
 
 
 def quote_start(
@@ -217,7 +218,16 @@ def quote_start(
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
     slots = slots_of(asked.fleet.replicas or replicas)
     spent = spent_so_far(asked.url) if spent is None else spent
-    return make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
+    offer = make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
+    return replace(offer, unknown=tuple(_unknown_packages(places)))
+
+
+def _unknown_packages(places: Sequence[Place]) -> list[str]:
+    if not any(p.executor in FAR for p in places):
+        return []
+    from executors.preflight.package_index import pip_versions, unknown_packages
+
+    return unknown_packages(places, pip_versions)
 
 
 def spent_so_far(url: str) -> Costs:
