@@ -128,25 +128,22 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     """Return the places with options that follow from the run's settings, unless a place has them already.
 
     Modal: a memory limit, as it bills the memory used, and for a model on the Hub a Volume that keeps it.
-    [inner.vllm]: package versions with vLLM.   A task: the package that scores it.
+    [inner.vllm]: package versions with vLLM.   A task: the package that scores it.   A script: its packages.
     """
     if not any(p.executor in FAR for p in places):
         return tuple(places)
     from executors.preflight.task_packages import task_requirements, with_requirements
 
-    if config.script is not None:
-        needed = list(config.script.packages)
-        return tuple(
-            replace(p, options={**p.options, **with_requirements(p, needed)}) if p.executor in FAR else p
-            for p in places
-        )
+    script = config.script
+    needed = task_requirements(config) if script is None else list(script.packages)
     vllm = {"vllm": True} if config.inner.vllm is not None else {}
-    scorers = task_requirements(config)
     found = [
-        replace(p, options={**vllm, **p.options, **with_requirements(p, scorers)}) if p.executor in FAR else p
+        replace(p, options={**vllm, **p.options, **with_requirements(p, needed)}) if p.executor in FAR else p
         for p in places
     ]
-    if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in found):
+    if script is not None or all(
+        p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= {*p.options} for p in found
+    ):
         return tuple(found)
     from diloco.run.sizing import parameters_of, trained_parameters_of
     from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
@@ -186,7 +183,6 @@ class Quote:
     plan: LaunchPlan
     budget: Budget
     spent: Costs
-    unknown: tuple[str, ...] = ()  # lines about packages that pip does not find
 
     @property
     def free(self) -> bool:
@@ -194,15 +190,15 @@ class Quote:
 
     def lines(self) -> list[str]:
         if self.free:
-            return [*self.plan.lines, *self.unknown]
+            return [*self.plan.lines]
         from executors.preflight.price_words import price_words
 
-        return [*self.plan.lines, *self.unknown, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
+        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
         limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
-        return {"plan": [*self.plan.lines, *self.unknown], **price, **limit}
+        return {"plan": list(self.plan.lines), **price, **limit}
 
 
 def quote_start(
@@ -211,23 +207,13 @@ def quote_start(
     """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read the run."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
-    check_reach(asked.url, places)
     if asked.alert or any(VARIABLE in place.env for place in places):
         from executors.preflight.alert_url import take_alert
 
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
     slots = slots_of(asked.fleet.replicas or replicas)
     spent = spent_so_far(asked.url) if spent is None else spent
-    offer = make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
-    return replace(offer, unknown=tuple(_unknown_packages(places)))
-
-
-def _unknown_packages(places: Sequence[Place]) -> list[str]:
-    if not any(p.executor in FAR for p in places):
-        return []
-    from executors.preflight.package_index import pip_versions, unknown_packages
-
-    return unknown_packages(places, pip_versions)
+    return make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
 
 
 def spent_so_far(url: str) -> Costs:
@@ -259,6 +245,10 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
         raise ExecutorError(plan.refused[0])
     if plan.usd_per_hour != 0 and (why := launch_refusal(budget, spent, [plan.usd_per_hour])):
         raise UsageError(why)
+    if any(p.executor in FAR for p in places):
+        from executors.preflight.task_packages import pip_versions, unknown_packages
+
+        plan = replace(plan, lines=[*plan.lines, *unknown_packages(places, pip_versions)])
     return Quote(tuple(places), plan, budget, spent)
 
 
