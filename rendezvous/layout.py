@@ -55,6 +55,7 @@ TOP = (  # names of the files and folders that a run's folder may contain
 )  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
+SUPERVISOR = "supervisor"  # in place of a slot: of its claims and heartbeats
 MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
 # delta_blob, mean_blob, snapshot_blob: (step, kind), or the third group for a snapshot's step
 BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")

@@ -48,6 +48,7 @@ class Session:
 
     hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
+    generation: which this process has claimed already, 0: claim the next one.
     broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """
 
@@ -62,6 +63,7 @@ class Session:
         broadcasts: bool = False,
         parent_alive: Callable[[], bool] = lambda: True,
         hung_after_s: float = 0.0,
+        generation: int = 0,
     ) -> None:
         self.clock = clock or SystemClock()
         self.timing = timing
@@ -83,24 +85,13 @@ class Session:
         self._flush_due = False
         self.weights = self._weights_writer() if broadcasts else None
         self.rv = Rendezvous(
-            store,
-            self.clock,
-            slot,
-            Rules(),
-            timing,
-            emit=self.emit,
-            host=host_name(),
-            pid=os.getpid(),
-            started=start_ticks(os.getpid()) or 0,
-            keep=keep,
-            background=Worker(self.emit),
-            uploads=Worker(self.emit),
-            together=together_on(store),
-            weights=self.weights,
-        )
+            store, self.clock, slot, Rules(), timing, emit=self.emit, host=host_name(), pid=os.getpid(),
+            started=start_ticks(os.getpid()) or 0, keep=keep, background=Worker(self.emit), uploads=Worker(self.emit),
+            together=together_on(store), weights=self.weights,
+        )  # fmt: skip
         self._parts = Parts(self.emit)
         refuse_lost(self.rv.store, read_control(self.rv.store))
-        self.rv.claim()
+        self.rv.claim(generation)
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.emit(event, **fields)

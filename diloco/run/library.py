@@ -1,27 +1,50 @@
 """A run that a program founds by itself, with `StoreManager` and `make_diloco`, or inside a script of `diloco launch`.
 
     ensure_slot       the first control record, or one that has this slot
+    take_free_slot    slot "auto": a guest's slot beside a supervisor's, else the first free one
     agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
+    open_session      the session of a replica that a program starts, or that `diloco launch` started for it
     launched_session  the session that a replica's process holds for the script which it runs
 
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
 """
 
+import os
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from diloco.process.processes import host_name, start_ticks
 from diloco.process.session import Session
+from diloco.run.config import OuterError
 from diloco.run.founding import TRAINED, found_run, refuse_another, refuse_headless
 from diloco.run.record import RunRecord, decode_run, with_script
 from diloco.run.script import Script
 from rendezvous import layout
-from rendezvous.agreement.membership import read_control, write_control
-from rendezvous.clock import Clock
-from rendezvous.records.records import new_nonce
-from rendezvous.store import Store
+from rendezvous.agreement.membership import newest_claim, read_control, read_leave, write_control
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.records.records import Claim, Control, decode_or_none, new_nonce
+from rendezvous.store import Store, put_once
+from rendezvous.stores.open import open_store
+from rendezvous.stores.signed import run_key, under_key
 
+AUTO = "auto"  # in place of a slot: a free one
 LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
+
+
+def open_session(
+    run: str | Store, slot: str, clock: Clock, wishes: Mapping[str, int | None], **settings: Any
+) -> Session:
+    """Return the session of a program's replica.   slot: r00, r01, … or AUTO.
+
+    wishes: replicas, min_replicas and steps of a new run.   settings: of Session; a launched script's has its own.
+    """
+    if isinstance(run, str) and (held := launched_session(run, slot, wishes["steps"])) is not None:
+        return held
+    store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
+    slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
+    ensure_slot(store, clock, slot, **wishes)
+    return Session(store, slot, clock=clock, generation=generation, **settings)
 
 
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
@@ -49,6 +72,36 @@ def ensure_slot(
         write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
     elif needed > desired.universe:
         write_control(store, clock, replicas=needed)
+
+
+def first_replicas(url: str) -> int:
+    """Return the number of replicas with which a run began, by which its rows are shared; 0 if there is no run."""
+    clock = SystemClock()
+    record = decode_or_none(Control, under_key(open_store(url), clock, run_key()).get(layout.control_key(0)))
+    return record.replicas or 0 if record is not None else 0
+
+
+def take_free_slot(store: Store, clock: Clock) -> tuple[str, int]:
+    """Claim the first slot that has no claim or whose session has left.   Return it and the claim's generation.
+
+    In a run with a supervisor it is a guest's slot: the supervisor neither takes it nor fills it again.
+    """
+    is_supervised = store.get(layout.claim_key(layout.SUPERVISOR, 1)) is not None
+    first = read_control(store).replicas if is_supervised else 0
+    for slot in map(layout.slot_name, range(first, layout.MOST_SLOTS)):
+        held = newest_claim(store, slot)
+        if held is not None and read_leave(store, slot, held.generation) is None:
+            continue
+        generation = 1 if held is None else held.generation + 1
+        mine = Claim(
+            slot, generation, new_nonce(), clock.wall(), host_name(), os.getpid(), start_ticks(os.getpid()) or 0
+        )
+        won, _ = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
+        if won:  # else another process has claimed it at this moment
+            if is_supervised:
+                write_control(store, clock, guest=slot)
+            return slot, generation
+    raise OuterError(f"{store.url} has no free slot left. Name one in DILOCO_SLOT")
 
 
 def agree_on_run(

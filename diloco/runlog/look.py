@@ -29,12 +29,12 @@ from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.layout import SUPERVISOR
 from rendezvous.stores.ahead import Ahead
 
 if TYPE_CHECKING:
     from rendezvous.stores.cache import Cache
 
-SUPERVISOR = "supervisor"  # the supervisor's name in place of a slot
 FIRST_SLOTS = 4  # slots whose claims and heartbeats are requested before the number of slots is known
 CONTROLS = 8  # requested at once
 FAR, NEAR = 10, 3  # reach of the galloping without and with a known extent

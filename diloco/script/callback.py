@@ -35,20 +35,20 @@ from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
 from diloco.process.output import asking_signals
 from diloco.run.config import OuterError
-from diloco.run.library import LAUNCHED
+from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rows import give_share, refuse_small_share
 from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
-from rendezvous.layout import is_slot, slot_index
+from rendezvous.layout import is_slot, slot_index, slot_name
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 class DiLoCoCallback(TrainerCallback):
-    """Make a trainer a replica.   run: a URL.   slot: "r00", ….   replicas: how many the run starts with.
+    """Make a trainer a replica.   run: a URL.   slot: "r00", …, or "auto".   replicas: how many a new run starts with.
 
     The environment gives the missing ones.   outer: settings of make_diloco, for example sync_every.
     """
@@ -66,14 +66,16 @@ class DiLoCoCallback(TrainerCallback):
         self._asked_to_go = False
 
         self._handlers: dict[int, Any] = {}
-        if not is_slot(self.slot):
-            raise OuterError(f'slot = {self.slot!r} (or {SLOT}) is not the name of a slot. Use "r00", "r01", …')
+        if self.slot != AUTO and not is_slot(self.slot):
+            raise OuterError(
+                f'slot = {self.slot!r} (or {SLOT}) is not the name of a slot. Use "r00", "r01", …, or "{AUTO}"'
+            )
 
     # ---------------------------------------------------------------- the trainer's events
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the trackers, before one of them starts a run."""
-        if self.run and slot_index(self.slot):
+        if self.run and self.slot != slot_name(0):
             speak_for_one(args, sys._getframe(1).f_locals.get("self"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
@@ -81,11 +83,13 @@ class DiLoCoCallback(TrainerCallback):
             return warnings.warn(ALONE, stacklevel=2)
         handler = sys._getframe(1).f_locals.get("self")  # Transformers passes no trainer and no list of callbacks
         refuse_fights(args, state, [type(one) for one in getattr(handler, "callbacks", [])])
+        self.replicas = first_replicas(self.run) or self.replicas
         refuse_small_share(trainer["train_dataloader"], self.replicas)
         outer = outer_config(self.outer)
         interval = outer.sync_every // outer.fragments
         steps = rounds_of(total_steps(args, state.max_steps, self.replicas), interval)
         self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
+        self.slot = self.manager.session.rv.slot
         steps = read_control(self.manager.session.rv.store).steps or steps  # the operator's number wins
         plan, state.max_steps = state.max_steps, steps * interval
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
@@ -138,15 +142,18 @@ class DiLoCoCallback(TrainerCallback):
         loop = self.loop
         assert loop is not None
         done = state.global_step = loop.position()
-        share = Share(args.data_seed or args.seed, slot_index(self.slot) % self.replicas, self.replicas)
-        if not give_share(trainer["train_dataloader"], share, done, args.gradient_accumulation_steps):
+        slot = slot_index(self.slot)
+        turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
+        share = Share((args.data_seed or args.seed) + turn, index, self.replicas)
+        used = done * args.gradient_accumulation_steps
+        if not give_share(trainer["train_dataloader"], share, used, is_alone=self.replicas == 1 and not slot):
             warnings.warn(
                 f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
                 f"Shuffle it with a seed from {SLOT}",
                 stacklevel=2,
             )
-        if share.index or done:
-            seed_all(hash((args.seed, share.index, done)) % 2**32)
+        if slot or done:
+            seed_all(hash((args.seed, slot, done)) % 2**32)
         follow_run(trainer["lr_scheduler"], loop.position, scale)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:

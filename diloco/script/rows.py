@@ -86,15 +86,15 @@ def refuse_small_share(loader: Any, of: int) -> None:
         )
 
 
-def give_share(loader: Any, share: Share, steps: int, accumulation: int) -> bool:
-    """Make a data loader read this share from inner step `steps` on. Return False if its dataset has no length.
+def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
+    """Make a data loader read this share after the `used` batches. Return False if its dataset has no length.
 
-    A single replica at step 0 reads the same rows as without a run.
+    A single replica, `is_alone`, reads at first the same rows as without a run.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None)
     if inner is None or not hasattr(inner, "data_source"):
         return False
-    if share.of > 1 or steps:
-        batches.sampler = ShareSampler(inner, share, steps * accumulation * batches.batch_size)
+    if used or not is_alone:
+        batches.sampler = ShareSampler(inner, share, used * batches.batch_size)
     return True

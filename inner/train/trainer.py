@@ -215,13 +215,9 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._record_metric("process/score", fmean(step.score for step in steps) if steps else 0.0)
         self._record_metric("process/coverage", len({step.row for step in steps}) / len(rollouts))
         return process_advantages(
-            batch["advantages"],
-            steps,
-            group=cast(int, self.num_generations),
-            width=batch["completion_ids"].size(1),
-            process=process,
-            scale=self.scale_rewards,
-        )
+            batch["advantages"], steps, group=cast(int, self.num_generations), width=batch["completion_ids"].size(1),
+            process=process, scale=self.scale_rewards,
+        )  # fmt: skip
 
     def _make_lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
@@ -326,14 +322,9 @@ class ComposerReplicationTrainer(PolicyTrainer):
             return distillation_loss(student, teacher, self.channels, taid_t) / rollouts
         ids, written, old = _response_tensors(flat, inputs)
         return self_distillation_loss(
-            student,
-            teacher,
-            ids_N=ids,
-            written_N=written,
-            old_N=old,
-            settings=self.channels,
+            student, teacher, ids_N=ids, written_N=written, old_N=old, settings=self.channels,
             tokens=self._tokens_to_learn(inputs),
-        )
+        )  # fmt: skip
 
     def _tokens_to_learn(self, inputs: Any) -> float:
         """Return the divisor of the "rollout" loss: written tokens per micro-batch, a mean over the inner step. So each

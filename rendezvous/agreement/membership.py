@@ -47,7 +47,8 @@ FOLDED = (
 class Wanted:
     """The operator's present wishes.
 
-    universe: the largest `replicas` of any record, which is the number of slots that can exist.
+    universe: the number of slots that can exist: the largest `replicas` of any record, or all slots up to a guest's.
+    guests: slots that take part and that no supervisor keeps.
     former: places of earlier records.   highest_quorum: the largest `min_replicas` of any record.
     places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """
@@ -68,6 +69,7 @@ class Wanted:
     spent: Spent = field(default_factory=Spent)
     former: tuple[dict[str, Any], ...] = ()
     highest_quorum: int = 1
+    guests: frozenset[str] = frozenset()
 
     def with_control(self, control: Control) -> "Wanted":
         """Return these wishes as one more control record changes them."""
@@ -75,7 +77,8 @@ class Wanted:
         return replace(
             self,
             **said,
-            universe=max(self.universe, said.get("replicas", self.replicas)),
+            universe=max(self.universe, said.get("replicas", 0), 1 + layout.slot_index(control.guest or "r00")),
+            guests=self.guests | {control.guest} if control.guest else self.guests,
             former=self._former_after(control),
             highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
             drains=self._drains_after(control),
@@ -96,7 +99,14 @@ class Wanted:
 
     def is_to_leave(self, slot: str) -> bool:
         """Whether this slot's replica must leave."""
-        return self.stop or slot in self.drains or layout.slot_index(slot) >= self.replicas > 0
+        return self.stop or slot in self.drains or (slot not in self.guests and self._is_beyond(slot))
+
+    def is_kept(self, slot: str) -> bool:
+        """Whether a supervisor keeps a replica in this slot."""
+        return not self.is_to_leave(slot) and not self._is_beyond(slot)
+
+    def _is_beyond(self, slot: str) -> bool:
+        return layout.slot_index(slot) >= self.replicas > 0
 
     @property
     def slot_names(self) -> list[str]:
@@ -330,9 +340,11 @@ class Membership:
                 f"{self.generation}) ends. Its offers still count"
             )
 
-    def claim(self, store: Store) -> int:
-        """Claim the slot and read the operator's wishes.   Return the generation."""
-        self.generation = claim(store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started)
+    def claim(self, store: Store, claimed: int = 0) -> int:
+        """Claim the slot, if it is not claimed already, and read the operator's wishes.   Return the generation."""
+        self.generation = claimed or claim(
+            store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started
+        )
         self.hear_wishes(store)
         return self.generation
 

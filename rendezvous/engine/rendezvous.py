@@ -151,9 +151,9 @@ class Rendezvous:
 
     # ------------------------------------------------------------------ joining
 
-    def claim(self) -> int:
+    def claim(self, claimed: int = 0) -> int:
         """Claim the slot, and return the generation.  It is cheap, so that it can be called before heavy imports."""
-        self.generation = self.members.claim(self.store)
+        self.generation = self.members.claim(self.store, claimed)
         return self.generation
 
     def join(self, state: ReplicatedState, theta_0: Callable[[], snapshots.Arrays] | None = None) -> None:

@@ -392,10 +392,11 @@ class Control(Record):
     max_usd, max_hours: the budget, 0 for none.
     until: Unix time at which every replica leaves, unless a later record names a later time; 0 for none.
     keep: the budget of bytes to which `diloco gc` has collected.   spent: the costs so far, with a new `until`.
+    guest: a slot that takes part beside the desired replicas, for a process that was started by hand.
     """
 
     kind = "control"
-    later = ("keep", "spent")
+    later = ("keep", "spent", "guest")
     n: Count
     nonce: Word
     at: UnixTime
@@ -412,6 +413,7 @@ class Control(Record):
     until: Annotated[float, Within(0, 1e12)] | None = None
     keep: Word | None = None
     spent: Spent | None = None
+    guest: Slot | None = None
 
 
 @dataclass(frozen=True)

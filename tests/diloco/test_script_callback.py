@@ -206,7 +206,7 @@ def test_each_row_is_one_replicas_in_each_pass(make: Any) -> None:
     seen: Counter[int] = Counter()
     for index in range(3):
         loader = loader_of(make(rows), 2)
-        assert give_share(loader, Share(7, index, 3), steps=0, accumulation=1)
+        assert give_share(loader, Share(7, index, 3), used=0, is_alone=False)
         assert len(list(loader.batch_sampler)) == 6, "a pass of the trainer is as long as before"
         seen.update(i for batch in loader_of(make(rows), 2).batch_sampler for i in batch)
         stream = ShareSampler(make(rows), Share(7, index, 3), 0)
@@ -220,7 +220,7 @@ def test_a_replacement_goes_on_where_its_slot_was() -> None:
     def stream(start: int) -> list[int]:
         sampler = RepeatSampler(range(20), mini_repeat_count=2, batch_size=2, repeat_count=3, seed=1)
         loader = loader_of(sampler, 4)
-        assert give_share(loader, Share(5, 1, 2), steps=start, accumulation=1)
+        assert give_share(loader, Share(5, 1, 2), used=start, is_alone=False)
         return [i for batch in loader.batch_sampler for i in batch]
 
     whole = stream(0)
@@ -230,9 +230,9 @@ def test_a_replacement_goes_on_where_its_slot_was() -> None:
 
 def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
     loader = loader_of(sampler := RandomSampler(range(9)), 2)
-    assert give_share(loader, Share(0, 0, 1), steps=0, accumulation=2)
+    assert give_share(loader, Share(0, 0, 1), used=0, is_alone=True)
     assert loader.batch_sampler.sampler is sampler
-    assert not give_share(object(), Share(0, 0, 1), steps=0, accumulation=1), "a stream has no sampler"
+    assert not give_share(object(), Share(0, 0, 1), used=0, is_alone=True), "a stream has no sampler"
 
 
 def test_a_share_that_fills_no_batch_is_refused() -> None:

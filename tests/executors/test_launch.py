@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,25 @@ def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_guest_joins_a_supervised_run_leaves_and_is_not_replaced(folder: Path) -> None:
+    words = [sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "250"]
+    launched = subprocess.Popen(words)
+    url = f"file://{folder}/runs/train"
+    pid_after_step(url, "r01", step=2)
+    guest = subprocess.Popen(
+        [sys.executable, "train.py", "250"], env={**os.environ, "DILOCO_RUN": url, "DILOCO_SLOT": "auto"}
+    )
+    wait_until(lambda: any("r02" in step.fresh for step in read_report(open_store(url)).steps))
+    guest.send_signal(signal.SIGTERM)
+    assert guest.wait(60) == exitcodes.LEFT and launched.wait(240) == 0
+    report = read_report(open_store(url))
+    assert report.done and report.wanted.replicas == 2 and report.wanted.guests == {"r02"}
+    ends = {x.name: x.how for x in report.sessions}
+    assert ends.keys() == {"r00-1", "r01-1", "r02-1"}, ends
+    assert {e["slot"] for e in report.of_kind("launched")} == {"r00", "r01"}
+
+
+@pytest.mark.slow
 def test_a_launched_run_resumes_from_the_bucket_and_refuses_another_script(folder: Path) -> None:
     assert diloco("launch", "--replicas", "1", "--steps", "2", "train.py", "60").returncode == 0
     assert read_report(open_store(f"file://{folder}/runs/train")).head == 2, "the operator's steps, not the script's"
@@ -279,10 +299,13 @@ def test_a_launched_run_resumes_from_the_bucket_and_refuses_another_script(folde
 
 def pid_after_step(url: str, slot: str, step: int) -> int:
     """The process of a slot, once an outer step is committed."""
-    until = time.monotonic() + 240
-    while time.monotonic() < until:
+    store: Any = open_store(url)
+    wait_until(lambda: store.get(f"steps/{step:010d}/commit.json") is not None)
+    return next(e["pid"] for e in read_report(store).of_kind("launched") if e.get("slot") == slot)
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 240) -> None:
+    until = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < until, "it did not come"
         time.sleep(0.05)
-        store: Any = open_store(url)
-        if store.get(f"steps/{step:010d}/commit.json") is not None:
-            return next(e["pid"] for e in read_report(store).of_kind("launched") if e.get("slot") == slot)
-    raise AssertionError("no outer step was taken")

@@ -214,6 +214,18 @@ def test_wishes_are_folded_in_order() -> None:
     assert [wanted.is_to_leave(s) for s in wanted.slot_names] == [False, False, True, True, True]
 
 
+def test_a_guest_takes_part_beside_the_desired_replicas_and_is_not_kept() -> None:
+    store = MemoryStore()
+    write_control(store, ManualClock(), replicas=2)
+    wanted = write_control(store, ManualClock(), guest="r03")
+    assert wanted == read_control(store) and wanted.replicas == 2 and wanted.universe == 4
+    assert [wanted.is_to_leave(s) for s in wanted.slot_names] == [False, False, True, False]
+    assert [wanted.is_kept(s) for s in wanted.slot_names] == [True, True, False, False]
+    assert write_control(store, ManualClock(), drain="r03").is_to_leave("r03"), "an operator may send it away"
+    assert write_control(store, ManualClock(), stop=True).is_to_leave("r03")
+    assert write_control(store, ManualClock(), replicas=4, resume=True).is_kept("r03"), "the fleet has grown over it"
+
+
 def test_two_operators_at_once_lose_no_wish() -> None:
     inner, clock = MemoryStore(), SystemClock()
     rival = lambda: write_control(inner, clock, steps=7)  # noqa: E731

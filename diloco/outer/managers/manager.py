@@ -34,8 +34,6 @@ from diloco.run.sections import keep_bytes
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.store import Store
-from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import run_key, under_key
 
 if TYPE_CHECKING:
     from diloco.outer.managers.bare import BareRounds
@@ -46,7 +44,7 @@ logger = logging.getLogger(__name__)
 class StoreManager:
     """One replica's Manager.  Its constructor claims the slot and starts the heartbeats.
 
-    run: its URL, an open Store, or a Session that has claimed the slot.   slot: r00, r01, ….
+    run: its URL, an open Store, or a Session that has claimed the slot.   slot: r00, r01, …, or "auto", a free one.
     rounds: the object that `make_diloco` joins; before that, this manager is bare.
     replicas, min_replicas, steps: the desired fleet of a new run (min_replicas: min(2, replicas)).
     keep, broadcast_weights: as in [fleet] of a run.toml (diloco/run/config.py).
@@ -73,18 +71,13 @@ class StoreManager:
         state_dict: Callable[[], Any] | None = None,
         theta_0: Callable[[], dict[str, np.ndarray]] | None = None,
     ) -> None:
-        most = keep_bytes(keep)
         founds = not isinstance(run, Session)
         if not isinstance(run, Session):
-            from diloco.run.library import ensure_slot, launched_session
+            from diloco.run.library import open_session
 
-            held = launched_session(run, slot, steps) if isinstance(run, str) else None
-            if held is None:
-                clock = clock or SystemClock()
-                store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
-                ensure_slot(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-                held = Session(store, slot, timing or Timing(), clock=clock, keep=most, broadcasts=broadcast_weights)
-            run = held
+            wishes = {"replicas": replicas, "min_replicas": min_replicas, "steps": steps}
+            settings = {"keep": keep_bytes(keep), "broadcasts": broadcast_weights, "timing": timing or Timing()}
+            run = open_session(run, slot, clock or SystemClock(), wishes, **settings)
         self.session = run
         self.rounds = StoreRounds(run, founds=founds, theta_0=theta_0)
         self._states = load_state_dict, state_dict

@@ -50,7 +50,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     if over := finished_words(run.store, run.url):
         return [over]
     after = write_control(run.store, clock, drain=slot)
-    left = [s for s in before.slot_names if not after.is_to_leave(s)]
+    left = [s for s in before.slot_names if after.is_kept(s)]
     lines = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
     if len(left) < after.min_replicas:
         lines.append(

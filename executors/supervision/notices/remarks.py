@@ -187,7 +187,7 @@ def unserved(report: Report, now: float) -> list[str]:
     before = past(report.events)
     if before.get("publish", History()).open:  # replicas start once the model is published
         return []
-    wanted = [slot for slot in report.wanted.slot_names if not report.wanted.is_to_leave(slot)]
+    wanted = [slot for slot in report.wanted.slot_names if report.wanted.is_kept(slot)]
     wanted = [slot for slot in wanted if _is_idle(report, slot, before.get(slot, History()), now)]
     idle = {slot: now - max(started[0], _idle_since(report, slot)) for slot in wanted}
     idle = {slot: seconds for slot, seconds in idle.items() if seconds >= AFTER_S and not _waits(report, slot, now)}

@@ -277,4 +277,4 @@ class Slots:
 
 def wanted_slots(report: Report) -> list[str]:
     """Return the slots that should run."""
-    return [s for s in report.wanted.slot_names if not report.wanted.is_to_leave(s)]
+    return [s for s in report.wanted.slot_names if report.wanted.is_kept(s)]
