@@ -93,9 +93,8 @@ def take_free_slot(store: Store, clock: Clock) -> tuple[str, int]:
         if held is not None and read_leave(store, slot, held.generation) is None:
             continue
         generation = 1 if held is None else held.generation + 1
-        mine = Claim(
-            slot, generation, new_nonce(), clock.wall(), host_name(), os.getpid(), start_ticks(os.getpid()) or 0
-        )
+        process = {"host": host_name(), "pid": os.getpid(), "started": start_ticks(os.getpid()) or 0}
+        mine = Claim(slot, generation, nonce=new_nonce(), at=clock.wall(), **process)
         won, _ = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
         if won:  # else another process has claimed it at this moment
             if is_supervised:
