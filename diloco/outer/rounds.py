@@ -289,7 +289,7 @@ class StoreRounds:
 
     @property
     def why(self) -> str:
-        """Return the reason for which this replica leaves."""
+        """Return this replica's reason to leave."""
         return self.session.why
 
     @property

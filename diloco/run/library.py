@@ -18,7 +18,7 @@ from diloco.process.processes import host_name, start_ticks
 from diloco.process.session import Session
 from diloco.run.config import OuterError
 from diloco.run.founding import TRAINED, found_run, refuse_another, refuse_headless
-from diloco.run.record import RunRecord, decode_run, with_script
+from diloco.run.record import RunRecord, current_url, decode_run, with_script
 from diloco.run.script import Script
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim, read_control, read_leave, write_control
@@ -41,19 +41,19 @@ def open_session(
     """
     if isinstance(run, str) and (held := launched_session(run, slot, wishes["steps"])) is not None:
         return held
-    store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
+    store = under_key(open_store(current_url(run)) if isinstance(run, str) else run, clock, run_key())
     slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
     ensure_slot(store, clock, slot, **wishes)
     return Session(store, slot, clock=clock, generation=generation, **settings)
 
 
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
-    """Return the session that `diloco launch` claimed for this process; None for a script that was started by hand.
+    """Return the session that `diloco launch` claimed for this process; None for a script that you started by hand.
 
     steps: outer steps that the script asks for, which hold where the operator has asked for none.
     """
     session = LAUNCHED.get(url)
-    if session is None or session.rv.slot != slot:
+    if session is None or slot not in (AUTO, session.rv.slot):
         return None
     if steps is not None and not read_control(session.rv.store).steps:
         write_control(session.rv.store, session.clock, steps=steps)
@@ -63,7 +63,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 def ensure_slot(
     store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
 ) -> None:
-    """Write a run's first control record if there is none, or one with `slot` if the newest lacks it."""
+    """Write a new run's first control record, or one that adds `slot` if the newest lacks it."""
     desired = read_control(store)
     needed = layout.slot_index(slot) + 1
     if desired.records == 0:
@@ -75,9 +75,9 @@ def ensure_slot(
 
 
 def first_replicas(url: str) -> int:
-    """Return the number of replicas with which a run began, by which its rows are shared; 0 if there is no run."""
-    clock = SystemClock()
-    record = decode_or_none(Control, under_key(open_store(url), clock, run_key()).get(layout.control_key(0)))
+    """Return a run's first number of replicas, which decides the shares of its rows; 0 without a run."""
+    store = under_key(open_store(current_url(url)), SystemClock(), run_key())
+    record = decode_or_none(Control, store.get(layout.control_key(0)))
     return record.replicas or 0 if record is not None else 0
 
 

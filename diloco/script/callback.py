@@ -58,7 +58,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         refuse_other_names(run, slot)
         self.run = run or os.environ.get(URL, "")
-        self.slot = slot or os.environ.get(SLOT, "r00")
+        self.slot = os.environ.get(SLOT) or slot or slot_name(0)
         self.replicas = replicas or replicas_of(os.environ.get(REPLICAS, "1"))
         self.outer = outer
         self.manager: StoreManager | None = None
@@ -195,7 +195,7 @@ def refuse_other_names(run: str | None, slot: str | None) -> None:
     """Raise OuterError where the script names another run or slot than its environment, as `diloco launch` sets it."""
     for name, asked, variable in (("run", run, URL), ("slot", slot, SLOT)):
         stands = os.environ.get(variable)
-        if asked and stands and asked != stands:
+        if asked and stands and asked not in (stands, AUTO):
             raise OuterError(
                 f'DiLoCoCallback has {name} = "{asked}", and {variable} is "{stands}", as `diloco launch` sets it for '
                 f"each replica. Leave {name} out of DiLoCoCallback, or unset {variable}"

@@ -161,16 +161,18 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
     if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
         raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if {"__pycache__", ".git"} & set(file.relative_to(base).parts):
+            continue
         if SECRETS.fullmatch(file.name):
             raise UsageError(f"--file {text}: {file.name} has the name of a secret. Replicas get secrets by --secret")
-        if file.is_file() and "__pycache__" not in file.parts:
+        if file.is_file():
             yield file.relative_to(base).as_posix(), file
 
 
 def _left_out(base: Path, names: Collection[str], more: Sequence[str]) -> set[str]:
     """Return data files that git ignores and --file does not name. A named folder that git ignores is sent whole."""
     ignored = _ignored_by_git(base, [*(name for name in names if not is_code(name)), *more])
-    whole = tuple(f"{name}/" for name in more if name in ignored or name == ".")
+    whole = tuple(f"{name}/" for name in more if name in ignored)
     return {name for name in ignored.intersection(names).difference(more) if not name.startswith(whole)}
 
 

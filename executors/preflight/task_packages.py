@@ -153,7 +153,8 @@ def _fault_of(text: str, versions_of: Versions) -> str:
         asked = Requirement(text)
     except InvalidRequirement:  # a path, or options of pip
         return ""
-    versions = None if asked.url else versions_of(asked.name)
+    is_elsewhere = asked.url or (asked.marker is not None and not asked.marker.evaluate())
+    versions = None if is_elsewhere else versions_of(asked.name)
     if versions is None or any(asked.specifier.filter(versions, prereleases=True)):
         return ""
     if not versions:

@@ -1,4 +1,4 @@
-"""Parse the name of a task: which package makes it, and with which options.
+"""Parse the name of a task into the package that makes it and the name in that package.
 
     "reasoning-gym:chain_sum"  ─▶ package reasoning-gym, its dataset chain_sum           inner/tasks/gym.py
     "verifiers:my-taskset"     ─▶ package verifiers, the taskset package my-taskset      inner/tasks/tasksets.py

@@ -74,11 +74,13 @@ class Wanted:
     def with_control(self, control: Control) -> "Wanted":
         """Return these wishes as one more control record changes them."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
+        guests = {control.guest} if control.guest else set[str]()
+        slots = [layout.slot_index(guest) + 1 for guest in guests]
         return replace(
             self,
             **said,
-            universe=max(self.universe, said.get("replicas", 0), 1 + layout.slot_index(control.guest or "r00")),
-            guests=self.guests | {control.guest} if control.guest else self.guests,
+            universe=max(self.universe, said.get("replicas", self.replicas), *slots),
+            guests=self.guests | guests,
             former=self._former_after(control),
             highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
             drains=self._drains_after(control),

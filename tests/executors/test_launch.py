@@ -110,6 +110,8 @@ def test_an_ignored_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
             (folder / name / file).write_text("{}")
     sent = set(read(more=("./data/", "kept")).config.files)
     assert {"data/rows ä.jsonl", "data/old.log", "kept/rows ä.jsonl"} <= sent and "kept/old.log" not in sent
+    sent = set(read(more=(".",)).config.files)
+    assert "rows.json" in sent and not any(name.startswith(("data/", ".git/")) for name in sent), "git's word holds"
 
 
 def test_a_path_that_goes_up_and_down_is_sent_once(folder: Path) -> None:
@@ -226,6 +228,11 @@ def test_a_corrected_script_is_founded_again_at_the_same_place(folder: Path) -> 
     (folder / "train.py").write_text(TRAIN)
     assert diloco("launch", "--replicas", "1", "train.py", "5").returncode == 0
     assert diloco("status", "runs/train").stdout.startswith("train  outer step 1 of 1  ")
+    by_hand = {**os.environ, "DILOCO_RUN": f"file://{folder}/runs/train", "DILOCO_SLOT": "auto"}
+    assert subprocess.run([sys.executable, "train.py", "5"], env=by_hand).returncode == 0
+    assert read_report(open_store(f"file://{folder}/runs/train/again")).wanted.guests == {"r01"}, (
+        "it found the new place"
+    )
 
 
 @pytest.mark.slow
@@ -268,20 +275,21 @@ def test_the_adapter_of_a_script_with_peft_is_exported(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_guest_joins_a_supervised_run_leaves_and_is_not_replaced(folder: Path) -> None:
-    words = [sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "250"]
+    words = [sys.executable, "-m", "executors.cli", "launch", "--replicas", "2", "train.py", "100000"]
     launched = subprocess.Popen(words)
     url = f"file://{folder}/runs/train"
     pid_after_step(url, "r01", step=2)
-    guest = subprocess.Popen(
-        [sys.executable, "train.py", "250"], env={**os.environ, "DILOCO_RUN": url, "DILOCO_SLOT": "auto"}
-    )
+    by_hand = {**os.environ, "DILOCO_RUN": url, "DILOCO_SLOT": "auto"}
+    guest = subprocess.Popen([sys.executable, "train.py", "100000"], env=by_hand)
     wait_until(lambda: any("r02" in step.fresh for step in read_report(open_store(url)).steps))
     guest.send_signal(signal.SIGTERM)
-    assert guest.wait(60) == exitcodes.LEFT and launched.wait(240) == 0
+    assert guest.wait(60) == exitcodes.LEFT
+    left_at = read_report(open_store(url)).head
+    wait_until(lambda: read_report(open_store(url)).head >= left_at + 5)  # the supervisor has looked many times
+    assert diloco("stop", "runs/train").returncode == 0 and launched.wait(120) == exitcodes.LEFT
     report = read_report(open_store(url))
-    assert report.done and report.wanted.replicas == 2 and report.wanted.guests == {"r02"}
-    ends = {x.name: x.how for x in report.sessions}
-    assert ends.keys() == {"r00-1", "r01-1", "r02-1"}, ends
+    assert report.wanted.replicas == 2 and report.wanted.guests == {"r02"}
+    assert {x.name: x.how for x in report.sessions} == {"r00-1": "left", "r01-1": "left", "r02-1": "left"}
     assert {e["slot"] for e in report.of_kind("launched")} == {"r00", "r01"}
 
 
@@ -295,6 +303,7 @@ def test_a_launched_run_resumes_from_the_bucket_and_refuses_another_script(folde
     (folder / "train.py").write_text(TRAIN.replace("3e-3", "1e-3"))
     other = diloco("launch", "--replicas", "1", "train.py", "60")
     assert other.returncode == exitcodes.USER_ERROR and "script/train.py file (digest" in other.stderr
+    assert "use another --run URL for this script, or the script that the run was started with" in other.stderr
 
 
 def pid_after_step(url: str, slot: str, step: int) -> int:

@@ -62,6 +62,7 @@ def test_an_index_that_cannot_be_reached_is_no_answer(monkeypatch: pytest.Monkey
         ("judge>3", "pip finds no version of judge with >3 from here; the newest is 2.1"),
         ("judge @ https://example.com/judge.tar.gz", ""),
         ("./judge.whl", ""),
+        ("jugde; sys_platform == 'win32'", ""),
         ("unreachable", ""),
     ],
 )

@@ -18,6 +18,7 @@ from executors.cli.starting.again import found_again
 from executors.preflight import quote, run_url
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
@@ -49,7 +50,8 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
-    url = found_again(found.config, asked.url, clock, say)  # a mistyped argument should not need another URL
+    is_trained = open_store(asked.url).get(layout.commit_key(0)) is not None
+    url = asked.url if is_trained else found_again(found.config, asked.url, clock, say)
     run_url.make_folder(url)
     run = open_run(found.config, url, clock, **vars(asked.fleet))
     if over:
