@@ -170,8 +170,8 @@ def weighted_mean(offers: Sequence[Listed], deltas: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def flat(loop: InnerLoop) -> Tensor:
-    """The trainable parameters as one fp32 vector, in the model's order."""
-    return torch.cat([p.detach().reshape(-1).float() for _, p in trainable_parameters(loop.model)])
+    """The trainable parameters as one fp32 vector on the host, in the model's order."""
+    return torch.cat([p.detach().reshape(-1).float() for _, p in trainable_parameters(loop.model)]).cpu()
 
 
 @torch.no_grad()

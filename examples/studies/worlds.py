@@ -117,10 +117,10 @@ def text_config(batch: int, lr: float) -> InnerConfig:
 
 
 def lora_config(batch: int, lr: float) -> InnerConfig:
-    """As examples/real/run.toml has it."""
+    """As examples/real/run.toml has it; on a GPU in float32, too, so that rows of both can be read together."""
     has_amx = torch.cpu.get_capabilities().get("amx_bf16", False)
     return InnerConfig(
-        model=str(SMOLLM2), batch_size=batch, lr=lr, autocast="bfloat16" if has_amx else "auto",
+        model=str(SMOLLM2), batch_size=batch, lr=lr, autocast="bfloat16" if has_amx else "off",
         data=DataSettings(prompts="prompts.jsonl"), rewards=RewardSettings(function="rewards.py:answer"),
         sampling=SamplingSettings(num_generations=8, max_completion_length=16), lora=LoraSettings(r=8, alpha=16.0),
     )  # fmt: skip
