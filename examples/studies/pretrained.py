@@ -3,10 +3,12 @@
     python examples/studies/pretrained.py sums tune --to studies         about 2.5 hours of one core
     python examples/studies/pretrained.py sums judge --to studies        about six hours
     python examples/studies/pretrained.py products judge --to studies    about four; needs reasoning-gym
+    python examples/studies/pretrained.py products rule --to studies     an hour and a half; sums, too
 
     tune     on sums, seed 104:   alone × ½, 1, 2, 4      fleet-4-5: plain × 1, 2, 4, and the default at × 1
     judge    seeds 8 … 11:        alone and fleet-4-5 at what was chosen, the default, fleet-2-5 and fleet-8-5 at the
                                   fleet's rate · √(N/4) (sums); on products what was chosen on sums
+    rule     the same seeds:      fleet-4-5 at √4 under the default outer step, as decision 076 has it for whole models
 
 SmolLM2-135M-Instruct, LoRA of rank 8, GRPO (examples/real/run.toml); 80 inner steps of 16 completions in every arm.
 
@@ -31,6 +33,7 @@ TUNED_ON, JUDGED_ON = (104,), range(8, 12)
 ALONE = [Setting(1, 0, scale) for scale in (0.5, 1.0, 2.0, 4.0)]
 FLEET = [Setting(4, EVERY, scale, fixed(1.0), 0.0) for scale in (1.0, 2.0, 4.0)]
 DEFAULT = Setting(4, EVERY, 1.0, fixed(0.7), 0.5)
+RULE = Setting(4, EVERY, 2.0, fixed(0.7), 0.5)
 
 
 def name_of(one: Setting) -> str:
@@ -65,7 +68,7 @@ def main() -> None:
     world = WORLDS[given.world]
     world.prepare(given.to)
     tuning = given.to / "pretrained-tuning.jsonl"
-    settings = tunings() if given.part == "tune" else judged(choose(read_rows(tuning)), world.name)
+    settings = settings_of(given.part, tuning, world)
     trials = [Trial(name, seed) for seed in (TUNED_ON if given.part == "tune" else JUDGED_ON) for name in settings]
     path = tuning if given.part == "tune" else given.to / f"pretrained-{world.name}.jsonl"
     print(table(run_missing(trials, partial(run, world, given.to, tuning, given.part), path, given.workers)))
@@ -73,20 +76,25 @@ def main() -> None:
 
 def run(world: World, folder: Path, tuning: Path, part: str, trial: Trial) -> Curve | tuple[Curve, Row]:
     trl_utils._use_triton = lambda device: True  # type: ignore[attr-defined]  # head of completions alone, as on a GPU
-    settings = tunings() if part == "tune" else judged(choose(read_rows(tuning)), world.name)
-    return run_setting(world, folder, trial, settings[trial.arm])
+    return run_setting(world, folder, trial, settings_of(part, tuning, world)[trial.arm])
+
+
+def settings_of(part: str, tuning: Path, world: World) -> dict[str, Setting]:
+    if part == "rule":
+        return {name_of(one): one for one in (DEFAULT, RULE)}
+    return tunings() if part == "tune" else judged(choose(read_rows(tuning)), world.name)
 
 
 def table(rows: list[Row]) -> str:
-    """Differences are paired over seeds, positive where the setting is better than the machine alone."""
+    """Differences are paired over seeds, positive where the setting is better than the machine alone (rule: the default)."""
     names = list(dict.fromkeys(row["arm"] for row in rows))
-    alone = next(name for name in names if name.startswith("alone"))
-    lines = ["| setting | mean over the run | at the end | − alone, mean | − alone, end |", "|---|---|---|---|---|"]
+    first = next((name for name in names if name.startswith("alone")), name_of(DEFAULT))
+    lines = [f"| setting | mean over the run | at the end | − {first}, mean | end |", "|---|---|---|---|---|"]
     for name in names:
-        curves, against = ([row["curve"] for row in by_seed(rows, one)] for one in (name, alone))
+        curves, against = ([row["curve"] for row in by_seed(rows, one)] for one in (name, first))
         values = [[area(c) for c in curves], [c[-1][1] for c in curves]]
         cells = ["", ""]
-        if len(curves) == len(against) > 1 and name != alone:
+        if len(curves) == len(against) > 1 and name != first:
             other = [[area(c) for c in against], [c[-1][1] for c in against]]
             cells = [str(paired(*both)) for both in zip(values, other, strict=True)]
         lines.append(f"| {' | '.join([name, *(f'{fmean(v):.3f}' for v in values), *cells])} |")
@@ -96,7 +104,7 @@ def table(rows: list[Row]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=["sums", "products"])
-    parser.add_argument("part", choices=["tune", "judge"])
+    parser.add_argument("part", choices=["tune", "judge", "rule"])
     parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
     parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
     return parser.parse_args()

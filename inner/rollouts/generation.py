@@ -169,6 +169,11 @@ class GenerationTrainer(LeanToolLoop):
         self._record_metric(BROKEN, self._reward_calls.broken.share)
         return settled
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the products of training. TRL's own, with LoRA, are float32 under bfloat16 autocast, too."""
+        with nullcontext() if self.use_vllm else self.accelerator.autocast():
+            return super()._generate_single_turn(*args, **kwargs)
+
     # 2. attach the lessons to the batch
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from inner.channels.teacher import DistillationTeacher
@@ -93,6 +96,31 @@ def test_autocast_keeps_masters_and_all_terms() -> None:
     assert len(batch["advantages"]) == B and not torch.equal(gradient, gradient16)
     assert torch.cosine_similarity(gradient, gradient16, dim=0) > 0.999
     torch.testing.assert_close(loss16, loss, rtol=0.02, atol=2e-3)
+
+
+class Products(TorchDispatchMode):
+    """Note the dtypes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in ("aten.mm.default", "aten.addmm.default"):
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("autocast", ["off", "bfloat16"])
+def test_rollouts_come_from_the_products_of_training(autocast: str, lora: bool) -> None:
+    """`PeftModel.generate` calls its base model, whose forward accelerate does not wrap: float32, whatever trains."""
+    options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+    trainer = make(config={"autocast": autocast}, **options)
+    prompts = [trainer._render_ids(row["prompt"], True) for row in list(trainer.train_dataset)[:4]]
+    with Products() as seen:
+        trainer._generate_single_turn(prompts, None, {}, 1)
+    assert seen.dtypes == {torch.bfloat16 if autocast == "bfloat16" else torch.float32}
 
 
 def test_a_teacher_under_autocast_has_its_own_weights() -> None:
