@@ -86,7 +86,7 @@ def settings_of(part: str, tuning: Path, world: World) -> dict[str, Setting]:
 
 
 def table(rows: list[Row]) -> str:
-    """Differences are paired over seeds, positive where the setting is better than the machine alone (rule: the default)."""
+    """Differences are paired over seeds, positive where the setting is better than alone (rule: than the default)."""
     names = list(dict.fromkeys(row["arm"] for row in rows))
     first = next((name for name in names if name.startswith("alone")), name_of(DEFAULT))
     lines = [f"| setting | mean over the run | at the end | − {first}, mean | end |", "|---|---|---|---|---|"]

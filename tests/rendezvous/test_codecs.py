@@ -434,13 +434,9 @@ def test_every_cpu_decodes_to_the_same_bits(tmp_path: Path) -> None:
 
 def worked(name: str, x: torch.Tensor, device: str) -> list[bytes]:
     """Everything a codec makes of x on that device: three bodies, the residual, a sum, what decodes."""
-    c, x = get_codec(name), x.to(device)
-    out, e, total, back = (
-        torch.zeros(c.max_body_size(x.numel()), dtype=torch.uint8),
-        x / 3,
-        x.flip(0),
-        torch.empty_like(x),
-    )
+    c, third = get_codec(name), x / 3  # on the CPU: CUDA divides by a number as a product with its reciprocal
+    x, e = x.to(device), third.to(device)
+    out, total, back = torch.zeros(c.max_body_size(x.numel()), dtype=torch.uint8), x.flip(0), torch.empty_like(x)
     made: list[bytes] = []
     for residual in (e, e, None):
         c.encode(x, out, residual)

@@ -8,8 +8,7 @@
 The arithmetic is that of rows.py, operation by operation: no fused multiply-add, and division rounded as in IEEE 754.
 So bodies, residuals and decoded values have the same bits as on a CPU.  rows.py shows the formats.
 
-Not promised: kernels without Triton; torch's operations then do the same.  Not yet run on a GPU: checked only in
-Triton's interpreter.
+Not promised: kernels without Triton; torch's operations then do the same.
 """
 
 import torch
