@@ -15,7 +15,6 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +87,6 @@ class Journal:
                 self._samples += 1
             except StoreError as error:
                 print(f"{self._slot}: rollouts not written: {error}", file=sys.stderr, flush=True)
-
-
-def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
-    """Yield every event of a run with "slot" and "generation", in no particular order; other lines are skipped."""
-    for key in store.list(layout.LOGS):
-        if not layout.is_rollouts(key) and (owner := layout.log_owner(key)) is not None:
-            about = dict(zip(("slot", "generation"), owner, strict=True))
-            yield from ({**event, **about} for event in read_log(store, key).events)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.process.journal import read_journal
+from diloco.runlog.reader import read_report
 from rendezvous.records.records import Offer
 from tests.support.fleet import Fleet, context
 
@@ -88,7 +88,7 @@ def killed_at(child: Any) -> float:
 def taken(fleet: Fleet) -> dict[str, list[float]]:
     """slot -> when it had taken each of its outer steps."""
     found: dict[str, list[float]] = {f"r{i:02d}": [] for i in range(4)}
-    for e in sorted(read_journal(fleet.run.store), key=lambda e: e["at"]):
+    for e in sorted(read_report(fleet.run.store).events, key=lambda e: e["at"]):
         if e["event"] == "step":
             found[e["slot"]].append(e["at"])
     return found

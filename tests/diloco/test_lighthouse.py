@@ -24,7 +24,6 @@ from diloco.outer.make import make_diloco
 from diloco.outer.managers.lighthouse import own_address
 from diloco.outer.optimizer import nesterov
 from diloco.process import exitcodes
-from diloco.process.journal import read_journal
 from diloco.run.config import ConfigError, RunConfig
 from diloco.runlog.reader import read_report
 from rendezvous.errors import GaveUp
@@ -201,7 +200,7 @@ def test_an_unknown_host_is_said() -> None:
 def thetas(fleet: Fleet) -> dict[int, set[str]]:
     """Outer step -> the digests of θ and momentum that replicas had after it."""
     found: dict[int, set[str]] = {}
-    for e in read_journal(fleet.run.store):
+    for e in read_report(fleet.run.store).events:
         if e["event"] == "step":
             found.setdefault(e["step"], set()).add(e["theta"])
     return found
@@ -219,7 +218,7 @@ def test_processes_lose_one_and_get_it_back(tmp_path: Path, lighthouse: str) -> 
     fleet.sessions["r01"][0].kill()
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
-    events = list(read_journal(fleet.run.store))
+    events = read_report(fleet.run.store).events
     assert any(e["event"] == "healed" and (e["slot"], e["generation"]) == ("r01", 2) for e in events), fleet.logs()
     assert sorted(thetas(fleet)) == list(range(12)) and all(len(d) == 1 for d in thetas(fleet).values())
     assert not list((tmp_path / "run" / "steps").glob("*")), "no commits, no deltas"
@@ -240,7 +239,7 @@ def test_the_whole_fleet_dies_and_goes_on_from_a_snapshot(tmp_path: Path, lighth
     fleet.kill_all()
     fleet.start_all()
     assert [codes[-1] for codes in fleet.wait().values()] == [0, 0], fleet.logs()
-    joined = [e["step"] for e in read_journal(fleet.run.store) if e["event"] == "joined" and e["generation"] == 2]
+    joined = [e["step"] for e in read_report(fleet.run.store).events if e["event"] == "joined" and e["generation"] == 2]
     assert min(joined) >= 4
     assert len(thetas(fleet)[7]) == 1
 

@@ -20,7 +20,7 @@ import xxhash
 from diloco.model.fetch import fetch_files, fetch_model
 from diloco.model.traces import run_states
 from diloco.process import exitcodes
-from diloco.process.journal import Journal, read_journal
+from diloco.process.journal import Journal
 from diloco.run.founding import open_run
 from diloco.run.library import agree_on_run
 from diloco.run.record import ModelRecord, Run, RunRecord, read_run
@@ -356,10 +356,10 @@ def test_a_forged_log_tells_nothing(theirs: bytes) -> None:
     journal = Journal(store, clock, "supervisor", 1)
     journal.emit("launched", slot="r00")
     journal.flush()
-    assert [e["event"] for e in read_journal(store)] == ["launched"] == [e["event"] for e in read_report(store).events]
+    assert [e["event"] for e in read_report(store).events] == ["launched"]
     for key in (layout.log_key("supervisor", 1, 0), layout.log_key("r07", 1, 3)):
         bucket.put(key, theirs)
-    assert list(read_journal(store)) == [] == read_report(store).events
+    assert read_report(store).events == []
 
 
 def test_forged_rollouts_are_no_traces() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from diloco.model.traces import freeze, run_states
-from diloco.process.journal import Journal, read_journal
+from diloco.process.journal import Journal
 from diloco.run.config import ConfigError, FleetConfig, RunConfig, load_config
 from diloco.run.founding import open_run
+from diloco.runlog.reader import read_report
 from examples.local_teachers import serving, tool_name, wrong_name
 from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs
@@ -145,7 +146,7 @@ def test_rollouts_lie_in_the_log_and_are_no_events(tmp_path: Path) -> None:
     store = MemoryStore()
     logged(store, "r01", 0, 1)
     logged(store, "r00", 1)
-    assert [event["step"] for event in read_journal(store)] == [1, 0, 1]
+    assert [event["step"] for event in read_report(store).events] == [1, 0, 1]
     made = freeze(store, tmp_path / "sub" / "traces.jsonl")
     assert made == {"states": 3, "rollouts": 3, "errors": 0}
     states = load_states(tmp_path / "sub" / "traces.jsonl")
