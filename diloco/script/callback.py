@@ -37,6 +37,7 @@ from diloco.process.output import asking_signals
 from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL
+from diloco.script.rollouts import calling_trainer, log_rollouts
 from diloco.script.rows import give_share, refuse_small_share
 from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
@@ -63,8 +64,7 @@ class DiLoCoCallback(TrainerCallback):
         self.outer = outer
         self.manager: StoreManager | None = None
         self.loop: OuterLoop | None = None
-        self._asked_to_go = False
-
+        self._asked_to_go = self._stepped = False
         self._handlers: dict[int, Any] = {}
         if self.slot != AUTO and not is_slot(self.slot):
             raise OuterError(
@@ -76,13 +76,13 @@ class DiLoCoCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove the trackers, before one of them starts a run."""
         if self.run and self.slot != slot_name(0):
-            speak_for_one(args, sys._getframe(1).f_locals.get("self"))
+            speak_for_one(args, calling_trainer())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
-        handler = sys._getframe(1).f_locals.get("self")  # Transformers passes no trainer and no list of callbacks
-        refuse_fights(args, state, [type(one) for one in getattr(handler, "callbacks", [])])
+        caller = calling_trainer()
+        refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
         self.replicas = first_replicas(self.run) or self.replicas
         refuse_small_share(trainer["train_dataloader"], self.replicas)
         outer = outer_config(self.outer)
@@ -103,12 +103,19 @@ class DiLoCoCallback(TrainerCallback):
         self._catch_leaving(optimizer)
         self._listen()
         if slot_index(self.slot):
-            speak_for_one(args, handler)
+            speak_for_one(args, caller)
+        log_rollouts(caller, self.manager)
         self._begin_at(args, state, plan / state.max_steps, **trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
             return
+        if not self._stepped:
+            raise OuterError(
+                "the optimizer that train() began with did not make this step, so the run would not see it. Give the "
+                "trainer its optimizer before train(), and let no other callback replace it"
+            )
+        self._stepped = False
         ended = state.global_step >= state.max_steps  # by the trainer's count
         state.global_step = self.loop.position()
         if self._asked_to_go or self.manager.done:
@@ -157,10 +164,11 @@ class DiLoCoCallback(TrainerCallback):
         follow_run(trainer["lr_scheduler"], loop.position, scale)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
-        """Catch Leaving, which optimizer.step raises if this replica was asked to leave. The trainer then stops."""
+        """Note each step. If this replica was asked to leave, the step raises Leaving; the trainer then stops."""
         inner = optimizer.step
 
         def step(*args: Any, **options: Any) -> Any:
+            self._stepped = True
             try:
                 return inner(*args, **options)
             except Leaving:
@@ -249,11 +257,12 @@ def rounds_of(steps: int, interval: int) -> int:
     return -(-steps // interval)
 
 
-def speak_for_one(args: Any, handler: Any) -> None:
-    """Turn off trackers, checkpoints and the Hub; only the first replica uses them.   handler: has the callbacks."""
+def speak_for_one(args: Any, trainer: Any) -> None:
+    """Turn off trackers, checkpoints and the Hub; only the first replica uses them."""
     args.push_to_hub, args.save_strategy = False, "no"
-    if (callbacks := getattr(handler, "callbacks", None)) is not None:
-        handler.callbacks = [one for one in callbacks if "transformers.integrations" not in type(one).__module__]
+    if (handler := getattr(trainer, "callback_handler", None)) is not None:
+        kept = [one for one in handler.callbacks if "transformers.integrations" not in type(one).__module__]
+        handler.callbacks = kept
 
 
 # -------------------------------------------------------------------- where the run is

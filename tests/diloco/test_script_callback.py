@@ -27,7 +27,9 @@ from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
 from diloco.script.callback import ALONE, follow_run, generation_steps, refuse_fights, rounds_of, total_steps
+from diloco.script.rollouts import calling_trainer
 from diloco.script.rows import ShareSampler, give_share, refuse_small_share
+from diloco.views.samples import session_samples
 from inner.data.order import Share
 from rendezvous.stores.open import open_store
 from tests.support.tiny_models import tiny_model_folder
@@ -76,8 +78,12 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(kind: str, tmp_
     losses = [[x["loss"] for x in trainer.state.log_history if "loss" in x] for trainer in (one, alone)]
     assert one.state.global_step == 8 and losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
     assert (weights_of(one) - weights_of(alone)).abs().max() <= 1e-6
-    report = read_report(open_store(f"file://{tmp_path}/run"))
+    store = open_store(f"file://{tmp_path}/run")
+    report = read_report(store)
     assert report.head == 2 and report.done
+    found = session_samples(store, "r00", 1, 100)
+    assert {row for row, *_ in found} == ({1, 2} if kind == "grpo" else set())  # outer steps
+    assert all(" plus " in asked and reward == pytest.approx(vowels([said])[0]) for _, _, asked, said, reward in found)
 
 
 def test_without_a_run_the_script_trains_alone_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +315,22 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
     with pytest.raises(OuterError, match=words):
         trainer.train()
     assert not (tmp_path / "run").exists(), "nothing was founded"
+
+
+class Replaces(TrainerCallback):
+    """A person's callback that gives the trainer another optimizer in the middle of its training."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            calling_trainer().optimizer = torch.optim.SGD(calling_trainer().model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    """Its steps would pass the run by: the trainer would count none, and never end."""
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4), Replaces()])
+    with pytest.raises(OuterError, match=r"did not make this step.*Give the trainer its optimizer before train"):
+        trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_processes_that_train_together_are_refused() -> None:

@@ -1,0 +1,48 @@
+"""Put a script's rollouts into the log of its run, where `diloco watch`, the report and `diloco replay` find them.
+
+    trainer._logs of TRL's GRPO and RLOO: prompt, completion, rewards of the newest generation
+        ── each outer step ──▶ RolloutSample ──▶ log/{slot}-{generation}/000000.rollouts.jsonl
+
+Other trainers have no rollouts.  Not promised: schemas of a script's tools; rollouts before the newest generation.
+"""
+
+import sys
+from math import isnan
+from typing import Any
+
+from diloco.outer.managers.manager import StoreManager
+from diloco.run.config import FleetConfig
+from inner.rollouts.sample import RolloutSample, secrets_here
+
+
+def log_rollouts(trainer: Any, manager: StoreManager) -> None:
+    """Let each offer of this replica come with some of its rollouts."""
+    if "completion" not in getattr(trainer, "_logs", {}):
+        return
+    others = manager.rounds.stats
+
+    def stats() -> dict[str, float]:
+        manager.session.add_sample(newest_rollouts(trainer, FleetConfig.log_rollouts))
+        return others()
+
+    manager.rounds.stats = stats
+
+
+def newest_rollouts(trainer: Any, most: int) -> dict[str, Any]:
+    """Return the object of inner/rollouts/sample.py with at most `most` rollouts; {} before the first generation."""
+    logs = trainer._logs
+    weighted = list(zip(trainer.reward_weights.tolist(), trainer.reward_func_names, strict=True))
+    count = len(logs["completion"])
+    rewards = [sum(w * r for w, name in weighted if not isnan(r := logs["rewards"][name][i])) for i in range(count)]
+    sample = RolloutSample(seed=trainer.state.global_step)
+    sample.add_batch(list(logs["prompt"]), list(logs["completion"]), rewards)
+    rollouts = sample.take(most, secrets_here())
+    return {"rollouts": rollouts, "tools": {}} if rollouts else {}
+
+
+def calling_trainer() -> Any:
+    """Return the trainer that called this callback, because Transformers passes neither it nor its other callbacks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not hasattr(frame.f_locals.get("self"), "callback_handler"):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
