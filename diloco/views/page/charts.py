@@ -7,6 +7,7 @@
 matplotlib is imported at the first drawing.  Not promised: a picture of a run without any outer step.
 """
 
+import os
 from collections.abc import Sequence
 from math import isnan, nan
 from pathlib import Path
@@ -38,6 +39,7 @@ BOOT = "#9aa4ae"
 
 def write_picture(report: Report, folder: Path) -> Path:
     """Draw report.png into `folder` and return its path."""
+    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's own, perhaps not installed here; a file needs none
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -45,6 +47,8 @@ def write_picture(report: Report, folder: Path) -> Path:
             "drawing a picture needs matplotlib, which is not installed. Next: pip install "
             "'serverless-diloco[report]', or leave out --png: report.html needs nothing"
         ) from None
+    finally:
+        os.environ.update({} if backend is None else {"MPLBACKEND": backend})
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.png"
     fonts: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 9}
