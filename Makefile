@@ -7,6 +7,7 @@
 # make test-gpu  what only a GPU shows: kernels, gradients beside a CPU's, a killed fleet, full memory
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
+# make test-lightning  Lightning's Trainer as a replica, in an environment of its own below .venv
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make test-backends  the adapters to PRIME-RL, verl and Monarch; the real verl and Monarch in environments of their own below .venv
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
@@ -30,6 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
+LIGHTNING := $(VENV)/lightning
 TASKS := $(VENV)/tasks
 VERL := $(VENV)/verl
 MONARCH := $(VENV)/monarch
@@ -40,7 +42,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -85,6 +87,16 @@ coverage: install
 
 test-trackers: $(TRACKERS)/.installed
 	$(TRACKERS)/bin/python -m pytest -q tests/diloco/test_trackers.py
+
+test-lightning: $(LIGHTNING)/.installed
+	$(LIGHTNING)/bin/python -m pytest -q tests/diloco/test_script_lightning.py
+
+$(LIGHTNING)/.installed: pyproject.toml | install
+	$(PYTHON) -m venv $(LIGHTNING)
+	$(LIGHTNING)/bin/pip install -q --disable-pip-version-check --no-deps lightning==2.6.6 pytorch-lightning==2.6.6 torchmetrics lightning-utilities
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(LIGHTNING)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
 
 # trackio's pillow is not ours, so what it and the others need comes first, and everything else from .venv behind it
 $(TRACKERS)/.installed: pyproject.toml | install

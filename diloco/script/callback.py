@@ -34,6 +34,7 @@ from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
 from diloco.process.output import asking_signals
+from diloco.process.session import Session
 from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL
@@ -64,8 +65,9 @@ class DiLoCoCallback(TrainerCallback):
         self.outer = outer
         self.manager: StoreManager | None = None
         self.loop: OuterLoop | None = None
-        self._asked_to_go = self._stepped = False
+        self.asked_to_go = self._stepped = False
         self._handlers: dict[int, Any] = {}
+        self._on_join: Callable[[Session], object] = lambda session: None
         if self.slot != AUTO and not is_slot(self.slot):
             raise OuterError(
                 f'slot = {self.slot!r} (or {SLOT}) is not the name of a slot. Use "r00", "r01", …, or "{AUTO}"'
@@ -83,29 +85,20 @@ class DiLoCoCallback(TrainerCallback):
             return warnings.warn(ALONE, stacklevel=2)
         caller = calling_trainer()
         refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
-        self.replicas = first_replicas(self.run) or self.replicas
-        refuse_small_share(trainer["train_dataloader"], self.replicas)
-        outer = outer_config(self.outer)
-        interval = outer.sync_every // outer.fragments
-        steps = rounds_of(total_steps(args, state.max_steps, self.replicas), interval)
-        self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
-        self.slot = self.manager.session.rv.slot
-        steps = read_control(self.manager.session.rv.store).steps or steps  # the operator's number wins
-        plan, state.max_steps = state.max_steps, steps * interval
-        optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
-        loop = make_diloco(trainer["model"], optimizer, self.manager, outer, boundary=generation_steps(args))
-        self.loop = loop.__enter__()
         if self.run in LAUNCHED:  # for `diloco export`
-            session = self.manager.session
-            publish_script_model(session.rv.store, session.clock, trainer["model"], trainer.get("processing_class"))
-        if self.run not in LAUNCHED:  # there, the replica's process tells its end
-            atexit.register(self._leave_after_error)
-        self._catch_leaving(optimizer)
-        self._listen()
+            processor = trainer.get("processing_class")
+            self._on_join = lambda one: publish_script_model(one.rv.store, one.clock, trainer["model"], processor)
+        optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
+        plan, planned = state.max_steps, lambda replicas: total_steps(args, state.max_steps, replicas)
+        loader, boundary = trainer["train_dataloader"], generation_steps(args)
+        state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary)
         if slot_index(self.slot):
             speak_for_one(args, caller)
+        assert self.manager is not None and self.loop is not None
         log_rollouts(caller, self.manager)
-        self._begin_at(args, state, plan / state.max_steps, **trainer)
+        state.global_step = self.loop.position()
+        used = state.global_step * args.gradient_accumulation_steps
+        self.begin_at(used, args.data_seed or args.seed, loader, [trainer["lr_scheduler"]], plan / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
@@ -118,7 +111,7 @@ class DiLoCoCallback(TrainerCallback):
         self._stepped = False
         ended = state.global_step >= state.max_steps  # by the trainer's count
         state.global_step = self.loop.position()
-        if self._asked_to_go or self.manager.done:
+        if self.asked_to_go or self.manager.done:
             control.should_training_stop = True
         elif ended and state.global_step < state.max_steps:  # a round was lost; this replica repeats it
             control.should_training_stop = False
@@ -136,7 +129,7 @@ class DiLoCoCallback(TrainerCallback):
         atexit.unregister(self._leave_after_error)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        early = self._asked_to_go and not self.manager.done
+        early = self.asked_to_go and not self.manager.done
         loop.__exit__(Leaving if early else None, None, None)
         if early:
             print(f"{self.slot}: left the run after outer step {loop.committed()}; its work is in the bucket")
@@ -144,24 +137,45 @@ class DiLoCoCallback(TrainerCallback):
 
     # ---------------------------------------------------------------- joining and leaving
 
-    def _begin_at(self, args: Any, state: Any, scale: float, **trainer: Any) -> None:
-        """Set the trainer's step, rows, seed and learning rate to the run's position."""
-        loop = self.loop
-        assert loop is not None
-        done = state.global_step = loop.position()
+    def join(self, model: Any, optimizer: Any, loader: Any, planned: Callable[[int], int], boundary: int = 1) -> int:
+        """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
+
+        boundary: optimizer steps that no sync interrupts."""
+        self.replicas = first_replicas(self.run) or self.replicas
+        refuse_small_share(loader, self.replicas)
+        outer = outer_config(self.outer)
+        interval = outer.sync_every // outer.fragments
+        steps = rounds_of(planned(self.replicas), interval)
+        self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
+        self.slot = self.manager.session.rv.slot
+        steps = read_control(self.manager.session.rv.store).steps or steps  # the operator's number wins
+        self.loop = make_diloco(model, optimizer, self.manager, outer, boundary=boundary).__enter__()
+        self._on_join(self.manager.session)
+        if self.run not in LAUNCHED:  # there, the replica's process tells its end
+            atexit.register(self._leave_after_error)
+        self._catch_leaving(optimizer)
+        self._listen()
+        return steps * interval
+
+    def begin_at(self, used: int, seed: int, loader: Any, schedulers: Sequence[Any], scale: float) -> None:
+        """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
+
+        scale: steps of the schedules per optimizer step."""
+        assert self.loop is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
-        share = Share((args.data_seed or args.seed) + turn, index, self.replicas)
-        used = done * args.gradient_accumulation_steps
-        if not give_share(trainer["train_dataloader"], share, used, is_alone=self.replicas == 1 and not slot):
+        share = Share(seed + turn, index, self.replicas)
+        if not give_share(loader, share, used, is_alone=self.replicas == 1 and not slot):
             warnings.warn(
                 f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
                 f"Shuffle it with a seed from {SLOT}",
                 stacklevel=2,
             )
-        if slot or done:
-            seed_all(hash((args.seed, slot, done)) % 2**32)
-        follow_run(trainer["lr_scheduler"], loop.position, scale)
+        if slot or used:
+            noise = hash((torch.initial_seed(), slot, used)) % 2**32
+            random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
+        for scheduler in schedulers:
+            follow_run(scheduler, self.loop.position, scale)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
         """Note each step. If this replica was asked to leave, the step raises Leaving; the trainer then stops."""
@@ -172,7 +186,7 @@ class DiLoCoCallback(TrainerCallback):
             try:
                 return inner(*args, **options)
             except Leaving:
-                self._asked_to_go = True
+                self.asked_to_go = True
 
         optimizer.step = step  # type: ignore[method-assign]
 
@@ -279,12 +293,6 @@ def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:
     scheduler.lr_lambdas = [lambda _, rate=rate: rate(round(at() * scale)) for rate in lambdas]
     for group, base, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, lambdas, strict=True):
         group["lr"] = base * rate(round(at() * scale))
-
-
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def is_number(value: Any) -> bool:

@@ -39,6 +39,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "kill": ("3", "torchft, tuned"),
     "storm": ("10", "the same fleet before the storm"),
     "trainer": ("", "TRL's trainer"),
+    "scripts": ("3", "one process with as many samples"),
     "tools": ("", "TRL's tool loop"),
     "topk": ("", "fp32"),
     "elastic": ("", "four equal replicas"),

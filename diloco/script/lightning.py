@@ -1,0 +1,80 @@
+# pyright: reportMissingImports=false
+"""One line makes a Lightning Trainer a replica of a run.   pip install 'serverless-diloco[lightning]'
+
+    Trainer(max_steps=200, callbacks=[DiLoCoLightningCallback(sync_every=20)])
+
+    on_train_start       join: model ← θ ─▶ own rows, own seed, rates by the run's step       (all by DiLoCoCallback)
+    on_train_batch_end   metrics ─▶ the run's log; stop when the run is done, or this replica was asked to leave
+    on_train_end         leave; a replica that leaves early ends its script here
+
+Frozen weights and buffers (batch norm) stay each replica's own.  Not promised: several optimizers; schedulers that are
+not functions of the step; `reload_dataloaders_every_n_epochs`; `diloco export` (use the module's state).
+"""
+
+import os
+import signal
+import warnings
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from diloco.process.output import asking_signals
+from diloco.run.config import OuterError
+from diloco.script.callback import ALONE, DiLoCoCallback, total_steps
+from rendezvous.layout import slot_index
+
+
+class DiLoCoLightningCallback(Callback):
+    """Make a Lightning Trainer a replica.   The arguments are DiLoCoCallback's."""
+
+    def __init__(
+        self, run: str | None = None, slot: str | None = None, replicas: int | None = None, **outer: Any
+    ) -> None:
+        self._replica = DiLoCoCallback(run, slot, replicas, **outer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self._replica.run:
+            return warnings.warn(ALONE, stacklevel=2)
+        refuse_fights(trainer, pl_module)
+        for number, handler in trainer._signal_connector._original_handlers.items():
+            if number in asking_signals():  # Lightning's own would raise inside this round
+                signal.signal(number, handler or signal.SIG_DFL)
+        replica, loader, plan = self._replica, trainer.train_dataloader, trainer.estimated_stepping_batches
+        steps = replica.join(pl_module, trainer.optimizers[0], loader, lambda n: total_steps(trainer, plan, n))
+        assert replica.loop is not None
+        if slot_index(replica.slot):
+            trainer.loggers = []
+            trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
+        used = replica.loop.position() * trainer.accumulate_grad_batches
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan / steps)
+        if used or replica.replicas > 1 or slot_index(replica.slot):
+            iter(trainer.fit_loop._data_fetcher)  # it was made before the rows were this replica's
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1  # the run ends it
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        replica = self._replica
+        if replica.loop is None or replica.manager is None:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        replica.on_log(None, None, None, logs=metrics)
+        if replica.asked_to_go or replica.manager.done:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._replica.on_train_end(None, None, None)
+
+
+def refuse_fights(trainer: Any, module: Any) -> None:
+    """Raise OuterError for a Trainer that would overwrite θ, skip steps of it, or never end."""
+    reasons = {
+        f"it has {len(trainer.optimizers)} optimizers; a replica has one": len(trainer.optimizers) != 1,
+        "the module steps its optimizer itself (automatic_optimization = False)": not module.automatic_optimization,
+        f"{trainer.world_size} processes train it together. Start one for each replica": trainer.world_size > 1,
+        'precision = "16-mixed" skips steps. Use "bf16-mixed"': trainer.precision == "16-mixed",
+        "ckpt_path would replace θ: the bucket is the checkpoint. Leave it out": trainer.global_step > 0,
+        "it has no end. Set max_steps or max_epochs": trainer.estimated_stepping_batches == float("inf"),
+    }
+    for text, holds in reasons.items():
+        if holds:
+            raise OuterError(f"this Trainer cannot be a replica: {text}")

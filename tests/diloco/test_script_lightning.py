@@ -1,0 +1,128 @@
+"""A Lightning Trainer as a replica: alone it is the script, and of two replicas one may be killed."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from diloco.run.config import OuterError
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import checks
+from rendezvous.stores.open import open_store
+
+lightning = pytest.importorskip("lightning")
+from diloco.script.lightning import DiLoCoLightningCallback, refuse_fights  # noqa: E402
+
+torch.set_num_threads(1)
+X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+class Line(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = torch.nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = (self.body(batch[0])[:, 0] - batch[0].sum(1)).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(folder: Path, callbacks: list[Any], **more: Any) -> tuple[Line, Any]:
+    lightning.seed_everything(3, verbose=False)
+    module, loader = Line(), DataLoader(TensorDataset(X), batch_size=8, shuffle=True)
+    settings = {"max_steps": 24, "logger": False, "enable_checkpointing": False, **QUIET, **more}
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=callbacks, **settings)
+    trainer.fit(module, loader)
+    return module, trainer
+
+
+def flat(module: Line) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path) -> None:
+    alone, _ = fit(tmp_path, [])
+    run = f"file://{tmp_path}/run"
+    one, trainer = fit(tmp_path, [DiLoCoLightningCallback(run, outer_lr=1.0, outer_momentum=0.0, sync_every=4)])
+    assert trainer.global_step == 24 and (flat(one) - flat(alone)).abs().max() <= 1e-6
+    report = read_report(open_store(run))
+    assert report.head == 6 and report.done and report.of_kind("step")[-1]["train_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
+        ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
+        ({"global_step": 5}, "the bucket is the checkpoint"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str) -> None:
+    fine = {"optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0}
+    trainer = SimpleNamespace(**{**fine, "estimated_stepping_batches": 8, **settings})
+    with pytest.raises(OuterError, match=f"this Trainer cannot be a replica: .*{words}"):
+        refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
+
+
+def live(folder: Path, slot: str) -> None:
+    """A process of a person's script, as a launcher starts it."""
+    os.environ.update(DILOCO_RUN=f"file://{folder}/run", DILOCO_SLOT=slot, DILOCO_REPLICAS="2")
+    module, _ = fit(folder / slot, [DiLoCoLightningCallback(sync_every=4), Slow()], max_steps=48)
+    torch.save(flat(module), folder / f"{slot}.pt")
+
+
+class Slow(lightning.Callback):
+    """Leave time for a kill."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.02)
+
+
+def test_of_two_replicas_one_is_killed_and_one_leaves(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start = [context.Process(target=live, args=(tmp_path, slot)) for slot in ("r00", "r01")]
+    for one in start:
+        one.start()
+    committed(tmp_path, 2)
+    assert start[1].pid is not None
+    os.kill(start[1].pid, signal.SIGKILL)
+    start[1].join()
+    again = context.Process(target=live, args=(tmp_path, "r01"))
+    again.start()
+    committed(tmp_path, 6)
+    assert start[0].pid is not None
+    os.kill(start[0].pid, signal.SIGTERM)  # as a platform's notice
+    start[0].join(120)
+    assert start[0].exitcode == 4
+    back = context.Process(target=live, args=(tmp_path, "r00"))
+    back.start()
+    for one in (again, back):
+        one.join(120)
+        assert one.exitcode == 0
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.done and all(check.ok for check in checks(report)), checks(report)
+    assert torch.equal(torch.load(tmp_path / "r00.pt"), torch.load(tmp_path / "r01.pt"))
+
+
+def committed(folder: Path, step: int) -> None:
+    until = time.monotonic() + 120
+    store = open_store(f"file://{folder}/run")
+    while store.get(f"steps/{step:010d}/commit.json") is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
