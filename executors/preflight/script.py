@@ -83,7 +83,7 @@ def read_script(
     stem = name.rpartition(".")[2] if is_module else path.stem
     return Gathered(
         ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
-        tuple(_notes(sent, ignored, packages, arguments)),
+        tuple(_notes(sent, ignored, packages, arguments, {text for code in siblings for text in _strings(code)})),
     )
 
 
@@ -198,18 +198,38 @@ def _refuse_large(files: dict[str, Path]) -> None:
 
 
 def _notes(
-    files: Collection[str], ignored: Iterable[str], packages: Sequence[str], arguments: Sequence[str]
+    files: Collection[str],
+    ignored: Iterable[str],
+    packages: Sequence[str],
+    arguments: Sequence[str],
+    strings: Collection[str],
 ) -> Iterator[str]:
     yield f"sends {', '.join(sorted(files)) or 'no files: the module is installed where replicas run'}"
     for name in sorted(ignored):
         yield f"does not send {name}, which git ignores; --file {name} sends it"
     if packages:
         yield f"rented machines install {', '.join(packages)}"
+    for one in sorted({*arguments, *strings}):
+        if _is_folder_here(one) and not any(f.startswith(f"{Path(one)}/") for f in files):
+            by = "an argument" if one in arguments else "the code"
+            yield f"does not send the folder {one}, which {by} names; --file {one} sends it"
     for one in arguments:
-        if Path(one).is_dir() and not Path(one).is_absolute() and not any(f.startswith(f"{Path(one)}/") for f in files):
-            yield f"does not send the folder {one}, which an argument names; --file {one} sends it"
         if one.partition("=")[0] in OPTIONS:
             yield f"{one} stands behind the script, which gets it; an option of `diloco launch` stands before it"
+
+
+def _is_folder_here(text: str) -> bool:
+    """Whether a folder below the current one has this name and something in it."""
+    with suppress(OSError, ValueError):  # a string may be anything
+        path = Path(text)
+        return (
+            path.name != ""
+            and ".." not in path.parts
+            and not path.is_absolute()
+            and path.is_dir()
+            and any(path.iterdir())
+        )
+    return False
 
 
 # -------------------------------------------------------------------- its packages

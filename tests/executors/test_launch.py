@@ -80,10 +80,18 @@ def test_a_script_travels_with_what_it_imports_and_names(folder: Path) -> None:
 def test_what_an_argument_names_is_sent_too(folder: Path) -> None:
     (folder / "rewards.py").write_text("import shapes\ndef score(completions, **_): ...\n")
     (folder / "shapes.py").write_text("")
-    (folder / "data").mkdir()
+    for name in ("data", "model", "empty"):
+        (folder / name).mkdir()
+    (folder / "data" / "rows.jsonl").write_text("{}")
+    (folder / "model" / "config.json").write_text("{}")
+    with (folder / "train.py").open("a") as script:
+        script.write('\nMODEL, OTHERS = "model", ("empty", ".", "..", "../model", "")\n')
     found = read("train.py", "--reward_funcs", "rewards.score", "--extra=large.bin", "--dataset_name", "data")
     assert {"rewards.py", "shapes.py", "large.bin"} <= set(found.config.files)
-    assert "does not send the folder data, which an argument names; --file data sends it" in found.notes
+    assert [note for note in found.notes if "the folder" in note] == [
+        "does not send the folder data, which an argument names; --file data sends it",
+        "does not send the folder model, which the code names; --file model sends it",
+    ]
 
 
 def test_a_file_or_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
