@@ -8,6 +8,7 @@
     tune     on sums, seed 104:   alone × ½, 1, 2, 4      fleet-4-5: plain × 1, 2, 4, and the default at × 1
     judge    seeds 8 … 11:        alone and fleet-4-5 at what was chosen, the default, fleet-2-5 and fleet-8-5 at the
                                   fleet's rate · √(N/4) (sums); on products what was chosen on sums
+    linked   the same seeds:      four machines that share each batch, at the fleet's rate: is it steps that a fleet lacks?
     rule     the same seeds:      fleet-4-5 at √4 under the default outer step, as decision 076 has it for whole models
 
 SmolLM2-135M-Instruct, LoRA of rank 8, GRPO (examples/real/run.toml); 80 inner steps of 16 completions in every arm.
@@ -34,10 +35,13 @@ ALONE = [Setting(1, 0, scale) for scale in (0.5, 1.0, 2.0, 4.0)]
 FLEET = [Setting(4, EVERY, scale, fixed(1.0), 0.0) for scale in (1.0, 2.0, 4.0)]
 DEFAULT = Setting(4, EVERY, 1.0, fixed(0.7), 0.5)
 RULE = Setting(4, EVERY, 2.0, fixed(0.7), 0.5)
+LINKED = Setting(4, 0, 4.0)
 
 
 def name_of(one: Setting) -> str:
-    arm = f"fleet-{one.machines}-{one.every}" if one.every else "alone"
+    arm = (
+        f"fleet-{one.machines}-{one.every}" if one.every else f"linked-{one.machines}" if one.machines > 1 else "alone"
+    )
     return f"{arm} x{one.scale:.3g}" + (" default" if one.mu else "")
 
 
@@ -82,7 +86,10 @@ def run(world: World, folder: Path, tuning: Path, part: str, trial: Trial) -> Cu
 def settings_of(part: str, tuning: Path, world: World) -> dict[str, Setting]:
     if part == "rule":
         return {name_of(one): one for one in (DEFAULT, RULE)}
-    return tunings() if part == "tune" else judged(choose(read_rows(tuning)), world.name)
+    if part == "tune":
+        return tunings()
+    found = judged(choose(read_rows(tuning)), world.name)
+    return {**found, name_of(LINKED): LINKED} if part == "linked" else found
 
 
 def table(rows: list[Row]) -> str:
@@ -104,7 +111,7 @@ def table(rows: list[Row]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", choices=["sums", "products"])
-    parser.add_argument("part", choices=["tune", "judge", "rule"])
+    parser.add_argument("part", choices=["tune", "judge", "rule", "linked"])
     parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
     parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
     return parser.parse_args()
