@@ -8,7 +8,7 @@
     tune     on sums, seed 104:   alone × ½, 1, 2, 4      fleet-4-5: plain × 1, 2, 4, and the default at × 1
     judge    seeds 8 … 11:        alone and fleet-4-5 at what was chosen, the default, fleet-2-5 and fleet-8-5 at the
                                   fleet's rate · √(N/4) (sums); on products what was chosen on sums
-    linked   the same seeds:      four machines that share each batch, at the fleet's rate: is it steps that a fleet lacks?
+    linked   the same seeds:      four machines that share each batch, at the fleet's rate: are steps what is missing?
     rule     the same seeds:      fleet-4-5 at √4 under the default outer step, as decision 076 has it for whole models
 
 SmolLM2-135M-Instruct, LoRA of rank 8, GRPO (examples/real/run.toml); 80 inner steps of 16 completions in every arm.
