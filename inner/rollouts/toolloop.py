@@ -13,7 +13,7 @@ Not promised: a gain without tools, or if all tool results differ; images.
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class LeanToolLoop(GRPOTrainer):
     """GRPOTrainer with caches. Call `_cache_schemas` after construction."""
 
     on_rollouts: OnRollouts | None = None
+    tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -59,6 +60,14 @@ class LeanToolLoop(GRPOTrainer):
                 self._suffixes.clear()
             self._suffixes[key] = super()._get_tool_suffix_ids(shown)
         return list(self._suffixes[key])
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tool_workers > 1 or self.tool_limit_s is not None:
+            from inner.rollouts.tools_at_once import ToolsAtOnce
+
+            together = ToolsAtOnce(self._sync_tool_dicts, args[3], self.tool_workers, self.tool_limit_s)
+            self._sync_tool_dicts = together.tools()
+        return super()._tool_call_loop(*args, **kwargs)
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         """Render equal prompts of the same environment only once."""

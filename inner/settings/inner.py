@@ -328,8 +328,7 @@ WORLD_ONLY = _keys_of(ToolworldSettings)
 
 def lr_factor(config: InnerConfig, step: int, replicas: int) -> float:
     """Return the learning rate's factor at outer step `step`, if the newest commit averages `replicas` replicas."""
-    way = config.schedule.lr_replicas or ("sqrt" if config.lora is None else "constant")
-    return config.schedule.lr_factor(step) * LR_REPLICAS[way](max(1, replicas))
+    return config.schedule.lr_factor(step) * LR_REPLICAS[config.schedule.lr_replicas or "sqrt"](max(1, replicas))
 
 
 class InnerLoop(Protocol):

@@ -52,7 +52,7 @@ class ScheduleSettings(Table):
     lr_replicas: str | None = setting(
         None,
         "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1 "
-        '("constant"), √n ("sqrt") or n ("linear").  Left out: √n, and 1 for adapters.',
+        '("constant"), √n ("sqrt") or n ("linear").  Left out: √n.',
         one_of=tuple(LR_REPLICAS),
     )
     lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
@@ -278,6 +278,10 @@ class SamplingSettings(Table):
         None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
     )
     max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
+    tool_workers: int = setting(1, "Rollouts whose tool calls run at the same time, in threads.", least=1)
+    tool_timeout_s: float | None = setting(
+        None, "Seconds that one tool call may take; then it is an error of its rollout.", above=0
+    )
 
     def check(self) -> None:
         if self.num_generations < 2:

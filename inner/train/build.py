@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from inner.models.causal_lm import number_positions
@@ -76,7 +76,7 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
         model, tokenizer = _load_model(config.model, config, config.revision, local=False)
     if config.loop == "grpo":
         number_positions(model)  # raises InnerError now, before a replica starts
-    _silence_transformers()
+    silence_transformers()
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     if config.lora is not None:
@@ -89,7 +89,7 @@ def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) 
     """Load the start model as `build_inner` does; -> model, names of weights in no file (drawn at random).
 
     lora: if given, also load the adapter in that folder."""
-    _silence_transformers()
+    silence_transformers()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
@@ -107,7 +107,7 @@ def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) 
 def _load_model(
     source: str, config: InnerConfig, revision: str | None, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _silence_transformers()
+    silence_transformers()
     where = {"revision": revision} if revision is not None else {}
     try:
         if is_gguf_file(source):
@@ -125,32 +125,10 @@ def _load_model(
             f"the model {source}{at} could not be loaded: {str(error).splitlines()[0]}. Check inner.model and "
             "inner.revision, and the Hub token if it is a private one."
         ) from error
-    return model, _with_padding(tokenizer, model)
+    return model, with_padding(tokenizer, model)
 
 
-def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
-    """Return the model on the meta device, with the run's adapter, and the tokenizer.   Raises InnerError."""
-    _silence_transformers()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(folder, local_files_only=True), dtype=getattr(torch, config.dtype)
-            )
-    except (OSError, ValueError) as error:
-        raise InnerError(
-            f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
-        ) from error
-    tokenizer = _with_padding(tokenizer, model)
-    if config.lora is not None:
-        from inner.models.lora import new_adapter
-
-        model = new_adapter(model, config.lora)
-    model.to = lambda *_, **__: model  # a meta tensor has no values to move
-    return model, tokenizer
-
-
-def _with_padding(tokenizer: Any, model: Any) -> Any:
+def with_padding(tokenizer: Any, model: Any) -> Any:
     """Give the tokenizer a padding token that has an embedding, for batches of different lengths. No loss counts it."""
     pad = tokenizer.pad_token_id
     if pad is None or pad >= model.get_input_embeddings().weight.shape[0]:
@@ -158,6 +136,6 @@ def _with_padding(tokenizer: Any, model: Any) -> Any:
     return tokenizer
 
 
-def _silence_transformers() -> None:
+def silence_transformers() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

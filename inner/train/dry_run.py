@@ -90,13 +90,39 @@ def check_start(
 
 def build_without_weights(config: InnerConfig, files: Files, folder: Path) -> Any:
     """Return a replica's GrpoLoop with weights that have no values."""
-    from inner.train.build import load_shape
     from inner.train.grpo import GrpoLoop
     from inner.train.task import load_task
 
     model, tokenizer = load_shape(config, folder)
     task = load_task(config, files, models=False)
     return GrpoLoop(config, model, tokenizer, task, Seeds(data=0, noise=0), has_weights=False)
+
+
+def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
+    """Return the model on the meta device, with the run's adapter, and the tokenizer.   Raises InnerError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from inner.train.build import silence_transformers, with_padding
+
+    silence_transformers()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder, local_files_only=True), dtype=getattr(torch, config.dtype)
+            )
+    except (OSError, ValueError) as error:
+        raise InnerError(
+            f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+        ) from error
+    tokenizer = with_padding(tokenizer, model)
+    if config.lora is not None:
+        from inner.models.lora import new_adapter
+
+        model = new_adapter(model, config.lora)
+    model.to = lambda *_, **__: model  # a meta tensor has no values to move
+    return model, tokenizer
 
 
 def _check_prompts(

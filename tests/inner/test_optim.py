@@ -64,11 +64,11 @@ def test_the_rate_grows_with_the_replicas_that_are_averaged() -> None:
     assert lr_factor(both, 1, 4) == 2 * 0.5
 
 
-def test_by_default_it_grows_with_the_root_and_for_adapters_not_at_all() -> None:
-    """docs/studies/tuned.md, T5 and T6; of adapters docs/studies/pretrained.md decides, whose trials have not ended."""
+def test_by_default_it_grows_with_the_root_for_adapters_too() -> None:
+    """docs/studies/tuned.md, T5 and T6; of adapters docs/studies/pretrained.md, P3, P4 and P6."""
     assert lr_factor(config_with(), 5, 4) == 2
     adapter = InnerConfig(lora=LoraSettings(r=4, alpha=8.0))
-    assert lr_factor(adapter, 5, 4) == 1
+    assert lr_factor(adapter, 5, 4) == 2
 
 
 def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None:

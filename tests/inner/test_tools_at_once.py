@@ -1,0 +1,114 @@
+"""All tool calls of a turn run at the same time, and nothing that the serial loop makes is another."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from inner.rollouts.tools_at_once import ToolsAtOnce
+from tests.benchmarks.bench_tools import run
+from tests.inner.test_toolworld import SMALL, small_folder
+from tests.support.tables import merge_tables
+
+torch.set_num_threads(1)
+PATIENCE_S = 30
+
+
+def asks(*calls: tuple[str, Any]) -> dict[str, Any]:
+    made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    return {"role": "assistant", "tool_calls": made}
+
+
+def together(tools: list[dict[str, Any]], turns: list[dict[str, Any]], workers: int = 16, limit: float | None = None):
+    messages = [[turn] for turn in turns]
+    return messages, ToolsAtOnce(tools, messages, workers, limit).tools()
+
+
+def test_a_whole_run_is_that_of_the_serial_loop_bit_for_bit() -> None:
+    settings = merge_tables(SMALL, {"sampling": {"tool_workers": 8, "tool_timeout_s": 60.0}})
+    _, serial, there = run(small_folder(), 16, 3, **SMALL)
+    _, rewards, here = run(small_folder(), 16, 3, **settings)
+    assert rewards == serial and len(set(rewards)) > 1 and torch.equal(here, there)
+
+
+def test_sixteen_calls_that_wait_for_each_other_all_return() -> None:
+    """One after the other they would never."""
+    gate = threading.Barrier(16)
+    tools = [{"wait": lambda row=row: gate.wait(PATIENCE_S) * 0 + row} for row in range(16)]
+    _, found = together(tools, [asks(("wait", {}))] * 16)
+    assert [of_row["wait"]() for of_row in found] == list(range(16))
+
+
+def test_no_more_run_at_once_than_workers() -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+    pair = threading.Barrier(4)
+
+    def tool() -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        pair.wait(PATIENCE_S)
+        with lock:
+            running[0] -= 1
+
+    _, found = together([{"t": tool}] * 8, [asks(("t", {}))] * 8, workers=4)
+    for of_row in found:
+        of_row["t"]()
+    assert most[0] == 4
+
+
+def test_the_calls_of_one_rollout_keep_their_order_and_their_errors() -> None:
+    seen: list[str] = []
+
+    def note(text: str) -> str:
+        seen.append(text)
+        if text == "b":
+            raise ValueError("no b")
+        return text.upper()
+
+    asked = asks(
+        ("note", {"text": "a"}), ("nothing", {}), ("note", "text"), ("note", {"text": "b"}), ("note", {"text": "c"})
+    )
+    _, (tools,) = together([{"note": note}], [asked])
+    assert tools["note"](text="a") == "A" and "nothing" not in tools  # TRL's loop answers for an unknown name
+    with pytest.raises(ValueError, match="no b"):
+        tools["note"](text="b")  # and for arguments that are no mapping
+    assert tools["note"](text="c") == "C" and seen == ["a", "b", "c"]
+
+
+def test_a_rollout_that_left_the_loop_is_not_called_again() -> None:
+    calls: list[int] = []
+    tools = [{"t": lambda row=row: calls.append(row)} for row in range(2)]
+    messages, found = together(tools, [asks(("t", {}))] * 2)
+    for of_row in found:
+        of_row["t"]()
+    messages[1] += [{"role": "tool", "content": ""}, asks(("t", {}))]  # the answer of rollout 0 was too long for TRL
+    found[1]["t"]()
+    assert sorted(calls) == [0, 1, 1]
+
+
+def test_a_call_that_hangs_costs_its_rollout_and_no_more() -> None:
+    release = threading.Event()
+    tools = [{"t": (lambda: release.wait(PATIENCE_S)) if row == 0 else (lambda row=row: row)} for row in range(3)]
+    messages, found = together(tools, [asks(("t", {}), ("t", {}))] + [asks(("t", {}))] * 2, workers=1, limit=0.2)
+    with pytest.raises(TimeoutError, match=r"gave no answer within 0\.2 s"):
+        found[0]["t"]()
+    with pytest.raises(TimeoutError, match="an earlier tool call of this rollout still hangs"):
+        found[0]["t"]()
+    assert [found[row]["t"]() for row in (1, 2)] == [1, 2], "its place in the one worker is another's"
+    for row in range(3):
+        messages[row] += [{"role": "tool", "content": ""}, asks(("t", {}))]
+    with pytest.raises(TimeoutError, match="still hangs"):
+        found[0]["t"]()
+    assert [found[row]["t"]() for row in (1, 2)] == [1, 2]
+    release.set()
+
+
+def test_a_tools_own_timeout_is_its_error() -> None:
+    def late() -> None:
+        raise TimeoutError("the server is slow")
+
+    _, (tools,) = together([{"late": late}], [asks(("late", {}))], limit=20)
+    with pytest.raises(TimeoutError, match="the server is slow"):
+        tools["late"]()
