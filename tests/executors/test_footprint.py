@@ -1,5 +1,6 @@
 """Memory, bytes and seconds before a run: formulas, and what a real run left in its folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,9 @@ def test_plan_says_the_rate_that_so_many_replicas_train_with() -> None:
         "learning rate 0.002: inner.lr = 0.001 is one machine's, × √4"
     )
     assert rate_line(RunConfig(inner=whole), 1) == "learning rate 0.001"
-    assert rate_line(RunConfig(inner=adapter), 4) == "learning rate 0.0001, as for one machine, for 4 replicas"
+    assert rate_line(RunConfig(inner=adapter), 4).startswith("learning rate 0.0002: inner.lr = 0.0001 is one machine's")
+    constant = replace(adapter, schedule=ScheduleSettings(lr_replicas="constant"))
+    assert rate_line(RunConfig(inner=constant), 4) == "learning rate 0.0001, as for one machine, for 4 replicas"
     linear = InnerConfig(model="toolworld", schedule=ScheduleSettings(lr_replicas="linear", lr_warmup=3))
     assert rate_line(RunConfig(inner=linear), 4).startswith(
         "learning rate 0.004: inner.lr = 0.001 is one machine's, × 4 for"
