@@ -4,14 +4,17 @@
 
 TRL's loop calls tools rollout by rollout.  Its first call of a turn starts those of all rollouts here, and each later
 call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
-rollout stay in their order, because they share an environment.  A call without an answer after `limit_s` seconds is an
-error of its rollout; later calls of that rollout fail at once, because its environment is still busy.
+rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
+
+A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
+because its environment is still busy.  Its place goes to the next rollout.
 
 Not promised: tools that several rollouts share need locks of their own; async tools run as in TRL's loop; a thread
 that hangs is left behind.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
@@ -33,7 +36,8 @@ class ToolsAtOnce:
         self._tools = tools
         self._completions = completions
         self._limit_s = limit_s
-        self._free = threading.Semaphore(workers)
+        self._free = workers
+        self._waiting = deque[tuple[int, Sequence[_Call]]]()  # in the loop's order, so none waits behind a hanging one
         self._begun: dict[int, int] = {}  # rollout -> messages at its newest turn that was started
         self._results: dict[int, list[_Call]] = {}
         self._hanging = set[int]()
@@ -59,7 +63,7 @@ class ToolsAtOnce:
                 if call.answer.done():  # just now, or it is the tool's own TimeoutError
                     return call.answer.result()
                 self._hanging.add(row)
-            self._free.release()
+                self._give_back()
             raise TimeoutError(f"the tool gave no answer within {self._limit_s:g} s") from None
 
     def _start_turn(self) -> None:
@@ -69,7 +73,19 @@ class ToolsAtOnce:
                 self._begun[row] = len(messages)
                 self._results[row] = calls = list(filter(None, (self._call(row, one) for one in asked)))
                 if calls and row not in self._hanging:
-                    threading.Thread(target=self._run, args=(row, tuple(calls)), daemon=True).start()
+                    self._waiting.append((row, tuple(calls)))
+        with self._lock:
+            self._start_waiting()
+
+    def _give_back(self) -> None:
+        """Give a thread's place to the next rollout.   Call it under the lock."""
+        self._free += 1
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            threading.Thread(target=self._run, args=self._waiting.popleft(), daemon=True).start()
 
     def _call(self, row: int, asked: Mapping[str, Any]) -> "_Call | None":
         """Return the call, None if TRL's loop does not make it: another type, an unknown name, no arguments by name."""
@@ -80,7 +96,6 @@ class ToolsAtOnce:
         return _Call(tool, dict(arguments)) if tool is not None and by_name else None  # type: ignore[arg-type]
 
     def _run(self, row: int, calls: Sequence["_Call"]) -> None:
-        self._free.acquire()
         for call in calls:
             call.started.set()
             found = _answer(call)
@@ -88,7 +103,8 @@ class ToolsAtOnce:
                 if row in self._hanging:  # too late: the loop has given this thread's place to another
                     return
                 found(call.answer)
-        self._free.release()
+        with self._lock:
+            self._give_back()
 
 
 class _Call:

@@ -105,6 +105,23 @@ def test_a_call_that_hangs_costs_its_rollout_and_no_more() -> None:
     release.set()
 
 
+def test_more_hanging_calls_than_workers_keep_no_rollout_waiting() -> None:
+    """A place comes back when the loop has waited for it, and no later rollout begins before an earlier one."""
+    release = threading.Event()
+    tools = [
+        {"t": (lambda: release.wait(PATIENCE_S)) if row in (1, 2, 4) else (lambda row=row: row)} for row in range(6)
+    ]
+    _, found = together(tools, [asks(("t", {}))] * 6, workers=2, limit=0.1)
+    seen: list[Any] = []
+    for of_row in found:
+        try:
+            seen.append(of_row["t"]())
+        except TimeoutError:
+            seen.append("late")
+    assert seen == [0, "late", "late", 3, "late", 5]
+    release.set()
+
+
 def test_a_tools_own_timeout_is_its_error() -> None:
     def late() -> None:
         raise TimeoutError("the server is slow")
