@@ -95,7 +95,7 @@ def _script_file(name: str) -> Path:
 
 
 def _module_file(name: str, base: Path) -> Path:
-    """The file of a module: beside us, or installed."""
+    """Return the file of a module in the base folder, or of an installed one.   Raises UsageError."""
     for path in (base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"):
         if path.is_file():
             return path
@@ -107,7 +107,7 @@ def _module_file(name: str, base: Path) -> Path:
 
 
 def _source(path: Path) -> str:
-    """The file's text.   Raises UsageError where it is not Python that can be run."""
+    """Return the file's text.   Raises UsageError if it is not valid Python."""
     try:
         text = path.read_text(encoding="utf-8")
         compile(text, str(path), "exec")
@@ -125,7 +125,7 @@ def is_code(name: str) -> bool:
 
 
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
-    """The modules beside us that an argument names, as in `--reward_funcs rewards.score`, with what they import."""
+    """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
     words = {part for text in arguments for part in (text, text.partition("=")[2])}
     names = {word.partition(".")[0] for word in words if re.fullmatch(r"\w+(\.\w+)+", word)}
     found = [base / f"{name}.py" for name in sorted(names) if (base / f"{name}.py").is_file()]
@@ -156,7 +156,7 @@ def _strings(code: Path) -> Iterator[str]:
 
 
 def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
-    """The files of one --file, which may be a folder.   Raises UsageError."""
+    """Yield the files of one --file, which may be a folder.   Raises UsageError."""
     path = base / os.path.normpath(text)
     if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
         raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
@@ -236,7 +236,7 @@ def _is_folder_here(text: str) -> bool:
 
 
 def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
-    """The requirements of a script that this project does not bring itself.   Raises UsageError.
+    """Return the requirements of a script that this project does not bring itself.   Raises UsageError.
 
     folder: where its requirements.txt may lie; None for an installed module."""
     from packaging.requirements import InvalidRequirement, Requirement
@@ -256,7 +256,7 @@ def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
 
 
 def _inline(name: str, source: str) -> Sequence[str]:
-    """The dependencies of a script's PEP 723 block; [] without one."""
+    """Return the dependencies of a script's PEP 723 block; [] without one."""
     blocks = [match for match in BLOCK.finditer(source) if match["type"] == "script"]
     if len(blocks) > 1:
         raise UsageError(f"{name} has {len(blocks)} blocks `# /// script`, and PEP 723 allows one")

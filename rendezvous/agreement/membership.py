@@ -223,12 +223,12 @@ def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:
-    """Return the slot's claim with the highest generation; None if there is none."""
+    """Return the slot's claim with the highest generation, or None without a claim."""
     return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
-    """Return the claim of this generation of the slot; None if there is none."""
+    """Return the claim of this generation of the slot, or None without it."""
     return _claim_in(store.get(layout.claim_key(slot, generation)), slot, generation)
 
 
@@ -238,7 +238,7 @@ def _claim_in(body: bytes | None, slot: str, generation: int) -> Claim | None:
 
 
 def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
-    """Return the leave record of this generation; None if there is none."""
+    """Return the leave record of this generation, or None without it."""
     found = decode_or_none(Leave, store.get(layout.leave_key(slot, generation)))
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 

@@ -1,6 +1,6 @@
 """Draw a report as one picture, report.png, for a README or a slide.  For reading, use the page (data.py, freeze.py).
 
-    reward (or loss, if there is no reward) by outer step, per replica and mean, with every kill and return
+    reward, or the loss of a run without rewards, by outer step, per replica and mean, with every kill and return
     one lane per session: starting, training, its counted steps, its end
     the parts of an outer step's time · bytes per sync
 
