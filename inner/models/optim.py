@@ -6,85 +6,36 @@
     n   number of replicas whose pseudogradients the newest outer step averaged
     s   inner steps of this session: its Adam moments begin at 0, so it warms up over `warmup_steps`
 
-    adamw       torch's, in the parameters' own dtype; no extra fp32 copy exists
-    muon        matrices: torch.optim.Muon, its steps scaled to AdamW's size; all else: AdamW
-    adamw8bit   bitsandbytes'
+    adamw            torch's, in the parameters' own dtype; no extra fp32 copy exists
+    muon, adamw8bit  other_optimizers.py
 
 Not promised: that moments survive a session. An adapter's moments do if its replica leaves with notice
 (diloco/outer/moments.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from inner.errors import InnerError
 from inner.settings.inner import InnerConfig, lr_factor
-
-NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in names of matrices that Muon must not train
 
 
 def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
-    """Make the config's optimizer.   Raises InnerError if it cannot run here."""
+    """Make the config's optimizer.   Raise InnerError if it cannot run here."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
         "weight_decay": config.weight_decay,
     }
-    if config.optimizer == "muon":
-        matrices = [p for name, p in trained if p.ndim == 2 and not any(word in name for word in NOT_HIDDEN)]
-        held = {id(p) for p in matrices}
-        return MuonAndAdamW(matrices, [p for _, p in trained if id(p) not in held], adam)
-    if config.optimizer == "adamw8bit":
-        return _adamw_8bit([p for _, p in trained], adam)
-    return AdamW([p for _, p in trained], **adam)
+    if config.optimizer == "adamw":
+        return AdamW([p for _, p in trained], **adam)
+    from inner.models.other_optimizers import adamw_8bit, muon_and_adamw
 
-
-class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer for hooks and schedule. It shares its groups and state with its parts."""
-
-    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
-        super().__init__([*matrices, *others], {"lr": adam["lr"]})
-        parts: list[Optimizer] = []
-        if matrices:
-            from torch.optim import Muon
-
-            muon = {"lr": adam["lr"], "weight_decay": adam["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
-            parts.append(Muon(matrices, **muon))
-        if others:
-            parts.append(AdamW(others, **adam))
-        self.parts = parts
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        for part in parts:
-            part.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = closure() if closure is not None else None
-        for part in self.parts:
-            part.step()
-        return loss
-
-
-def _adamw_8bit(parameters: Iterable[Tensor], adam: dict[str, Any]) -> Optimizer:
-    try:
-        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
-    except ImportError as missing:
-        raise InnerError(
-            f'inner.optimizer = "adamw8bit" needs bitsandbytes, which is not installed here ({missing}). Next: '
-            "`pip install bitsandbytes`"
-            ' on this machine, `--pip bitsandbytes` for replicas elsewhere, or inner.optimizer = "adamw".'
-        ) from missing
-    if not torch.cuda.is_available():
-        raise InnerError(
-            'inner.optimizer = "adamw8bit" needs a CUDA device, and there is none here. Set inner.optimizer = "adamw".'
-        )
-    return AdamW8bit(parameters, **adam)
+    return (muon_and_adamw if config.optimizer == "muon" else adamw_8bit)(trained, adam)
 
 
 class RunSchedule(LambdaLR):

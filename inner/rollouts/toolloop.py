@@ -13,6 +13,7 @@ Not promised: a gain without tools, or if all tool results differ; images.
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -63,11 +64,21 @@ class LeanToolLoop(GRPOTrainer):
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.tool_workers > 1 or self.tool_limit_s is not None:
-            from inner.rollouts.tools_at_once import ToolsAtOnce
+            from inner.rollouts.tools_at_once import run_tools_at_once
 
-            together = ToolsAtOnce(self._sync_tool_dicts, args[3], self.tool_workers, self.tool_limit_s)
-            self._sync_tool_dicts = together.tools()
+            run_tools_at_once(self, completions=args[3])
         return super()._tool_call_loop(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._environments_at_once("reset", inputs):
+            return super()._generate_and_score_completions(inputs)
+
+    def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
+        if self.tool_workers == 1 or self.environment_factories is None:
+            return nullcontext()
+        from inner.rollouts.environments_at_once import environments_at_once
+
+        return environments_at_once(self, method, rows)
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         """Render equal prompts of the same environment only once."""
@@ -107,7 +118,8 @@ class LeanToolLoop(GRPOTrainer):
             tokenizer.response_template = template
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with self._environments_at_once("get_reward"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rewards = self._settle_rewards(rewards)
         if self.on_rollouts is not None:
             model: Any = self.model

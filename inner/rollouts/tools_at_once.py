@@ -1,60 +1,103 @@
-"""Run the tool calls of one turn at the same time, in threads.
+"""Run the tool calls of one turn at the same time, in threads and tasks.
 
     completions: every rollout whose newest message calls tools ──▶ a thread each, `workers` at once ──▶ results by row
+                                                                     └ then its async calls, tasks of TRL's event loop
 
 TRL's loop calls tools rollout by rollout.  Its first call of a turn starts those of all rollouts here, and each later
 call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
 rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
-because its environment is still busy.  Its place goes to the next rollout.
+because its environment is still busy.  Its place goes to the next rollout.  An async call is cancelled instead.
 
-Not promised: tools that several rollouts share need locks of their own; async tools run as in TRL's loop; a thread
-that hangs is left behind.
+Not promised: tools that several rollouts share need locks of their own; a thread that hangs is left behind; an end of
+an async tool that blocks the event loop.
 """
 
+import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
+from inspect import iscoroutinefunction
 from typing import Any
+
+from inner.rollouts.environments_at_once import in_order
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
+_STILL = "an earlier tool call of this rollout still hangs"
+
+
+def run_tools_at_once(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
+    """Put tools that run at once in front of a trainer's tools, for one generation."""
+    synchronous, later = trainer._sync_tool_dicts, trainer._async_tool_dicts
+    together = ToolsAtOnce(
+        [{**plain, **of_loop} for plain, of_loop in zip(synchronous, later, strict=True)],
+        completions,
+        workers=trainer.tool_workers,
+        limit_s=trainer.tool_limit_s,
+        loop=getattr(trainer, "async_loop", None),  # TRL makes one if there are async tools
+        in_order=in_order(trainer.environments or ()),
+    )
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = together.tools(), together.tools(asynchronous=True)
 
 
 class ToolsAtOnce:
     """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
 
     workers: threads that run at once.   limit_s: seconds that one call may take; None: no limit.
+    loop: runs the async tools.   in_order: rollouts whose calls stay in TRL's loop.
     """
 
     def __init__(
-        self, tools: Sequence[Tools], completions: Sequence[Sequence[Message]], workers: int, limit_s: float | None
+        self,
+        tools: Sequence[Tools],
+        completions: Sequence[Sequence[Message]],
+        *,
+        workers: int,
+        limit_s: float | None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        in_order: Set[int] = frozenset(),
     ) -> None:
         self._tools = tools
         self._completions = completions
         self._limit_s = limit_s
+        self._loop = loop
+        self._in_order = in_order
         self._free = workers
         self._waiting = deque[tuple[int, Sequence[_Call]]]()  # in the loop's order, so none waits behind a hanging one
         self._begun: dict[int, int] = {}  # rollout -> messages at its newest turn that was started
-        self._results: dict[int, list[_Call]] = {}
+        self._turns: dict[int, Sequence[_Call]] = {}  # the calls of that turn
+        self._results: dict[int, list[_Call]] = {}  # those that the loop has not asked for
         self._hanging = set[int]()
         self._lock = threading.Lock()
 
-    def tools(self) -> list[dict[str, Callable[..., Any]]]:
-        """Return the rollouts' tools as TRL calls them: each waits for its result."""
+    def tools(self, *, asynchronous: bool = False) -> list[dict[str, Callable[..., Any]]]:
+        """Return the rollouts' tools as TRL calls them: each waits for its result.   asynchronous: the async ones."""
         return [
-            {name: lambda row=row, **_: self._result(row) for name in of_row} for row, of_row in enumerate(self._tools)
+            {
+                name: tool if row in self._in_order else self._instead_of(tool, row)
+                for name, tool in of_row.items()
+                if iscoroutinefunction(tool) == asynchronous
+            }
+            for row, of_row in enumerate(self._tools)
         ]
 
-    def _result(self, row: int) -> Any:
+    def _instead_of(self, tool: Callable[..., Any], row: int) -> Callable[..., Any]:
+        if iscoroutinefunction(tool):
+            return lambda **_: _wait_for(self._next_call(row))
+        return lambda **_: self._result(row, self._next_call(row))
+
+    def _next_call(self, row: int) -> "_Call":
         if self._begun.get(row) != len(self._completions[row]):
             self._start_turn()
         if row in self._hanging:
-            raise TimeoutError("an earlier tool call of this rollout still hangs")
-        call = self._results[row].pop(0)
+            raise TimeoutError(_STILL)
+        return self._results[row].pop(0)
+
+    def _result(self, row: int, call: "_Call") -> Any:
         call.started.wait()
         try:
             return call.answer.result(self._limit_s)
@@ -63,17 +106,21 @@ class ToolsAtOnce:
                 if call.answer.done():  # just now, or it is the tool's own TimeoutError
                     return call.answer.result()
                 self._hanging.add(row)
+                for other in self._turns[row]:
+                    if not other.answer.done():
+                        other.answer.set_exception(TimeoutError(_STILL))
                 self._give_back()
-            raise TimeoutError(f"the tool gave no answer within {self._limit_s:g} s") from None
+            raise TimeoutError(_too_late(self._limit_s)) from None
 
     def _start_turn(self) -> None:
         for row, messages in enumerate(self._completions):
-            asked = messages[-1].get("tool_calls") if messages else None
+            asked = messages[-1].get("tool_calls") if messages and row not in self._in_order else None
             if asked and self._begun.get(row) != len(messages):
                 self._begun[row] = len(messages)
-                self._results[row] = calls = list(filter(None, (self._call(row, one) for one in asked)))
+                self._turns[row] = calls = tuple(filter(None, (self._call(row, one) for one in asked)))
+                self._results[row] = list(calls)
                 if calls and row not in self._hanging:
-                    self._waiting.append((row, tuple(calls)))
+                    self._waiting.append((row, calls))
         with self._lock:
             self._start_waiting()
 
@@ -96,21 +143,31 @@ class ToolsAtOnce:
         return _Call(tool, dict(arguments)) if tool is not None and by_name else None  # type: ignore[arg-type]
 
     def _run(self, row: int, calls: Sequence["_Call"]) -> None:
-        for call in calls:
+        for call in (call for call in calls if not call.is_async):
             call.started.set()
             found = _answer(call)
             with self._lock:
                 if row in self._hanging:  # too late: the loop has given this thread's place to another
                     return
                 found(call.answer)
+        self._run_async([call for call in calls if call.is_async])
         with self._lock:
             self._give_back()
+
+    def _run_async(self, calls: Sequence["_Call"]) -> None:
+        """Run a rollout's async calls together, after its others, as TRL does."""
+        for call in calls:
+            task = asyncio.run_coroutine_threadsafe(_within(self._limit_s, call), self._loop)  # type: ignore[arg-type]
+            task.add_done_callback(lambda done, call=call: _copy_result(done, call.answer))
+        for call in calls:
+            call.answer.exception()
 
 
 class _Call:
     def __init__(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.tool = tool
         self.arguments = arguments
+        self.is_async = iscoroutinefunction(tool)
         self.started = threading.Event()
         self.answer: Future[Any] = Future()
 
@@ -122,3 +179,30 @@ def _answer(call: _Call) -> Callable[[Future[Any]], None]:
     except BaseException as error:
         return lambda answer, error=error: answer.set_exception(error)
     return lambda answer: answer.set_result(result)
+
+
+def _copy_result(done: Future[Any], to: Future[Any]) -> None:
+    error = asyncio.CancelledError("the tool was cancelled") if done.cancelled() else done.exception()
+    to.set_exception(error) if error else to.set_result(done.result())
+
+
+async def _within(limit_s: float | None, call: _Call) -> Any:
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await call.tool(**call.arguments)
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(_too_late(limit_s)) from None
+        raise
+
+
+def _wait_for(call: _Call) -> Coroutine[Any, Any, Any]:
+    async def answer() -> Any:
+        return await asyncio.wrap_future(call.answer)
+
+    return answer()
+
+
+def _too_late(limit_s: float | None) -> str:
+    return f"the tool gave no answer within {limit_s:g} s"

@@ -278,7 +278,7 @@ class SamplingSettings(Table):
         None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
     )
     max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
-    tool_workers: int = setting(1, "Rollouts whose tool calls run at the same time, in threads.", least=1)
+    tool_workers: int = setting(1, "Rollouts whose tool calls, `reset` and `get_reward` run at the same time.", least=1)
     tool_timeout_s: float | None = setting(
         None, "Seconds that one tool call may take; then it is an error of its rollout.", above=0
     )

@@ -26,7 +26,9 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.extras.openenv.client import GONE, OVER, OpenEnv, openenv_environment
+from inner.rollouts.environments_at_once import methods_at_once
 from inner.rollouts.rollout_states import rollout_states
+from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
@@ -38,8 +40,8 @@ from tests.inner.test_toolworld import SMALL, WORLD, small_folder
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 torch.set_num_threads(1)
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "openenv"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "openenv"
 GOOD, BAD = WORLD.right_name(0), WORLD.right_name(1)
 
 
@@ -60,7 +62,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(*command: str, ports: tuple[int, ...], cwd: Path = HERE.parent) -> Iterator[subprocess.Popen[bytes]]:
+def running(*command: str, ports: tuple[int, ...], cwd: Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([openenv_python(), "-W", "ignore", *command], cwd=cwd, stdout=subprocess.DEVNULL)
     try:
         for port in ports:
@@ -88,7 +90,7 @@ def address(port: int) -> str:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, str]]:
     """tests/support/openenv_server.py: {"world": URL, "odd": URL, …}"""
-    ports = {name: free_port() for name in ("world", "odd", "one", "idle")}
+    ports = {name: free_port() for name in ("world", "odd", "one", "idle", "waits")}
     given = [f"{name}={port}" for name, port in ports.items()]
     with running("tests/support/openenv_server.py", GOOD, BAD, *given, ports=tuple(ports.values())):
         yield {name: address(port) for name, port in ports.items()}
@@ -110,7 +112,7 @@ def guessing() -> Iterator[str]:
 
 @cache
 def their_client(kind: str, url: str) -> dict[str, Any]:
-    command = [openenv_python(), "-W", "ignore", str(HERE / "openenv_client.py"), kind, url]
+    command = [openenv_python(), "-W", "ignore", str(ROOT / "tests" / "support" / "openenv_client.py"), kind, url]
     return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=300).stdout.splitlines()[-1])
 
 
@@ -364,7 +366,7 @@ def test_a_server_that_restarts_in_the_middle_of_an_episode(capsys: pytest.Captu
         assert getattr(environment, GOOD)(a=1, b=1) == "2"
     assert getattr(environment, GOOD)(a=1, b=1) == GONE and environment.get_reward() is None
     assert [m["content"] for m in environment._messages_before(2)] == ["", "2"]  # from the conversation
-    again = subprocess.Popen([openenv_python(), "-W", "ignore", *given], cwd=HERE.parent, stdout=subprocess.DEVNULL)
+    again = subprocess.Popen([openenv_python(), "-W", "ignore", *given], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         environment._patience_s = 200.0
         environment.reset(mode="steps")  # waits for it
@@ -456,3 +458,31 @@ def test_only_a_failure_that_is_raised_is_one_for_trl(servers: dict[str, str], t
     assert failures > 0
     trl_counts, unknown = (sum(column) for column in zip(*counted, strict=True))
     assert trl_counts >= unknown + failures if form == "raised" else trl_counts < unknown + failures
+
+
+# many sessions at once
+
+
+@pytest.mark.parametrize("rollouts", [16, 64])
+def test_sessions_wait_at_the_same_time(servers: dict[str, str], rollouts: int) -> None:
+    """A second per call: a turn of all rollouts takes less than two, and they were in the server together."""
+    environments: Any = [openenv_environment(servers["waits"])() for _ in range(rollouts)]
+    call = {"type": "function", "function": {"name": GOOD, "arguments": {"a": 1, "b": 2}}}
+    began = time.monotonic()
+    with methods_at_once(environments, "reset", [{"mode": "steps"}] * rollouts, rollouts):
+        for environment in environments:
+            environment.reset(mode="steps")
+    reset = time.monotonic()
+    tools = ToolsAtOnce(
+        [{GOOD: getattr(environment, GOOD)} for environment in environments],
+        [[{"role": "assistant", "tool_calls": [call]}]] * rollouts,
+        workers=rollouts,
+        limit_s=30.0,
+    ).tools()
+    assert [of_row[GOOD](a=1, b=2) for of_row in tools] == ["3"] * rollouts
+    took = time.monotonic() - reset
+    assert max(int(one._send_request("state", None)["episode_id"]) for one in environments) == rollouts
+    print(f"{rollouts} resets {reset - began:.2f} s, a turn of {rollouts} calls of a second {took:.2f} s")
+    assert took < 2
+    for environment in environments:
+        environment._close()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from inner import InnerConfig, InnerError
-from inner.models.optim import MuonAndAdamW, RunSchedule, make_optimizer
+from inner.models.optim import RunSchedule, make_optimizer
+from inner.models.other_optimizers import MuonAndAdamW
 from inner.settings.inner import lr_factor
 from inner.settings.task import LoraSettings
 

@@ -22,7 +22,7 @@ def asks(*calls: tuple[str, Any]) -> dict[str, Any]:
 
 def together(tools: list[dict[str, Any]], turns: list[dict[str, Any]], workers: int = 16, limit: float | None = None):
     messages = [[turn] for turn in turns]
-    return messages, ToolsAtOnce(tools, messages, workers, limit).tools()
+    return messages, ToolsAtOnce(tools, messages, workers=workers, limit_s=limit).tools()
 
 
 def test_a_whole_run_is_that_of_the_serial_loop_bit_for_bit() -> None:

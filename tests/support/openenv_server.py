@@ -1,10 +1,11 @@
 """Real OpenEnv servers for tests, several in one process; runs where `openenv` is installed, and needs nothing of ours.
 
-python tests/support/openenv_server.py GOOD BAD world=PORT odd=PORT one=PORT idle=PORT
+python tests/support/openenv_server.py GOOD BAD world=PORT odd=PORT one=PORT idle=PORT waits=PORT
 
     world   20 sessions      GOOD(a, b) = a + b      BAD(a, b) always fails: "BAD is not allowed today"
     one     the same, one session
     idle    the same, sessions that are let go after a second without a message
+    waits   as world, 64 sessions; each call takes a second, and `most` tells how many were in it at once
     odd     tools with names and schemas of every kind
 
     reset(mode=…)   delayed   0.0 until the first success, which is the episode's end: 0.5, from a TrajectoryRubric
@@ -177,6 +178,21 @@ class World(MCPEnvironment):
         return seen
 
 
+class Waits(World):
+    at_once = most = 0
+
+    async def step_async(self, action: Any, timeout_s: float | None = None, **given: Any) -> Observation:
+        if not isinstance(action, CallToolAction):  # tools/list
+            return await super().step_async(action, timeout_s=timeout_s, **given)
+        Waits.at_once += 1
+        Waits.most = max(Waits.most, Waits.at_once)
+        await asyncio.sleep(1.0)
+        seen = await super().step_async(action, timeout_s=timeout_s, **given)
+        Waits.at_once -= 1
+        self._state.episode_id = str(Waits.most)
+        return seen
+
+
 class Odd(World):
     make_tools = staticmethod(odd_tools)
 
@@ -185,6 +201,7 @@ LIMITS = {
     "world": (World, ConcurrencyConfig(max_concurrent_envs=20)),
     "one": (World, ConcurrencyConfig(max_concurrent_envs=1)),
     "idle": (World, ConcurrencyConfig(max_concurrent_envs=2, session_timeout=1.0)),
+    "waits": (Waits, ConcurrencyConfig(max_concurrent_envs=65)),
     "odd": (Odd, ConcurrencyConfig(max_concurrent_envs=4)),
 }
 

@@ -1,0 +1,69 @@
+"""Optimizers that a run asks for: Muon, and AdamW with moments of 8 bits.
+
+    muon        matrices: torch.optim.Muon, its steps scaled to AdamW's size; all else: AdamW
+    adamw8bit   bitsandbytes'
+
+Not promised: bitsandbytes on a CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from inner.errors import InnerError
+
+NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in names of matrices that Muon must not train
+Named = Sequence[tuple[str, Tensor]]
+
+
+def muon_and_adamw(trained: Named, adam: dict[str, Any]) -> Optimizer:
+    """Return Muon for the hidden matrices and AdamW for the rest.   adam: AdamW's arguments"""
+    matrices = [p for name, p in trained if p.ndim == 2 and not any(word in name for word in NOT_HIDDEN)]
+    held = {id(p) for p in matrices}
+    return MuonAndAdamW(matrices, [p for _, p in trained if id(p) not in held], adam)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon and AdamW as one optimizer for hooks and schedule. It shares its groups and state with its parts."""
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
+        super().__init__([*matrices, *others], {"lr": adam["lr"]})
+        parts: list[Optimizer] = []
+        if matrices:
+            from torch.optim import Muon
+
+            muon = {"lr": adam["lr"], "weight_decay": adam["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
+            parts.append(Muon(matrices, **muon))
+        if others:
+            parts.append(AdamW(others, **adam))
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = closure() if closure is not None else None
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def adamw_8bit(trained: Named, adam: dict[str, Any]) -> Optimizer:
+    """Return bitsandbytes' AdamW.   Raise InnerError if it cannot run here."""
+    try:
+        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as missing:
+        raise InnerError(
+            f'inner.optimizer = "adamw8bit" needs bitsandbytes, which is not installed here ({missing}). Next: '
+            "`pip install bitsandbytes`"
+            ' on this machine, `--pip bitsandbytes` for replicas elsewhere, or inner.optimizer = "adamw".'
+        ) from missing
+    if not torch.cuda.is_available():
+        raise InnerError(
+            'inner.optimizer = "adamw8bit" needs a CUDA device, and there is none here. Set inner.optimizer = "adamw".'
+        )
+    return AdamW8bit([p for _, p in trained], **adam)

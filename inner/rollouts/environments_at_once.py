@@ -1,0 +1,137 @@
+"""Run one method of all environments of a batch at the same time: `reset`, `get_reward`.
+
+    with methods_at_once(environments, "reset", rows, workers):
+        TRL's loop: environment.reset(**row)      the first call starts those of all rollouts; each returns its own
+
+TRL calls them rollout by rollout.  Inside the `with`, each environment has an attribute in front of its method, for one
+call; so a reward that is tried again reaches the method itself.  Plain methods run in threads, async ones in tasks.
+
+An environment whose rollouts depend on their order (a global random generator, one connection) says so:
+
+    class Env:
+        _in_order = True
+
+Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
+
+Not promised: a limit in time; a gain for an environment with __slots__.
+"""
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any
+
+
+def in_order(environments: Sequence[Any]) -> set[int]:
+    """Return the rollouts whose environment's calls stay in order."""
+    times = Counter(map(id, environments))
+    return {i for i, one in enumerate(environments) if getattr(one, "_in_order", False) or times[id(one)] > 1}
+
+
+def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the environment that TRL will give to each row, and make those that its pool lacks."""
+    names = [row.get("environment") if trainer._multi_environment else None for row in rows]
+    if trainer.environment_factories is None or not set(names) <= set(trainer.environment_factories):
+        return []
+    drawn, at = [], Counter[str | None]()
+    for name in names:
+        pool = trainer._environment_pool[name]
+        if at[name] == len(pool):
+            pool.append(trainer.environment_factories[name]())
+        drawn.append(pool[at[name]])
+        at[name] += 1
+    return drawn
+
+
+def environments_at_once(
+    trainer: Any, method: str, rows: Sequence[Mapping[str, Any]] | None
+) -> AbstractContextManager[None]:
+    """Let a batch's environments run `reset` (rows: the batch) or `get_reward` (rows: None) at once in a `with`."""
+    if rows is None:
+        environments: list[Any] = trainer.environments
+        return methods_at_once(environments, method, [{}] * len(environments), trainer.tool_workers)
+    hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
+    given = [{key: value for key, value in row.items() if key not in hidden} for row in rows]
+    environments = drawn_environments(trainer, rows)
+    return methods_at_once(environments, method, given if environments else (), trainer.tool_workers)
+
+
+@contextmanager
+def methods_at_once(
+    environments: Sequence[Any], method: str, rows: Sequence[Mapping[str, Any]], workers: int
+) -> Iterator[None]:
+    """Let the first call of `method` inside a `with` start those of all environments.   rows: each call's arguments."""
+    stay = in_order(environments)
+    chosen = [
+        (one, partial(getattr(one, method), **row))
+        for i, (one, row) in enumerate(zip(environments, rows, strict=True))
+        if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
+    ]
+    for kind in (_Threads, _Tasks):  # async ones are called in the event loop, the others are not
+        calls = [(one, call) for one, call in chosen if iscoroutinefunction(call.func) == (kind is _Tasks)]
+        batch = kind([call for _, call in calls], workers)
+        for i, (one, _) in enumerate(calls):
+            vars(one)[method] = partial(_call_once, one, method, batch, i)
+    try:
+        yield
+    finally:
+        for one, _ in chosen:
+            vars(one).pop(method, None)
+
+
+def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
+    vars(environment).pop(method, None)
+    return batch.take(i)
+
+
+class _Threads:
+    """Calls that start together at the first `take`, at most `workers` at once."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], workers: int) -> None:
+        self._answers = [Future[Any]() for _ in calls]
+        self._waiting = deque(zip(calls, self._answers, strict=True))
+        self._free = min(workers, len(calls))
+
+    def take(self, i: int) -> Any:
+        """Return the result of call i, or raise its error."""
+        while self._free:
+            self._free -= 1
+            threading.Thread(target=self._work, daemon=True).start()
+        return self._answers[i].result()
+
+    def _work(self) -> None:
+        with suppress(IndexError):  # none waits any more
+            while True:
+                call, answer = self._waiting.popleft()
+                try:
+                    result = call()
+                except BaseException as error:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(result)
+
+
+class _Tasks:
+    """The same for async calls."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], workers: int) -> None:
+        self._calls = calls
+        self._workers = workers
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def take(self, i: int) -> Any:
+        """Return the task of call i."""
+        if not self._tasks:
+            limit = asyncio.Semaphore(self._workers)
+            self._tasks = [asyncio.ensure_future(_limited(limit, call)) for call in self._calls]
+        return self._tasks[i]
+
+
+async def _limited(limit: asyncio.Semaphore, call: Callable[[], Any]) -> Any:
+    async with limit:
+        return await call()

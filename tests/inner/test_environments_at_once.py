@@ -1,0 +1,257 @@
+"""`reset`, `get_reward` and async tools of all rollouts at the same time, and the serial loop's results."""
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inner.rollouts.environments_at_once import drawn_environments, in_order, methods_at_once
+from inner.rollouts.tools_at_once import ToolsAtOnce
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
+from tests.inner.test_tools_at_once import PATIENCE_S, asks
+from tests.inner.test_toolworld import WORLD, small_folder
+
+torch.set_num_threads(1)
+GOOD, OTHER = WORLD.right_name(0), WORLD.right_name(1)
+
+WORLD_FILE = f'''
+import threading
+
+class World:
+    """Tools of both kinds, and a reward of its own. The class counts how many wait at once."""
+
+    at_once, most, lock = 0, {{}}, threading.Lock()
+
+    def reset(self, **row):
+        self.calls = 0
+        self._meet("reset")
+
+    async def {GOOD}(self, a: int, b: int) -> str:
+        """The one.
+
+        Args:
+            a: first
+            b: second
+        """
+        self.calls += 1
+        return str((a + b) % 20)
+
+    def {OTHER}(self, a: int, b: int) -> str:
+        """The other.
+
+        Args:
+            a: first
+            b: second
+        """
+        self.calls += 1
+        return str((2 * a + b) % 20)
+
+    def get_reward(self) -> float:
+        self._meet("get_reward")
+        return float(self.calls)
+
+    def _meet(self, where):
+        with self.lock:
+            World.at_once += 1
+            self.most[where] = max(self.most.get(where, 0), World.at_once)
+        threading.Event().wait(0.02)
+        with self.lock:
+            World.at_once -= 1
+'''
+
+
+class One:
+    """An environment that answers with its number."""
+
+    _in_order = False
+
+    def __init__(self, number: int, meet: Any = None) -> None:
+        self.number, self.meet, self.times = number, meet or (lambda: None), 0
+
+    def reset(self, **row: Any) -> Any:
+        self.meet()
+        self.times += 1
+        if row.get("bad") == self.number:
+            raise ValueError(f"no {self.number}")
+        return self.number, row
+
+    async def get_reward(self) -> int:
+        await self.meet()
+        self.times += 1
+        return self.number
+
+
+def test_a_whole_run_is_that_of_the_serial_loop_and_the_environments_meet(tmp_path: Path) -> None:
+    serial, at_once = trained(tmp_path, 1), trained(tmp_path, 8)
+    assert torch.equal(serial[0], at_once[0]) and serial[1] == at_once[1]
+    assert serial[2] == {"reset": 1, "get_reward": 1}
+    assert all(2 <= most <= 8 for most in at_once[2].values()), at_once[2]
+
+
+def trained(folder: Path, workers: int) -> tuple[torch.Tensor, dict[str, float], dict[str, int]]:
+    """Return the parameters after two steps, the last metrics, and how many environments were at once in a method."""
+    (folder / "world.py").write_text(WORLD_FILE)
+    (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    config = InnerConfig(
+        model=str(small_folder()),
+        data={"prompts": "rows.jsonl"},
+        sampling={"environment": "world.py:World", "tool_workers": workers, "tool_timeout_s": 60.0},
+        batch_size=16,
+    )
+    files = {"prompts": folder / "rows.jsonl", "environment": folder / "world.py"}
+    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    stops = iter((False, True))
+    loop.train(lambda: next(stops))
+    parameters = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    metrics = {name: value for name, value in loop.pop_metrics().items() if "time" not in name}
+    return parameters, metrics, dict(loop.trainer.environments[0].most)
+
+
+@pytest.mark.parametrize("number", [16, 3])
+def test_calls_that_wait_for_each_other_all_return_with_their_own_row(number: int) -> None:
+    gate = threading.Barrier(number)
+    ones = [One(i, lambda: gate.wait(PATIENCE_S)) for i in range(number)]
+    rows = [{"a": i} for i in range(number)]
+    with methods_at_once(ones, "reset", rows, 16):
+        assert [one.reset(a=i) for i, one in enumerate(ones)] == list(enumerate(rows))
+    assert all("reset" not in vars(one) for one in ones)
+
+
+def test_no_more_begin_than_workers_and_all_are_made_once() -> None:
+    pair = threading.Barrier(2)
+    ones = [One(i, lambda: pair.wait(PATIENCE_S)) for i in range(6)]  # a third would break it
+    with methods_at_once(ones, "reset", [{}] * 6, 2):
+        assert [one.reset()[0] for one in ones] == list(range(6))
+    assert [one.times for one in ones] == [1] * 6
+
+
+def test_async_calls_wait_for_each_other_and_again_reaches_the_method() -> None:
+    async def score() -> list[int]:
+        gate = asyncio.Barrier(5)
+        ones = [One(i, gate.wait) for i in range(5)]
+        with methods_at_once(ones, "get_reward", [{}] * 5, 5):
+            first = [await one.get_reward() for one in ones]
+            again = await asyncio.gather(*(one.get_reward() for one in ones))
+        assert [one.times for one in ones] == [2] * 5
+        return first + list(again)
+
+    assert asyncio.run(score()) == [0, 1, 2, 3, 4] * 2
+
+
+def test_an_error_is_its_rollouts_and_the_others_have_their_results() -> None:
+    ones = [One(i) for i in range(3)]
+    with methods_at_once(ones, "reset", [{"bad": 1}] * 3, 4):
+        assert ones[0].reset(bad=1)[0] == 0
+        with pytest.raises(ValueError, match="no 1"):
+            ones[1].reset(bad=1)
+        assert ones[2].reset(bad=1)[0] == 2
+
+
+def test_environments_that_say_so_or_are_shared_stay_in_order() -> None:
+    said, shared = One(0), One(2)
+    said._in_order = True
+    ones = [said, One(1), shared, shared]
+    assert in_order(ones) == {0, 2, 3}
+    with methods_at_once(ones, "reset", [{}] * 4, 4):
+        assert ones[1].reset()[0] == 1
+        assert said.times == shared.times == 0, "they wait for TRL's own call"
+
+
+def test_environments_are_drawn_from_the_pools_as_trl_draws_them() -> None:
+    pools: dict[str, list[Any]] = {"a": [One(0)], "b": [One(1)]}
+    trainer = SimpleNamespace(
+        _multi_environment=True, _environment_pool=pools, environment_factories={"a": lambda: One(2), "b": One}
+    )
+    drawn = drawn_environments(trainer, [{"environment": name} for name in "aba"])
+    assert [one.number for one in drawn] == [0, 1, 2] and drawn[2] is pools["a"][1]
+    assert drawn_environments(trainer, [{"environment": "c"}]) == [], "TRL names the wrong one"
+
+
+@pytest.fixture
+def loop() -> Any:
+    """TRL's event loop, in a thread."""
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join()
+    made.close()
+
+
+def both(tools: list[dict[str, Any]], turns: list[dict[str, Any]], loop: Any, **limits: Any):
+    found = ToolsAtOnce(tools, [[turn] for turn in turns], loop=loop, **{"workers": 16, "limit_s": None, **limits})
+    return found.tools(), found.tools(asynchronous=True)
+
+
+def ask(loop: Any, coroutine: Any) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
+
+
+def test_async_tools_of_all_rollouts_wait_for_each_other(loop: Any) -> None:
+    gate = asyncio.Barrier(16)
+
+    async def wait(row: int) -> int:
+        await gate.wait()
+        return row
+
+    _, found = both([{"wait": wait}] * 16, [asks(("wait", {"row": row})) for row in range(16)], loop)
+    assert [ask(loop, of_row["wait"](row=row)) for row, of_row in enumerate(found)] == list(range(16))
+
+
+def test_async_calls_follow_the_others_of_their_rollout(loop: Any) -> None:
+    order: list[str] = []
+
+    async def later() -> str:
+        order.append("later")
+        return "l"
+
+    def first() -> str:
+        order.append("first")
+        return "f"
+
+    (plain,), (of_loop,) = both([{"later": later, "first": first}], [asks(("later", {}), ("first", {}))], loop)
+    waiting = of_loop["later"]()
+    assert (plain["first"](), ask(loop, waiting), order) == ("f", "l", ["first", "later"])
+
+
+def test_an_async_call_that_hangs_is_cancelled_at_its_limit(loop: Any) -> None:
+    ended: list[str] = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    async def late() -> None:
+        raise TimeoutError("the server is slow")
+
+    _, (tools, own) = both([{"t": hang}, {"t": late}], [asks(("t", {}))] * 2, loop, limit_s=0.1, workers=1)
+    with pytest.raises(TimeoutError, match=r"gave no answer within 0\.1 s"):
+        ask(loop, tools["t"]())
+    with pytest.raises(TimeoutError, match="the server is slow"):
+        ask(loop, own["t"]())
+    assert ended == ["cancelled"]
+
+
+def test_a_plain_call_that_hangs_ends_the_async_ones_of_its_rollout(loop: Any) -> None:
+    release = threading.Event()
+
+    async def later() -> None: ...
+
+    tools = {"later": later, "hang": lambda: release.wait(PATIENCE_S)}
+    (plain,), (of_loop,) = both([tools], [asks(("later", {}), ("hang", {}), ("later", {}))], loop, limit_s=0.1)
+    before = of_loop["later"]()
+    with pytest.raises(TimeoutError, match="gave no answer"):
+        plain["hang"]()
+    with pytest.raises(TimeoutError, match="still hangs"):
+        ask(loop, before)
+    with pytest.raises(TimeoutError, match="still hangs"):
+        of_loop["later"]()
+    release.set()
