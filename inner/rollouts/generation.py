@@ -171,6 +171,8 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the products of training. TRL's own, with LoRA, are float32 under bfloat16 autocast, too."""
+        if self.replayed is not None:
+            return self.replayed.first_turns
         with nullcontext() if self.use_vllm else self.accelerator.autocast():
             return super()._generate_single_turn(*args, **kwargs)
 

@@ -14,7 +14,7 @@ Not promised: a gain without tools, or if all tool results differ; images.
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from inner.data.rendering import prompt_ids, render_text, text_of
 from inner.errors import InnerError
 
+if TYPE_CHECKING:
+    from inner.rollouts.bundle import Bundle
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 except ImportError:  # another version: use its own parsing
@@ -40,6 +42,7 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
+    replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -63,6 +66,8 @@ class LeanToolLoop(GRPOTrainer):
         return list(self._suffixes[key])
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replayed is not None:
+            return self.replayed.turns
         if self.tool_workers > 1 or self.tool_limit_s is not None:
             from inner.rollouts.tools_at_once import run_tools_at_once
 
@@ -82,6 +87,8 @@ class LeanToolLoop(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         """Render equal prompts of the same environment only once."""
+        if self.replayed is not None:
+            return self.replayed.prompt_ids, None, {}
         environments = getattr(self, "_batch_environments", None) or [None] * len(prompts)
         rendered: dict[str, list[int]] = {}
         keys = [f"{name}\n{json.dumps(prompt, default=id)}" for name, prompt in zip(environments, prompts, strict=True)]

@@ -1,0 +1,170 @@
+"""One generation's rollouts as data: what the trainer needs to train on them again, to the bit, and their bytes.
+
+    safetensors   prompt_ids · ids · mask · logprobs   concatenated, with the lengths by rollout
+                  rewards                              (B, F) as they counted, NaN: unknown
+                  torch, numpy, python, cuda           random states after the generation
+    metadata      prompts, each once · completions · names of the rewards · tool calls and failures
+
+A token costs 4 bytes, 5 with tools, 9 with log-probs of an engine; the random states cost 15 KB.
+
+Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle.  Whether
+it fits a trainer is asked in recorded.py.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+Ids = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of torch, numpy, python and the GPU, as tensors and two numbers each."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+    @classmethod
+    def read(cls) -> "RandomStates":
+        version, words, gauss = random.getstate()
+        _, keys, *at = np.random.get_state(legacy=True)  # pyright: ignore[reportAssignmentType]
+        tensors = {
+            "torch": torch.random.get_rng_state(),
+            "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
+            "python": torch.tensor(words, dtype=torch.int64),
+        }
+        if torch.cuda.is_available():
+            tensors["cuda"] = torch.cuda.get_rng_state()
+        return cls(tensors, {"numpy": at, "python": [version, gauss]})
+
+    def restore(self) -> None:
+        torch.random.set_rng_state(self.tensors["torch"])
+        np.random.set_state(("MT19937", self.tensors["numpy"].numpy().astype(np.uint32), *self.numbers["numpy"]))
+        version, gauss = self.numbers["python"]
+        random.setstate((version, tuple(self.tensors["python"].tolist()), gauss))
+        if "cuda" in self.tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.tensors["cuda"])
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The rollouts of one generation, by rollout.   mask: 1 for the model's tokens, 0 for tools'; None: no tools.
+
+    prompts, completions: as rewards get them.   rewards: (B, F).   calls: tool calls, and failures among them.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    prompt_ids: Ids
+    ids: Ids
+    mask: Ids | None
+    logprobs: Sequence[Sequence[float]] | None
+    rewards: Tensor
+    names: Sequence[str]
+    calls: tuple[int, int] = (0, 0)
+    random: RandomStates = field(default_factory=RandomStates.read)
+
+    @property
+    def first_turns(self) -> tuple[list[list[int]], Any]:
+        """Return what TRL's `_generate_single_turn` returned: ids and log-probs up to the first tool's answer."""
+        masks = self.mask or [[1] * len(ids) for ids in self.ids]
+        ends = [mask.index(0) if 0 in mask else len(mask) for mask in map(list, masks)]
+        cut = lambda rows: [list(row[:end]) for row, end in zip(rows, ends, strict=True)]  # noqa: E731
+        return cut(self.ids), None if self.logprobs is None else cut(self.logprobs)
+
+    @property
+    def turns(self) -> tuple[Any, ...]:
+        """Return what TRL's `_tool_call_loop` returned."""
+        ids = [list(row) for row in self.ids]
+        return self.mask, self.completions, ids, self.logprobs, *self.calls, [[] for _ in ids]
+
+    def pack(self) -> bytes:
+        """Return the bundle's bytes."""
+        texts = [json.dumps(prompt) for prompt in self.prompts]
+        once = list(dict.fromkeys(texts))
+        place = {text: i for i, text in enumerate(once)}
+        tensors = {
+            "prompt_lengths": _lengths(self.prompt_ids),
+            "prompt_ids": _flat(self.prompt_ids, torch.int32),
+            "lengths": _lengths(self.ids),
+            "ids": _flat(self.ids, torch.int32),
+            "rewards": self.rewards.detach().float().cpu().contiguous(),
+            **self.random.tensors,
+        }
+        if self.mask is not None:
+            tensors["mask"] = _flat(self.mask, torch.uint8)
+        if self.logprobs is not None:
+            tensors["logprobs"] = _flat(self.logprobs, torch.float32)
+        said = {
+            "prompts": [json.loads(text) for text in once],
+            "prompt_of": [place[text] for text in texts],
+            "completions": list(self.completions),
+            "names": list(self.names),
+            "calls": list(self.calls),
+            "random": dict(self.random.numbers),
+        }
+        return safetensors.torch.save(tensors, {"bundle": json.dumps(said)})
+
+    @classmethod
+    def unpack(cls, body: bytes) -> "Bundle":
+        """Return the bundle in these bytes.   Raise ValueError if they are not one."""
+        try:
+            return _read(body)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError, RuntimeError) as error:
+            raise ValueError(f"not a bundle of rollouts: {type(error).__name__}: {error}") from error
+
+
+def _read(body: bytes) -> Bundle:
+    tensors = safetensors.torch.load(body)
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    said = json.loads(header["__metadata__"]["bundle"])
+    prompts = [said["prompts"][i] for i in said["prompt_of"]]
+    rewards = tensors["rewards"]
+    lengths, names = tensors["lengths"], said["names"]
+    count = len(prompts)
+    if not count == len(said["completions"]) == len(lengths) == len(tensors["prompt_lengths"]) == len(rewards):
+        raise ValueError("its parts have different numbers of rollouts")
+    if rewards.dtype != torch.float32 or tuple(rewards.shape) != (count, len(names)):
+        raise ValueError(f"its rewards are {rewards.dtype} {tuple(rewards.shape)}")
+    parts = {name: _cut(tensors[name], lengths) for name in ("ids", "mask", "logprobs") if name in tensors}
+    states = {name: tensors[name] for name in ("torch", "numpy", "python", "cuda") if name in tensors}
+    calls, failures = said["calls"]
+    return Bundle(
+        prompts=prompts,
+        completions=said["completions"],
+        prompt_ids=_cut(tensors["prompt_ids"], tensors["prompt_lengths"]),
+        ids=parts["ids"],
+        mask=parts.get("mask"),
+        logprobs=parts.get("logprobs"),
+        rewards=rewards,
+        names=names,
+        calls=(int(calls), int(failures)),
+        random=RandomStates(states, said["random"]),
+    )
+
+
+def _lengths(rows: Sequence[Sequence[Any]]) -> Tensor:
+    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+
+def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    nan = float("nan")
+    return torch.tensor([nan if x is None else x for row in rows for x in row], dtype=dtype)
+
+
+def _cut(flat: Tensor, lengths: Tensor) -> list[list[Any]]:
+    sizes = [int(n) for n in lengths]
+    if flat.ndim != 1 or min(sizes, default=1) < 1 or sum(sizes) != len(flat):
+        raise ValueError(f"{len(flat)} tokens are not {len(sizes)} rollouts of their lengths")
+    values = flat.tolist()
+    return [values[a:b] for a, b in pairwise([0, *accumulate(sizes)])]

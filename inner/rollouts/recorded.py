@@ -1,0 +1,182 @@
+"""Train on recorded rollouts where there are some; record those that the trainer makes.
+
+    place = (t, g, k)      ──▶ found ──▶ TRL's own generation, with the recorded tokens, turns and rewards in it
+    t outer step                 │ no
+    g generation of the slot     ▼
+    k its k-th bundle         generate ──▶ put ──▶ train (on the bundle that stands, if another was faster)
+
+Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages, lessons and metrics are computed as
+always, and the random states go on as they were after the recorded generation.  So the gradients are equal, bit for
+bit, where the weights are, and generations after it are those that the first process would have made.
+
+Nothing is recorded in an evaluation.  Not promised: images; vLLM's random numbers; what an environment of the user's
+keeps between episodes.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from inner.errors import InnerError
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.environments_at_once import drawn_environments
+from inner.rollouts.generation import GenerationTrainer
+
+if TYPE_CHECKING:
+    from inner.train.policy import PolicyTrainer
+
+
+class Place(NamedTuple):
+    """The place of a bundle in its slot.   outer: the outer step on which its inner steps count."""
+
+    outer: int
+    generation: int
+    bundle: int
+
+
+Unfit = Callable[[Bundle], str]  # why this trainer cannot train on a bundle; "": it can
+
+
+class Places(Protocol):
+    """Where bundles are kept."""
+
+    def find(self, place: Place, unfit: Unfit) -> Bundle | None:
+        """Return the first bundle of this place that fits."""
+        ...
+
+    def put(self, place: Place, made: Bundle, unfit: Unfit) -> Bundle:
+        """Record `made`. Return the bundle that stands: `made`, unless another process was faster."""
+        ...
+
+
+def record_rollouts(trainer: "PolicyTrainer", places: Places) -> None:
+    """Let the trainer find and record its rollouts in `places` from now on."""
+    if getattr(trainer, "_is_vlm", False):
+        raise InnerError("fleet.record_rollouts cannot record images yet. Leave it out for a model that reads images.")
+    kind: Any = type(trainer)
+    trainer.__class__ = type(f"Recorded{kind.__name__}", (_Recorded, kind), {})
+    recorded: Any = trainer
+    recorded.places, recorded._newest = places, Place(-1, -1, -1)
+
+
+class _Recorded(GenerationTrainer):
+    """A trainer's methods with `places`."""
+
+    places: Places
+    _newest: Place
+    _made: "dict[str, Any] | None" = None  # parts of the bundle that is being made
+
+    def _generate_rollouts(self, inputs: Any) -> Any:
+        if self._mode() == "eval":
+            return super()._generate_rollouts(inputs)
+        place = self._next_place()
+        unfit = lambda bundle: why_unfit(self, inputs, bundle)  # noqa: E731
+        found = self.places.find(place, unfit)
+        if found is None:
+            made, batch = self._make_bundle(inputs)
+            found = self.places.put(place, made, unfit)
+            if found is made:
+                return batch
+        batch = self._train_on(found, inputs)
+        found.random.restore()
+        return batch
+
+    def _next_place(self) -> Place:
+        served = self.args.steps_per_generation * self.num_iterations  # pyright: ignore
+        outer, generation = self._committed_step(), self._step // served  # pyright: ignore
+        before = self._newest
+        self._newest = Place(outer, generation, before.bundle + 1 if before.generation == generation else 0)
+        return self._newest
+
+    def _make_bundle(self, inputs: Any) -> tuple[Bundle, Any]:
+        self._made = {}
+        try:
+            batch = super()._generate_rollouts(inputs)
+            return Bundle(**self._made), batch
+        finally:
+            self._made = None
+
+    def _train_on(self, bundle: Bundle, inputs: Any) -> Any:
+        self.replayed = bundle
+        try:
+            with _without_resets(drawn_environments(self, inputs)):
+                return super()._generate_rollouts(inputs)
+        finally:
+            self.replayed = None
+
+    # what a bundle is made of
+
+    def _generate(self, prompts: list) -> Any:
+        out = super()._generate(prompts)
+        if self._made is not None:
+            prompt_ids, ids, mask, completions, logprobs, *_ = out
+            self._made |= {"prompt_ids": prompt_ids, "ids": ids, "mask": mask, "logprobs": logprobs}
+            self._made["completions"] = completions
+        return out
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._tool_call_loop(*args, **kwargs)
+        if self._made is not None:
+            self._made["calls"] = (out[4], out[5])
+        return out
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        if self.replayed is None:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            if self._made is not None:
+                self._made |= {"prompts": list(prompts), "rewards": rewards, "names": list(self.reward_func_names)}
+            return rewards
+        functions = self.reward_funcs
+        self.reward_funcs = [_always(column) for column in self.replayed.rewards.T.tolist()]
+        try:
+            return super()._calculate_rewards(inputs, self.replayed.prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+
+
+def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) -> str:
+    """Return why a trainer cannot train on a bundle in the place of these rows' rollouts; "" if it can."""
+    if len(inputs) != len(bundle.ids):
+        return f"it has {len(bundle.ids)} rollouts, and this generation {len(inputs)}"
+    if list(bundle.names) != list(trainer.reward_func_names):
+        return f"its rewards are {', '.join(bundle.names)}; here they are {', '.join(trainer.reward_func_names)}"
+    if (bundle.mask is not None) != bool(trainer.tools):
+        return "it has tool turns, and this trainer no tools, or the other way round"
+    most = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().num_embeddings
+    if not all(0 <= token < most for ids in (*bundle.prompt_ids, *bundle.ids) for token in ids):
+        return f"it has tokens outside of the vocabulary of {most}"
+    if any(len(ids) > trainer.max_completion_length for ids in bundle.ids):
+        return f"it has completions of more than {trainer.max_completion_length} tokens"
+    if not all(map(_begins_as, bundle.prompts, inputs)):
+        return "its prompts are those of other rows"
+    return ""
+
+
+def _begins_as(prompt: Any, row: Mapping[str, Any]) -> bool:
+    """Whether a recorded prompt is a row's.  An environment may have added to the last message."""
+    asked = row.get("prompt", [])
+    if not isinstance(prompt, list) or not isinstance(asked, list):
+        return prompt == asked
+    plain = partial(json.dumps, sort_keys=True, default=str)
+    return plain(prompt[:-1]) == plain(asked[:-1]) and len(prompt) == max(1, len(asked))
+
+
+def _always(column: list[float]) -> Callable[..., list[float | None]]:
+    return lambda **_: [None if reward != reward else reward for reward in column]
+
+
+@contextmanager
+def _without_resets(environments: Sequence[Any]) -> Iterator[None]:
+    """Make `reset` do nothing inside a `with`: the recorded prompts have its observations."""
+    quiet = [one for one in environments if hasattr(one, "__dict__")]
+    for one in quiet:
+        vars(one)["reset"] = lambda **_: None
+    try:
+        yield
+    finally:
+        for one in quiet:
+            vars(one).pop("reset", None)

@@ -1,0 +1,198 @@
+"""Recorded rollouts: training on them gives the bits of the run that made them, and what does not fit is refused."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import Place, record_rollouts
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
+from tests.inner.test_toolworld import SMALL, small_folder
+from tests.support.tables import merge_tables
+
+torch.set_num_threads(1)
+
+
+class Kept:
+    """Bundles in a dictionary, as bytes."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[Place, bytes] = {}
+        self.found: list[Place] = []
+        self.refused: list[str] = []
+
+    def find(self, place: Place, unfit: Callable[[Bundle], str]) -> Bundle | None:
+        body = self.bodies.get(place)
+        if body is None:
+            return None
+        bundle = Bundle.unpack(body)
+        if why := unfit(bundle):
+            self.refused.append(why)
+            return None
+        self.found.append(place)
+        return bundle
+
+    def put(self, place: Place, made: Bundle, unfit: Callable[[Bundle], str]) -> Bundle:
+        self.bodies[place] = made.pack()
+        return made
+
+
+class Killed(Exception): ...
+
+
+def trained(
+    steps: int, places: Kept | None, noise: int = 0, dies_at: int | None = None, **settings: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the parameters after `steps` inner steps, and the metrics.   dies_at: a generation that never ends."""
+    loop: Any = build_inner(
+        InnerConfig(**merge_tables(SMALL, settings)), small_folder(), {}, Seeds(data=0, noise=noise)
+    )
+    if places is not None:
+        record_rollouts(loop.trainer, places)
+    if dies_at is not None:
+        generate = loop.trainer._generate
+
+        def dying(prompts: Any) -> Any:
+            out = generate(prompts)
+            if loop.trainer._step >= dies_at:
+                raise Killed
+            return out
+
+        loop.trainer._generate = dying
+    left = iter([False] * (steps - 1) + [True])
+    with suppress(Killed):
+        loop.train(lambda: next(left))
+    parameters = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    return parameters, {name: value for name, value in loop.pop_metrics().items() if "time" not in name}
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"sdpo": {"weight": 0.1}},
+    {"grpo": {"steps_per_generation": 2, "num_iterations": 2}, "sampling": {"tool_workers": 4}},
+    {"grpo": {"objective": "dapo"}},
+    {"trl": {"beta": 0.1}},
+]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda s: "-".join(s) or "plain")
+def test_recording_changes_no_bit_and_a_replay_gives_them_again(settings: dict[str, Any]) -> None:
+    kept = Kept()
+    alone, numbers = trained(4, None, **settings)
+    recorded, the_same = trained(4, kept, **settings)
+    assert torch.equal(alone, recorded) and numbers == the_same and kept.bodies and not kept.found
+    again, also = trained(4, kept, noise=9, **settings)
+    assert torch.equal(alone, again) and kept.found == list(kept.bodies)
+    assert also == pytest.approx(numbers)
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int) -> None:
+    """The generation in which it was killed is made again with the random numbers that it had."""
+    kept = Kept()
+    whole, _ = trained(5, None)
+    trained(5, kept, dies_at=generation)
+    assert len(kept.bodies) == generation
+    again, _ = trained(5, kept, noise=77)
+    assert torch.equal(whole, again) and len(kept.found) == generation
+
+
+def a_bundle() -> tuple[Bundle, Kept]:
+    kept = Kept()
+    trained(1, kept)
+    return Bundle.unpack(kept.bodies[Place(0, 0, 0)]), kept
+
+
+def test_bytes_tell_what_was_packed() -> None:
+    bundle, kept = a_bundle()
+    again = Bundle.unpack(bundle.pack())
+    assert again.pack() == bundle.pack() == kept.bodies[Place(0, 0, 0)]
+    assert again.mask is not None and len(again.ids) == 16 and again.logprobs is None
+    assert any(0 in mask for mask in again.mask) and again.calls[0] > 0
+    assert len(kept.bodies[Place(0, 0, 0)]) < 16_000 + 40 * sum(map(len, again.ids)) + 600 * 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"names": ["another"]}, "its rewards are another"),
+        ({"ids": [[10**6]] * 16, "mask": [[1]] * 16}, "tokens outside of the vocabulary"),
+        ({"ids": [[-1]] * 16, "mask": [[1]] * 16}, "tokens outside of the vocabulary"),
+        ({"ids": [[1] * 999] * 16, "mask": [[1] * 999] * 16}, "completions of more than"),
+        ({"mask": None}, "tool turns"),
+        ({"prompts": [[{"role": "user", "content": "x"}] * 2] * 16}, "other rows"),
+    ],
+)
+def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words: str) -> None:
+    bundle, kept = a_bundle()
+    kept.bodies[Place(0, 0, 0)] = replace(bundle, **change).pack()
+    alone, _ = trained(1, None)
+    here, _ = trained(1, kept)
+    assert words in kept.refused[0] and torch.equal(alone, here) and not kept.found
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100, -1])
+def test_torn_bytes_are_no_bundle(cut: int) -> None:
+    bundle, _ = a_bundle()
+    with pytest.raises(ValueError, match="not a bundle"):
+        Bundle.unpack(bundle.pack()[:cut])
+
+
+def test_hostile_bytes_are_no_bundle() -> None:
+    import safetensors.torch as st
+
+    bundle, _ = a_bundle()
+    tensors = st.load(bundle.pack())
+    for name, tensor in (("lengths", tensors["lengths"] + 1), ("rewards", tensors["rewards"][:3])):
+        changed = {**tensors, name: tensor}
+        with pytest.raises(ValueError, match="not a bundle"):
+            Bundle.unpack(st.save(changed, {"bundle": "{}"}))
+    with pytest.raises(ValueError, match="not a bundle"):
+        Bundle.unpack(st.save(tensors, {"other": "{}"}))
+
+
+def test_an_environment_is_not_reset_for_recorded_rollouts(tmp_path: Path) -> None:
+    from tests.inner.test_environments_at_once import GOOD
+
+    (tmp_path / "env.py").write_text(
+        f'''class Env:
+    resets = 0
+
+    def reset(self, **row):
+        Env.resets += 1
+        return f" (try {{Env.resets}})"
+
+    def {GOOD}(self, a: int, b: int) -> str:
+        """The one.
+
+        Args:
+            a: first
+            b: second
+        """
+        return str(a)
+
+    def get_reward(self) -> float:
+        return float(Env.resets % 5)
+'''
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    config = InnerConfig(
+        model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling={"environment": "env.py:Env"}, batch_size=16
+    )
+    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "env.py"}
+    kept, found = Kept(), []
+    for _ in range(2):
+        loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+        record_rollouts(loop.trainer, kept)
+        loop.train(lambda: True)
+        resets = type(loop.trainer.environments[0]).resets
+        found.append((torch.cat([p.detach().flatten() for p in loop.model.parameters()]), resets))
+    (first, resets), (second, then) = found
+    assert torch.equal(first, second) and resets == then == 16
+    assert kept.found and Bundle.unpack(next(iter(kept.bodies.values()))).prompts[3][0]["content"] == "op0 3 4 (try 4)"
