@@ -165,6 +165,15 @@ KINDS: Mapping[str, EventKind] = {
     "offer_lost": EventKind(DETAIL, "Another session's offer for this slot and step stands; this one was withdrawn."),
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
+    "rollouts_found": EventKind(DETAIL, "Rollouts that were recorded before were trained on."),
+    "rollouts_refused": EventKind(
+        WARNING, "A bundle of recorded rollouts cannot be used. It was made again.",
+        "another program may write to the bucket; diloco verify --inner",
+    ),
+    "rollouts_lost": EventKind(
+        WARNING, "A bundle of rollouts could not be recorded or read. Training went on.",
+        "look at the store; diloco verify --inner cannot check that step",
+    ),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),

@@ -18,6 +18,8 @@
     ├── leave/{slot}-{generation}.json             a replica's goodbye when it leaves in order     put_once
     ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
     ├── control/{n:06d}.json                       the operator's wishes                           put_once, dense
+    ├── rollouts/{slot}/{g:010d}/
+    │   └── {bundle:04d}.{attempt}.bundle          what the slot's generation g gave; kept if asked    put_once
     ├── weights/{t:010d}/
     │   └── manifest.json, {nonce}-{part:04d}.bin  θ_t in bf16, or what differs from θ_{t−1}       put_once
     ├── again/                                     a whole run, which counts instead of this one if this was superseded
@@ -46,12 +48,13 @@ LOGS = "log/"
 CONTROLS = "control/"
 AGAIN = "again"  # the folder of the run that counts instead of this one if this one is superseded
 CLAIMS = "replicas/"
+ROLLOUTS = "rollouts/"  # whole generations, for replacements and audits
 WEIGHTS = "weights/"  # for inference engines; no replica reads them
 PAGE = "page/"  # a view of the run; it may be overwritten and deleted at any time
 PAGE_INDEX = "page/index.html"
 TOP = (  # names of the files and folders that a run's folder may contain
     SEAL, RUN, SCRIPT, "code", "model", "replicas", "alive", "steps", "snapshots", "leave", "residuals", "control",
-    "weights", AGAIN, "page", "log",
+    "rollouts", "weights", AGAIN, "page", "log",
 )  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
@@ -71,11 +74,19 @@ MOST_BYTES = {
     "weights": 64 * _MIB,  # an anchor's parameter layout
     "control": 256 * _KIB,  # its places contain environments and options
     "log": 64 * _MIB,  # a few rounds of events, or of rollouts
+    "rollouts": 1024 * _MIB,  # 9 bytes per token: 512 rollouts of 200,000 tokens
 }
 MOST_OF_OTHERS = 16 * _KIB  # bytes of any other record: a few numbers and names
 MOST_OF_FILES = 1 << 40  # bytes of a file that a record names by its digest: the user's, θ₀'s, residuals
 _SEALED = 256  # bytes that a tag adds
-_FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log"}
+_FOLDERS = {
+    "replicas": "claim",
+    "alive": "beat",
+    "leave": "leave",
+    "control": "control",
+    "log": "log",
+    "rollouts": "rollouts",
+}
 
 
 def is_plain(name: str) -> bool:
@@ -247,6 +258,10 @@ def logs_prefix(slot: str, generation: int) -> str:
 
 def rollouts_key(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.rollouts.jsonl"
+
+
+def bundle_key(slot: str, generation: int, bundle: int, attempt: int) -> str:
+    return f"{ROLLOUTS}{slot}/{generation:010d}/{bundle:04d}.{attempt}.bundle"
 
 
 def is_rollouts(key: str) -> bool:

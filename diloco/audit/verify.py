@@ -8,8 +8,8 @@
 A difference names its step, blob and replica.  Deleted blobs are reported as unchecked.  Nothing is written or
 repaired.  After a difference, the replay continues as far as the remaining blobs allow.
 
-Not promised: that a pseudogradient is the result of its replica's inner steps. Only the replica saw these, and the
-residual of a lossy codec.  xxh3 digests find accidents; only a run key makes forgeries visible.
+Not promised: that a pseudogradient is the result of its replica's inner steps (`--inner`, audit/inner.py).  xxh3
+digests find accidents; only a run key makes forgeries visible.
 """
 
 import json
@@ -42,7 +42,7 @@ from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore, Readable
 from rendezvous.stores.ahead import Ahead
 
-UNSEEN = "that a pseudogradient is the result of its replica's inner steps (the bucket does not have these)"
+UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--inner takes them again)"
 STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many are requested together
 
 
@@ -70,6 +70,7 @@ class Verdict:
     differences: list[Difference] = field(default_factory=list[Difference])
     unchecked: list[str] = field(default_factory=list[str])
     digests: dict[int, str] = field(default_factory=dict[int, str])
+    inner: str = ""  # what `diloco verify --inner` found (audit/inner.py)
 
     @property
     def good(self) -> bool:
@@ -85,7 +86,14 @@ class Verdict:
         found = [f"differs: {one.in_words()}" for one in self.differences]
         equal = "everything that was compared is equal" if self.thetas else "nothing could be compared"
         last = f"{len(found)} differences" if found else equal
-        return [f"θ computed again: {reach} ({means})", *found, *(f"not checked: {u}" for u in self.unchecked), last]
+        inner = [self.inner] if self.inner else []
+        return [
+            f"θ computed again: {reach} ({means})",
+            *inner,
+            *found,
+            *(f"not checked: {u}" for u in self.unchecked),
+            last,
+        ]
 
 
 class _LostMean(Exception):

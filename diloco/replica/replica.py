@@ -248,7 +248,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
         at = latest_step(session)
     before = run.record.parent
-    seeds = seeds_of(run, session)
+    seeds = seeds_of(run, session.rv.slot, session.rv.generation)
     joins_late = at + before.outer_steps > 0
     loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
     refuse_layout(record.layout, layout_of(loop.model))
@@ -260,6 +260,10 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     manager = _manager(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session))
+    if config.fleet.record_rollouts:
+        from diloco.replica.rollouts import keep_rollouts
+
+        keep_rollouts(run, session, loop)
     if why := why_no_kernels():
         session.emit("warning", kind="kernels", text=SLOW_CODEC.format(why=why))
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
@@ -267,7 +271,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
             session.emit("warning", kind="bf16", text=text)
         averaged = lambda: manager.num_participants() or session.rv.wanted.replicas  # noqa: E731
         loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
-        _go_on_in_data(run, session, loop, replace(seeds, start=data_position(run, session, outer.committed())))
+        start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
+        _go_on_in_data(run, session, loop, replace(seeds, start=start))
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
@@ -345,24 +350,24 @@ def _make_evaluator(
     )  # fmt: skip
 
 
-def seeds_of(run: Run, session: Session) -> Seeds:
-    """Return the seeds: of the data order by (run, slot), of the noise by session."""
-    seed, slot = run.config.seed, session.rv.slot
-    noise = derive_seed(seed, slot, session.rv.generation)
+def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
+    """Return the seeds: of the data order by (run, slot), of the noise by session, or by slot if rollouts are kept."""
+    seed = run.config.seed
+    noise = derive_seed(seed, slot, 1 if run.config.fleet.record_rollouts else generation)
     return Seeds(derive_seed(seed, slot), noise, share=share_of(run.config, slot))
 
 
-def data_position(run: Run, session: Session, step: int) -> int:
-    """Return the inner step from which a session at outer step `step` reads its slot's data."""
+def data_position(run: Run, step: int, *, slot: str, generation: int) -> int:
+    """Return the inner step from which this session, at outer step `step`, reads its slot's data."""
     config, before = run.config, run.record.parent.inner_steps
     if config.rendezvous != BUCKET:  # there are no commits to count by
         return before + step * (config.outer.sync_every // config.outer.fragments)
-    if session.rv.generation == 1:
+    if generation == 1:
         return before
     from diloco.process.data_position import counted_inner_steps, read_offers
 
-    offers = read_offers(session.rv.store, step, together_on(session.rv.store))
-    return before + counted_inner_steps(offers.get(session.rv.slot, ()), config.outer)
+    offers = read_offers(run.store, step, together_on(run.store))
+    return before + counted_inner_steps(offers.get(slot, ()), config.outer)
 
 
 def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) -> None:

@@ -74,6 +74,11 @@ class FleetConfig(Table):
     log_rollouts: int = setting(
         4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none).", least=0, most=64
     )
+    record_rollouts: bool = setting(
+        False,
+        "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
+        "--inner` computes pseudogradients again.",
+    )
 
     def check(self) -> None:
         keep_bytes(self.keep)

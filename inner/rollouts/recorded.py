@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from inner.train.policy import PolicyTrainer
 
 
-class Place(NamedTuple):
+class BundlePlace(NamedTuple):
     """The place of a bundle in its slot.   outer: the outer step on which its inner steps count."""
 
     outer: int
@@ -44,11 +44,11 @@ Unfit = Callable[[Bundle], str]  # why this trainer cannot train on a bundle; ""
 class Places(Protocol):
     """Where bundles are kept."""
 
-    def find(self, place: Place, unfit: Unfit) -> Bundle | None:
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that fits."""
         ...
 
-    def put(self, place: Place, made: Bundle, unfit: Unfit) -> Bundle:
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
         """Record `made`. Return the bundle that stands: `made`, unless another process was faster."""
         ...
 
@@ -60,14 +60,14 @@ def record_rollouts(trainer: "PolicyTrainer", places: Places) -> None:
     kind: Any = type(trainer)
     trainer.__class__ = type(f"Recorded{kind.__name__}", (_Recorded, kind), {})
     recorded: Any = trainer
-    recorded.places, recorded._newest = places, Place(-1, -1, -1)
+    recorded.places, recorded._newest = places, BundlePlace(-1, -1, -1)
 
 
 class _Recorded(GenerationTrainer):
     """A trainer's methods with `places`."""
 
     places: Places
-    _newest: Place
+    _newest: BundlePlace
     _made: "dict[str, Any] | None" = None  # parts of the bundle that is being made
 
     def _generate_rollouts(self, inputs: Any) -> Any:
@@ -85,11 +85,11 @@ class _Recorded(GenerationTrainer):
         found.random.restore()
         return batch
 
-    def _next_place(self) -> Place:
+    def _next_place(self) -> BundlePlace:
         served = self.args.steps_per_generation * self.num_iterations  # pyright: ignore
         outer, generation = self._committed_step(), self._step // served  # pyright: ignore
         before = self._newest
-        self._newest = Place(outer, generation, before.bundle + 1 if before.generation == generation else 0)
+        self._newest = BundlePlace(outer, generation, before.bundle + 1 if before.generation == generation else 0)
         return self._newest
 
     def _make_bundle(self, inputs: Any) -> tuple[Bundle, Any]:

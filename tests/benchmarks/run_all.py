@@ -34,6 +34,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "s3": ("256 7", "bare obstore"),
     "seal": ("", "a run without a key"),
     "snapshot": ("100 1 3", "a step without a snapshot"),
+    "recorded": ("", "the same steps without recording"),
     "overlap": ("", "a sync that training waits for"),
     "scale": ("", "prices of requests"),
     "kill": ("3", "torchft, tuned"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import Place, record_rollouts
+from inner.rollouts.recorded import BundlePlace, record_rollouts
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_toolworld import SMALL, small_folder
@@ -23,11 +23,11 @@ class Kept:
     """Bundles in a dictionary, as bytes."""
 
     def __init__(self) -> None:
-        self.bodies: dict[Place, bytes] = {}
-        self.found: list[Place] = []
+        self.bodies: dict[BundlePlace, bytes] = {}
+        self.found: list[BundlePlace] = []
         self.refused: list[str] = []
 
-    def find(self, place: Place, unfit: Callable[[Bundle], str]) -> Bundle | None:
+    def find(self, place: BundlePlace, unfit: Callable[[Bundle], str]) -> Bundle | None:
         body = self.bodies.get(place)
         if body is None:
             return None
@@ -38,7 +38,7 @@ class Kept:
         self.found.append(place)
         return bundle
 
-    def put(self, place: Place, made: Bundle, unfit: Callable[[Bundle], str]) -> Bundle:
+    def put(self, place: BundlePlace, made: Bundle, unfit: Callable[[Bundle], str]) -> Bundle:
         self.bodies[place] = made.pack()
         return made
 
@@ -106,16 +106,16 @@ def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int)
 def a_bundle() -> tuple[Bundle, Kept]:
     kept = Kept()
     trained(1, kept)
-    return Bundle.unpack(kept.bodies[Place(0, 0, 0)]), kept
+    return Bundle.unpack(kept.bodies[BundlePlace(0, 0, 0)]), kept
 
 
 def test_bytes_tell_what_was_packed() -> None:
     bundle, kept = a_bundle()
     again = Bundle.unpack(bundle.pack())
-    assert again.pack() == bundle.pack() == kept.bodies[Place(0, 0, 0)]
+    assert again.pack() == bundle.pack() == kept.bodies[BundlePlace(0, 0, 0)]
     assert again.mask is not None and len(again.ids) == 16 and again.logprobs is None
     assert any(0 in mask for mask in again.mask) and again.calls[0] > 0
-    assert len(kept.bodies[Place(0, 0, 0)]) < 16_000 + 40 * sum(map(len, again.ids)) + 600 * 16
+    assert len(kept.bodies[BundlePlace(0, 0, 0)]) < 16_000 + 40 * sum(map(len, again.ids)) + 600 * 16
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_bytes_tell_what_was_packed() -> None:
 )
 def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words: str) -> None:
     bundle, kept = a_bundle()
-    kept.bodies[Place(0, 0, 0)] = replace(bundle, **change).pack()
+    kept.bodies[BundlePlace(0, 0, 0)] = replace(bundle, **change).pack()
     alone, _ = trained(1, None)
     here, _ = trained(1, kept)
     assert words in kept.refused[0] and torch.equal(alone, here) and not kept.found

@@ -29,6 +29,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records
 from rendezvous.records.digests import SHA256, digest
+from rendezvous.records.rollouts import Rollouts
 from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import Seal, sign_record
@@ -122,6 +123,9 @@ def one_of_each() -> dict[str, records.Record]:
             8, "c" * 32, "", "xxh3-128:" + "7" * 32, 6, 6,
             (records.WeightsPart("weights/0000000008/0011223344556677-0000.bin", 40, sha),), "n8", 7.5,
             [["w", [2, 3], "float32"]],
+        ),
+        "rollouts/r00/0000000042/0000.1.bundle": Rollouts(
+            "5ea1", "r00", (42, 0), 7, 2, "transformers", 1, 16, 161, "xxh3-128:" + "8" * 32, "n10"
         ),
         "leave/r00-2.json": records.Leave("r00", 2, 8, "c" * 32, "done", "n3", 2.5),
         "control/000000.json": records.Control(0, "n4", 3.0, replicas=3, steps=40, min_replicas=2, max_usd=12.5),

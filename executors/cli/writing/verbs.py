@@ -42,6 +42,7 @@ def add_verbs(verbs: Any) -> None:
     flag(export, "--merge", help="of a LoRA run: the whole model, not the adapter alone")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
+    flag(verify, "--inner", help="take the inner steps again too, and compare the pseudogradients")
     text = "one outer step in words: who offered what, why it closed, what it did"
     explain = add_run_verb(verbs, "explain", text, opened(_explain))
     value(explain, "--step", "T", "the outer step after θ_T", type="natural", required=True)
@@ -155,6 +156,10 @@ def _verify(args: Namespace, run: "Run") -> Answer:
     from diloco.audit.verify import verify
 
     verdict = verify(run, args.step)
+    if args.inner:
+        from diloco.audit.inner import recompute_offers
+
+        recompute_offers(run, say).add_to(verdict)
     return Answer({"run": run.url, **verdict.to_dict()}, verdict.lines(), 0 if verdict.good else 1, sentences=True)
 
 

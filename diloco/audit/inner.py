@@ -1,0 +1,343 @@
+"""Compute pseudogradients again: take a session's inner steps once more, from the bucket alone.
+
+    θ_s from the chain ─▶ the replica's own loop, on its recorded rollouts ─▶ Δ ─▶ the codec ─▶ the offer's digest?
+         ▲                    sync after the offer's h inner steps                                    │
+         └──────────────────────────── θ of the session's next step ◀─────────────────────────────────┘
+
+A session is followed from its first offer to its last, because its optimizer goes on from step to step.  Rollouts that
+were not recorded are made again, with the session's seeds.
+
+    equal    the same bytes              close    within CLOSE of its length: another machine rounds in other places
+    differs  another pseudogradient than these rollouts, rows and settings give
+
+Not promised: fragments (F > 1) and a delay (τ > 0); a session that took over moments or a codec's residual, whose
+bytes are deleted when they are used; a script's own loop; the same bits on another kind of processor or a GPU.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.audit.verify import UNSEEN, Difference, Verdict
+from diloco.model.contributions import read_mean
+from diloco.model.export import model_record, start_arrays
+from diloco.model.fetch import fetch_files, fetch_model
+from diloco.outer.make import make_diloco
+from diloco.outer.rounds import Work
+from diloco.process.watchdog import Watchdog
+from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
+from diloco.replica.rollouts import BucketPlaces
+from diloco.run.record import Run
+from inner import build_inner
+from inner.errors import InnerError
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.membership import read_control, read_leave
+from rendezvous.background import no_emit, together_on
+from rendezvous.clock import SystemClock
+from rendezvous.codecs import get_codec
+from rendezvous.errors import RendezvousError
+from rendezvous.keeping.garbage import blob_stands
+from rendezvous.means.reduce import Reducer
+from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.records import Commit, Offer, decode_or_none
+from rendezvous.records.rollouts import read_record
+from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
+from rendezvous.snapshots.replay import StateReplay
+from rendezvous.store import PatientStore, Store
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
+
+CLOSE = (
+    1e-2  # of ‖Δ‖: inner steps on another processor differ by about 1e-6, and Adam enlarges that for small gradients
+)
+PATIENCE_S = 10.0
+
+Tell = Callable[[str], None]
+
+
+class Holder(NamedTuple):
+    """A session: its slot and generation."""
+
+    slot: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+
+@dataclass
+class Recomputed:
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: what could not be computed."""
+
+    equal: int = 0
+    close: list[float] = field(default_factory=list[float])
+    off: list[tuple[int, str, str, str]] = field(default_factory=list[tuple[int, str, str, str]])
+    remade: int = 0
+    unchecked: list[str] = field(default_factory=list[str])
+
+    def add_to(self, verdict: Verdict) -> None:
+        """Add these findings to those of `verify`."""
+        verdict.differences += [Difference(*one) for one in self.off]
+        verdict.unchecked = [one for one in verdict.unchecked if one != UNSEEN] + self.unchecked
+        verdict.inner = self.in_words()
+
+    def in_words(self) -> str:
+        near = f", {len(self.close)} within {max(self.close):.0e} of their length" if self.close else ""
+        made = f"; {self.remade} bundles of rollouts were not recorded and were made again" if self.remade else ""
+        return f"pseudogradients computed again: {self.equal} equal to the byte{near}, {len(self.off)} differ{made}"
+
+
+def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
+    """Compute the pseudogradients of all sessions again, and compare.   tell: called with each session's name."""
+    found = Recomputed()
+    outer = run.config.outer
+    if run.config.script is not None or outer.fragments > 1 or outer.fragment_sync_delay:
+        kind = "a script's inner steps" if run.config.script is not None else "inner steps with fragments or a delay"
+        found.unchecked.append(f"{kind}, which cannot be taken again from the bucket")
+        return found
+    store = PatientStore(run.store, SystemClock(), PATIENCE_S)
+    for holder, offers in sorted(_offers_of_sessions(store).items()):
+        if why := _why_not(run, store, holder):
+            found.unchecked.append(f"{len(offers)} pseudogradients of {holder}: {why}")
+            continue
+        tell(f"{holder}: {len(offers)} pseudogradients")
+        try:
+            _Session(run, store, holder, offers, found).follow()
+        except (RendezvousError, InnerError) as error:
+            found.unchecked.append(f"pseudogradients of {holder}: {error}")
+    return found
+
+
+def _offers_of_sessions(store: Store) -> dict[Holder, dict[int, Offer]]:
+    """Return each session's offers by step, listed or not."""
+    found: dict[Holder, dict[int, Offer]] = {}
+    for t in range(first_open_step(store)):
+        for key in store.list(layout.offers_prefix(t)):
+            offer = decode_or_none(Offer, store.get(key))
+            if offer is not None and offer.step == t:
+                found.setdefault(Holder(offer.slot, offer.generation), {})[t] = offer
+    return found
+
+
+def _why_not(run: Run, store: Store, holder: Holder) -> str:
+    before = read_leave(store, holder.slot, holder.generation - 1) if holder.generation > 1 else None
+    if before is not None and before.residual:
+        return f"it took over what {holder.slot}-{before.generation} left, and those bytes are deleted"
+    return ""
+
+
+class _Checked(Exception):
+    """The error that ends the training after a session's last offer."""
+
+
+class _Session:
+    """One session's inner steps, once more.  It is the Manager and the OuterRounds of its OuterLoop."""
+
+    _use_async_quorum = False
+    done_with_delta = True
+    behind = fenced = False
+    h_cap = 1 << 53
+    why = ""
+    round_began = 0.0
+
+    def __init__(self, run: Run, store: PatientStore, holder: Holder, offers: Mapping[int, Offer], to: Recomputed):
+        self._run = run
+        self._store = store
+        self._holder = holder
+        self._offers = offers
+        self._to = to
+        self._clock = SystemClock()
+        self._kind = required_digest_kind(store)
+        self._rules = run.config.outer.rules
+        self._encoder = Encoder(self._rules.codec, digests=self._kind)
+        self._reducer = Reducer(store, self._clock, no_emit, self._rules, together=together_on(run.store))
+        self._step = min(offers)
+        self._inner = 0
+        self._taken: Commit | None = None
+        self.rounds = self
+        self.watchdog = Watchdog(self._clock, 0.0)
+        self.stats: Callable[[], dict[str, float]] = dict
+
+    def follow(self) -> None:
+        """Take the session's inner steps, and compare its offers."""
+        with tempfile.TemporaryDirectory() as scratch, suppress(_Checked), _threads(self._threads()):
+            self._train(Path(scratch))
+
+    def _train(self, scratch: Path) -> None:
+        run, before = self._run, self._run.record.parent
+        slot, generation = self._holder
+        seeds = seeds_of(run, slot, generation)
+        model = fetch_model(run.store, model_record(run), scratch / "model")
+        files = fetch_files(run, scratch / "code")
+        (scratch / "inner").mkdir()
+        warmup = REJOIN_WARMUP if self._step + before.outer_steps else 0
+        loop: Any = build_inner(run.config.inner, model, files, seeds, warmup, scratch=scratch / "inner")
+        if hasattr(loop, "trainer"):
+            record_rollouts(loop.trainer, _Recorded(self._run, self._store, self._holder, self._to))
+        with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:
+            loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, self._averaged)
+            start = data_position(run, self._step, slot=slot, generation=generation)
+            loop.start_at(start // loop.boundary * loop.boundary)
+            loop.train(lambda: False)
+
+    def _threads(self) -> int:
+        """Return the number of threads of the session's process, as its bundles tell; else the present number."""
+        for key in self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/"):
+            with suppress(RendezvousError):
+                record, _ = read_record(self._store.get(key) or b"")
+                if record.by == self._holder.generation:
+                    return record.threads
+        return torch.get_num_threads()
+
+    # ---------------------------------------------------------------- what the OuterLoop calls
+
+    def join(self, loop: "OuterLoop") -> None:
+        """Load θ of the session's first offer."""
+        self._loop = loop
+        self._chain = Chain(self._store, 2)
+        self._replay = StateReplay(
+            self._store, self._chain, loop.state, 1, self._mean,
+            emit=no_emit, theta_0=lambda: start_arrays(self._run, model_record(self._run)), mends=False,
+        )  # fmt: skip
+        if not self._replay.load_snapshot(upto=self._step):
+            raise RendezvousError(f"no snapshot from which θ of step {self._step} follows is left")
+        for _ in self._replay.commits(self._step):
+            pass
+
+    def _mean(self, commit: Commit, out: np.ndarray) -> None:
+        read_mean(self._reducer, commit, out)
+
+    def progress(self, inner: int, rate: float) -> None:
+        self._inner = inner
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the session offered after as many inner steps as were taken now."""
+        return self._inner >= self._offers[self._step].h
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
+        """Compare Δ with the offer's, and write the mean of the step's commit over it."""
+        delta = tensor.detach().numpy()
+        self._compare(delta, self._offers[self._step])
+        if self._step == max(self._offers):
+            raise _Checked
+        commit = self._chain.read(self._step)
+        assert commit is not None, "only offers of committed steps are looked at"
+        self._mean(commit, delta)
+        self._taken = commit
+        return Work(lambda: None)
+
+    def finish_round(self) -> int | None:
+        if self._taken is None:
+            return None
+        self._taken = None
+        self._step += 1
+        return 0
+
+    def catch_up(self, late: Callable[[int], None]) -> None:
+        """Apply the steps without an offer of this session, up to its next one."""
+        while self._step not in self._offers:
+            late(self._step)
+            commit = self._chain.read(self._step)
+            assert commit is not None, "there is a later offer"
+            mean = np.empty(self._replay.state.size(0), np.float32)
+            self._mean(commit, mean)
+            self._replay.state.apply(0, mean)
+            self._step += 1
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        """Ignore: without fragments no work is left for a missed step."""
+
+    def close(self, reason: str) -> None: ...
+
+    def start_quorum(self, *_: Any, **__: Any) -> None: ...
+
+    def should_commit(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def current_step(self) -> int:
+        return self._step + (self._taken is not None)
+
+    def register_state_dict_fn(self, *_: Any) -> None: ...
+
+    def allow_state_dict_read(self) -> None: ...
+
+    def disallow_state_dict_read(self) -> None: ...
+
+    def _averaged(self) -> int:
+        """Return how many replicas the newest commit averaged; before the first one, how many the run wants."""
+        step = self.current_step()
+        commit = self._chain.read(step - 1) if step else None
+        return len(commit.fresh_offers) if commit else read_control(self._store).replicas
+
+    # ---------------------------------------------------------------- the comparison
+
+    def _compare(self, delta: np.ndarray, offer: Offer) -> None:
+        ranges = shard_grid(delta.size, codec_alignment(self._rules.codec), self._rules.shard_elements)
+        written = self._encoder.encode_in_shards(0, delta, ranges, self._loop.thetas[0].numpy())
+        if written.digest == offer.digest:
+            self._to.equal += 1
+            return
+        share = self._difference(written.body, offer, delta.size)
+        if share is not None and share <= CLOSE:
+            self._to.close.append(share)
+            return
+        how = "" if share is None else f", which differs from it by {share:.1g} of its length"
+        text = f"its rollouts, rows and settings give another pseudogradient{how}"
+        self._to.off.append((offer.step, offer.blob, str(self._holder), text))
+
+    def _difference(self, body: np.ndarray, offer: Offer, elements: int) -> float | None:
+        """Return ‖mine − offered‖ / ‖offered‖; None if the offered bytes are gone."""
+        if not blob_stands(self._store, offer.blob, offer.size):
+            return None
+        offered = np.empty(offer.size, np.uint8)
+        self._store.get_into(offer.blob, offered.data)
+        mine, theirs = (self._decoded(one, elements).astype(np.float64) for one in (body, offered))
+        return float(np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30))
+
+    def _decoded(self, body: np.ndarray, elements: int) -> np.ndarray:
+        if self._rules.codec == "fp32":
+            return body.view(np.float32)
+        out = np.empty(elements, np.float32)
+        get_codec(self._rules.codec).decode(body, out)
+        return out
+
+
+class _Recorded(BucketPlaces):
+    """The bundles of a session, without writing."""
+
+    def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed) -> None:
+        slot, generation = holder
+        super().__init__(
+            store, SystemClock(), self._note, run=run.record.nonce, slot=slot, by=generation, engine="transformers"
+        )
+        self._to = to
+
+    def _note(self, event: str, **fields: Any) -> None:
+        if event == "rollouts_refused":
+            self._to.off.append((fields["step"], fields["key"], self._slot, fields["text"]))
+
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        self._to.remade += 1
+        return made
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

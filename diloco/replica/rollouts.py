@@ -1,0 +1,147 @@
+"""A replica's recorded rollouts in the bucket ([fleet] record_rollouts).
+
+    GET rollouts/{slot}/{g}/{k}.0.bundle ── one of this run, sampled on outer step t, whole, fits ──▶ train on it
+         │ none                                  │ no: the next attempt
+         ▼                                       ▼
+    generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
+
+A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
+trains them; a bundle of an earlier t is not used, because its tokens come from older weights.  This depends only on
+the chain, so every session of a slot decides alike.
+
+A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
+
+Not promised: that two machines compute the same weights inside a round, so that later generations of it may differ.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
+from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.records import WireError, new_nonce
+from rendezvous.records.rollouts import Rollouts, is_whole, payload_digest, read_record, seal_bundle
+from rendezvous.store import VOID, PatientStore, Store, put_once
+
+if TYPE_CHECKING:
+    from diloco.process.session import Session
+    from diloco.run.record import Run
+    from inner import InnerLoop
+
+PATIENCE_S = 30.0
+
+
+def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
+    """Let the replica's loop find and record its rollouts in the run's bucket."""
+    trainer: Any = getattr(loop, "trainer", None)
+    if trainer is None:
+        return
+    engine = "vllm" if trainer.use_vllm else "transformers"
+    places = BucketPlaces(
+        run.store, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
+        by=session.rv.generation, engine=engine,
+    )  # fmt: skip
+    record_rollouts(trainer, places)
+
+
+class BucketPlaces:
+    """The Places (inner/rollouts/recorded.py) of one slot.   emit: called for bundles that cannot be used."""
+
+    def __init__(
+        self, store: Store, clock: Clock, emit: Callable[..., None], *, run: str, slot: str, by: int, engine: str
+    ) -> None:
+        self._store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
+        self._clock = clock
+        self._emit = emit
+        self._run = run
+        self._slot = slot
+        self._by = by
+        self._engine = engine
+        self._kind = required_digest_kind(store)
+        self._attempt = 0  # the first free one of the newest place
+        self._found = 0
+
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
+        """Return the first bundle of this place that can be used."""
+        try:
+            found = self._look(place, unfit)
+        except RendezvousError as error:
+            self._emit("rollouts_lost", step=place.outer, text=f"recorded rollouts cannot be read: {error}")
+            found = None
+        if found is not None:
+            self._found += 1
+        elif self._found:
+            self._emit("rollouts_found", step=place.outer, bundles=self._found)
+            self._found = 0
+        return found
+
+    def _look(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
+        self._attempt = 0
+        while (body := self._store.get(self._key(place))) is not None:
+            if (found := self._usable(place, body, unfit)) is not None:
+                return found
+            self._attempt += 1
+        return None
+
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        """Record `made`. Return the bundle that stands in this place."""
+        try:
+            return self._put(place, made, unfit)
+        except RendezvousError as error:
+            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {error}")
+            return made
+
+    def _put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        payload = made.pack()
+        record = Rollouts(
+            run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
+            engine=self._engine, threads=torch.get_num_threads(), rollouts=len(made.ids),
+            tokens=sum(map(len, made.ids)), digest=payload_digest(payload, self._kind), nonce=new_nonce(),
+        )  # fmt: skip
+        body = seal_bundle(payload, record)
+        while (stands := self._create(self._key(place), body)) != body:
+            if (found := self._usable(place, stands, unfit)) is not None:
+                return found
+            self._attempt += 1
+        return made
+
+    def _create(self, key: str, body: bytes) -> bytes:
+        """Return the object that stands under `key`.  `find` has seen none there, so no GET comes first."""
+        try:
+            self._store.create(key, body)
+            return body
+        except (KeyExists, StoreUnclear):
+            return put_once(self._store, self._clock, key, body)[1]
+
+    def _key(self, place: BundlePlace) -> str:
+        return layout.bundle_key(self._slot, place.generation, place.bundle, self._attempt)
+
+    def _usable(self, place: BundlePlace, body: bytes, unfit: Unfit) -> Bundle | None:
+        """Return the object's bundle.   None: it is of another outer step, or cannot be used, which is told."""
+        try:
+            bundle, why = self._read(place, body, unfit)
+        except (WireError, ValueError) as error:
+            bundle, why = None, str(error)
+        if why:
+            self._emit("rollouts_refused", step=place.outer, key=self._key(place), text=why)
+        return None if why else bundle
+
+    def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
+        """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step."""
+        if body == VOID:
+            return None, ""  # the store has told of it
+        record, payload = read_record(body)
+        if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
+            return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
+        if record.step != place.outer:
+            return None, ""
+        if not is_whole(record, payload, self._kind):
+            return None, "their bytes have another digest than their record names"
+        bundle = Bundle.unpack(bytes(payload))
+        return bundle, unfit(bundle)

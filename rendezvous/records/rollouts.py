@@ -1,0 +1,63 @@
+"""Bundles of recorded rollouts in the bucket: one object each, whose last line is its record.
+
+    rollouts/r01/0000000042/0000.0.bundle      payload ‖ \n ‖ {"kind":"rollouts", …, "digest":"xxh3-128:…"} ‖ \n
+
+The record has no line end, so the last but one line end of the object is before it.  One object costs one GET to find
+and one PUT to write, and its record can be sealed as a log is.
+
+The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that it is true.
+"""
+
+from dataclasses import dataclass
+
+from rendezvous.records.digests import digest, has_digest
+from rendezvous.records.records import AtLeastOne, Count, Generation, Record, Slot, Step, WireError, Word
+
+
+@dataclass(frozen=True)
+class Rollouts(Record):
+    """The record of a bundle.
+
+    run: the run's nonce.   place: generation of the slot's samples, and bundle of that.
+    step: the outer step on whose weights it was sampled.   by: generation of the session.
+    threads: of its process; bits of sums depend on them.   digest: of the payload.
+    """
+
+    kind = "rollouts"
+    run: Word
+    slot: Slot
+    place: tuple[Count, Count]
+    step: Step
+    by: Generation
+    engine: Word
+    threads: AtLeastOne
+    rollouts: AtLeastOne
+    tokens: Count
+    digest: Word
+    nonce: Word
+
+    def written_fields(self) -> dict[str, object]:
+        return {**vars(self), "place": list(self.place)}
+
+
+def seal_bundle(payload: bytes, record: Rollouts) -> bytes:
+    """Return the object of a bundle."""
+    return payload + b"\n" + record.encode() + b"\n"
+
+
+def read_record(body: bytes) -> tuple[Rollouts, memoryview]:
+    """Return the record and the payload of an object.   Raise WireError if it has no record."""
+    before = body.rfind(b"\n", 0, len(body) - 1)
+    if before < 0 or not body.endswith(b"\n"):
+        raise WireError(f"no bundle of rollouts: its {len(body)} bytes have no record in their last line")
+    view = memoryview(body)
+    return Rollouts.decode(view[before + 1 : -1]), view[:before]
+
+
+def is_whole(record: Rollouts, payload: memoryview, kind: str) -> bool:
+    """Whether the payload has the record's digest, of this kind or a stronger one."""
+    return has_digest(payload, record.digest, kind)
+
+
+def payload_digest(payload: bytes, kind: str) -> str:
+    return digest(payload, kind)

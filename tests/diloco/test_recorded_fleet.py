@@ -1,0 +1,209 @@
+"""Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.audit.inner import recompute_offers
+from diloco.replica.rollouts import BucketPlaces
+from diloco.run.record import read_run
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import BundlePlace
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreRefused
+from rendezvous.records.records import Offer
+from rendezvous.records.rollouts import read_record
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import under_key
+from tests.diloco.test_channels_fleet import INNER, write_pairs
+from tests.inner.test_recorded import a_bundle
+from tests.support.fleet import Fleet
+
+PLAIN = {name: value for name, value in INNER.items() if name not in ("sdpo", "replay")}
+
+
+def a_fleet(folder: Path, inner: dict[str, Any] = PLAIN, **changes: Any) -> Fleet:
+    folder.mkdir(exist_ok=True)
+    sections: dict[str, Any] = {"outer": {"sync_every": 4}, "fleet": {"record_rollouts": True}}
+    for name, table in changes.items():
+        sections[name] = {**sections.get(name, {}), **table}
+    sections["fleet"] = {"replicas": 2, "steps": 2, "min_replicas": 2, **sections["fleet"]}
+    return Fleet(folder, inner=inner, **sections)
+
+
+def offered(fleet: Fleet, slot: str, step: int) -> Offer:
+    return Offer.decode(fleet.store.get(layout.offer_key(step, slot, 0)) or b"")
+
+
+def events(fleet: Fleet, kind: str) -> list[dict[str, Any]]:
+    lines = [line for path in sorted(Path(fleet.url).glob("log/r*/*.jsonl")) for line in path.read_text().splitlines()]
+    return [event for event in map(json.loads, lines) if event.get("event") == kind]
+
+
+def audited(fleet: Fleet) -> Any:
+    return recompute_offers(read_run(fleet.url))
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path: Path) -> None:
+    """Killed before its third bundle: its replacement trains on two recorded ones, and makes the third as it would."""
+    whole = a_fleet(tmp_path / "whole")
+    whole.start_all()
+    whole.wait()
+    killed = a_fleet(tmp_path / "killed")
+    killed.start("r00")
+    killed.start("r01", die="before:create:.bundle@3").join()
+    killed.start("r01")
+    assert killed.wait() == {"r00": [0], "r01": [-9, 0]}, killed.logs()
+    for slot in ("r00", "r01"):
+        assert offered(killed, slot, 0).digest == offered(whole, slot, 0).digest
+    assert offered(killed, "r01", 0).generation == 2 and events(killed, "rollouts_found")[0]["bundles"] == 2
+    found = audited(killed)
+    assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
+    bundles = sorted(Path(killed.url).glob("rollouts/*/*/*"))
+    assert len(bundles) == 2 * 2 * 4
+    _flip(bundles[0])
+    again = audited(killed)
+    assert [blob for _, blob, _, _ in again.off] == [bundles[0].relative_to(killed.url).as_posix()]
+    assert "another digest" in again.off[0][3] and again.remade == 1
+
+
+def _flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"outer": {"codec": "int8"}},
+        {"outer": {"codec": "topk"}},
+        {"outer": {"codec": "bf16-gate", "lr": "auto"}},
+        {"inner": INNER},
+        {"inner": {**PLAIN, "grpo": {"objective": "dapo", "steps_per_generation": 2}}},
+        {"inner": {"loop": "supervised"}},
+        {"fleet": {"record_rollouts": False}},
+    ],
+    ids=["int8", "topk", "gate-auto", "channels", "dapo", "supervised", "not-recorded"],
+)
+def test_an_audit_takes_the_inner_steps_of_any_run_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_pairs(tmp_path / "pairs.jsonl")
+    fleet = a_fleet(tmp_path, **{**changes, "fleet": {"steps": 4, **changes.get("fleet", {})}})
+    fleet.start("r00")
+    fleet.start("r01", die="after:create:/offer@2").join()
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0]}, fleet.logs()
+    found = audited(fleet)
+    assert not found.off and not found.close and not found.unchecked and found.equal >= 7, found
+
+
+# ---------------------------------------------------------------------- one place
+
+
+class Trouble:
+    """A fault of the store in front of another store."""
+
+    def __init__(self, store: Any, error: Exception) -> None:
+        self._store, self._error = store, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def create(self, key: str, body: bytes) -> None:
+        raise self._error
+
+
+def places(store: Any, told: list[Any] | None = None, **changes: Any) -> BucketPlaces:
+    named = {"run": "n", "slot": "r01", "by": 1, "engine": "transformers", **changes}
+    emit = (lambda event, **fields: told.append((event, fields))) if told is not None else lambda *_, **__: None
+    return BucketPlaces(store, SystemClock(), emit, **named)
+
+
+FITS = lambda bundle: ""  # noqa: E731
+HERE = BundlePlace(5, 42, 0)
+KEY = "rollouts/r01/0000000042/0000.0.bundle"
+
+
+def test_one_get_and_one_put_per_bundle() -> None:
+    calls: list[tuple[str, str]] = []
+
+    class Counting(MemoryStore):
+        def get(self, key: str) -> bytes | None:
+            calls.append(("get", key))
+            return super().get(key)
+
+        def create(self, key: str, body: Any) -> None:
+            calls.append(("create", key))
+            super().create(key, body)
+
+    store, (made, _) = Counting("memory://x"), a_bundle()
+    here = places(store)
+    assert here.find(HERE, FITS) is None and here.put(HERE, made, FITS) is made
+    assert calls == [("get", KEY), ("create", KEY)]
+    found = places(store, by=2).find(HERE, FITS)
+    assert found is not None and found.pack() == made.pack() and len(calls) == 3
+    assert len(store.get(KEY) or b"") < len(made.pack()) + 500
+
+
+def test_the_faster_process_wins_and_both_train_on_its_bundle() -> None:
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    slow, fast = places(store), places(store, by=2)
+    assert slow.find(HERE, FITS) is None and fast.find(HERE, FITS) is None
+    assert fast.put(HERE, made, FITS) is made
+    other, _ = a_bundle()
+    stands = slow.put(HERE, other, FITS)
+    assert stands is not other and stands.pack() == made.pack()
+
+
+def test_what_cannot_be_used_is_told_and_the_next_attempt_counts(tmp_path: Path) -> None:
+    (made, _), told = a_bundle(), list[Any]()
+    store = FileStore(tmp_path)
+    places(store).put(HERE, made, FITS)
+    _flip(tmp_path / KEY)
+    here = places(store, told)
+    assert here.find(HERE, FITS) is None
+    here.put(HERE, made, FITS)
+    assert told[0][0] == "rollouts_refused" and "another digest" in told[0][1]["text"]
+    assert (tmp_path / KEY.replace(".0.bundle", ".1.bundle")).exists() and places(store).find(HERE, FITS) is not None
+    (tmp_path / "rollouts/r01/0000000043").mkdir()
+    for attempt, body in enumerate((b"", b"\n", b"{}", b"x\n{}\n", b"x" * 300)):
+        (tmp_path / f"rollouts/r01/0000000043/0000.{attempt}.bundle").write_bytes(body)
+    assert places(store, told).find(BundlePlace(5, 43, 0), FITS) is None and len(told) == 5
+
+
+@pytest.mark.parametrize(("place", "named"), [(BundlePlace(6, 42, 0), {}), (BundlePlace(5, 42, 0), {"run": "another"})])
+def test_bundles_of_another_outer_step_or_run_are_not_used(place: BundlePlace, named: dict[str, str]) -> None:
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    places(store).put(HERE, made, FITS)
+    assert places(store, **named).find(place, FITS) is None
+    assert places(store).find(HERE, FITS) is not None
+
+
+def test_a_store_that_takes_nothing_costs_the_record_and_not_the_step() -> None:
+    (made, _), told = a_bundle(), list[Any]()
+    full = Trouble(MemoryStore("memory://x"), StoreRefused("the quota is full"))
+    assert places(full, told).put(HERE, made, FITS) is made
+    assert told[0][0] == "rollouts_lost" and "the quota is full" in told[0][1]["text"]
+
+
+def test_under_a_run_key_another_writers_bundle_is_nothing() -> None:
+    (made, _), bucket = a_bundle(), MemoryStore("memory://x")
+    sealed = under_key(bucket, SystemClock(), b"k" * 16)
+    places(sealed).put(HERE, made, FITS)
+    record, payload = read_record(sealed.get(KEY) or b"")
+    assert record.digest.startswith("sha256:") and Bundle.unpack(bytes(payload)).pack() == made.pack()
+    forged = bytearray(bucket.get(KEY) or b"")
+    forged[100] ^= 1
+    bucket.put(KEY, bytes(forged))
+    told: list[Any] = []
+    sealed.emit = lambda event, **fields: told.append(event)  # type: ignore[attr-defined]
+    here = places(sealed)
+    assert here.find(HERE, FITS) is None and here.put(HERE, made, FITS) is made and told == ["forged"]
+    assert places(sealed).find(HERE, FITS) is not None
