@@ -11,6 +11,9 @@ the chain, so every session of a slot decides alike.
 
 A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
 
+With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
+no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.
+
 Not promised: that two machines compute the same weights inside a round, so that later generations of it may differ.
 """
 
@@ -19,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.run.sections import keep_bytes
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
 from rendezvous import layout
+from rendezvous.background import Background, Emit, Worker, submit_reported
 from rendezvous.clock import Clock
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
+from rendezvous.keeping.reach import read_reach
 from rendezvous.records.digests import required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
 from rendezvous.records.rollouts import Rollouts, is_whole, payload_digest, read_record, seal_bundle
@@ -47,15 +53,48 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
         run.store, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
         by=session.rv.generation, engine=engine,
     )  # fmt: skip
+    if keep_bytes(run.config.fleet.keep) is not None:
+        places.after_put = OldBundles(run.store, session.rv.slot, Worker(session.emit), session.emit).note
     record_rollouts(trainer, places)
+
+
+class OldBundles:
+    """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
+
+    background: runs the deletions.   emit: called for those that fail.
+    """
+
+    def __init__(self, store: Store, slot: str, background: Background, emit: Emit) -> None:
+        self._store = store
+        self._prefix = f"{layout.ROLLOUTS}{slot}/"
+        self._background = background
+        self._emit = emit
+        self._steps: dict[str, int] = {}  # prefix of a generation's keys -> its outer step
+        self._began = self._newest = -1
+
+    def note(self, place: BundlePlace) -> None:
+        """Note that this place has a bundle; at a new outer step, delete those that no audit can use."""
+        self._steps[f"{self._prefix}{place.generation:010d}/"] = place.outer
+        if place.outer > self._newest:
+            self._newest = place.outer
+            submit_reported(self._background, self._sweep, self._emit)
+
+    def _sweep(self) -> None:
+        """Delete the bundles of steps whose θ cannot be computed any more."""
+        if self._began < 0:
+            self._began = self._newest
+            before = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)}  # a predecessor's
+            self._steps |= dict.fromkeys(before - set(self._steps), self._began)
+        since = read_reach(self._store).since
+        for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
+            self._store.delete(self._store.list(prefix))
+            del self._steps[prefix]
 
 
 class BucketPlaces:
     """The Places (inner/rollouts/recorded.py) of one slot.   emit: called for bundles that cannot be used."""
 
-    def __init__(
-        self, store: Store, clock: Clock, emit: Callable[..., None], *, run: str, slot: str, by: int, engine: str
-    ) -> None:
+    def __init__(self, store: Store, clock: Clock, emit: Emit, *, run: str, slot: str, by: int, engine: str) -> None:
         self._store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
         self._clock = clock
         self._emit = emit
@@ -66,6 +105,7 @@ class BucketPlaces:
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
         self._found = 0
+        self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that can be used."""
@@ -92,7 +132,9 @@ class BucketPlaces:
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
         """Record `made`. Return the bundle that stands in this place."""
         try:
-            return self._put(place, made, unfit)
+            stands = self._put(place, made, unfit)
+            self.after_put(place)
+            return stands
         except RendezvousError as error:
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {error}")
             return made

@@ -3,17 +3,20 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from diloco.audit.inner import recompute_offers
-from diloco.replica.rollouts import BucketPlaces
+from diloco.replica.rollouts import BucketPlaces, OldBundles
 from diloco.run.record import read_run
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace
 from rendezvous import layout
+from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
+from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.records.records import Offer
 from rendezvous.records.rollouts import read_record
 from rendezvous.stores.files import FileStore
@@ -207,3 +210,30 @@ def test_under_a_run_key_another_writers_bundle_is_nothing() -> None:
     here = places(sealed)
     assert here.find(HERE, FITS) is None and here.put(HERE, made, FITS) is made and told == ["forged"]
     assert places(sealed).find(HERE, FITS) is not None
+
+
+def test_bundles_live_as_long_as_theta_of_their_steps(tmp_path: Path) -> None:
+    fleet = a_fleet(tmp_path, outer={"snapshot_every": 1}, fleet={"steps": 8, "keep": "window"})
+    fleet.start_all()
+    fleet.wait()
+    since = read_reach(fleet.store).since
+    kept = [read_record(path.read_bytes())[0].step for path in Path(fleet.url).glob("rollouts/*/*/*")]
+    assert since > 4 and min(kept) >= 3 and max(kept) == 7, (since, sorted(kept))
+    found = audited(fleet)
+    assert (
+        not found.off and not found.equal and "nothing is left" in found.unchecked[0]
+    ) or "no snapshot" in found.unchecked[0]
+
+
+def test_old_bundles_go_a_predecessors_too() -> None:
+    (made, _), store = a_bundle(), MemoryStore("memory://x")
+    for generation in (3, 4):
+        places(store).put(BundlePlace(1, generation, 0), made, FITS)
+    old = OldBundles(store, "r01", Inline(), no_emit)
+    reach = [0]
+    with patch("diloco.replica.rollouts.read_reach", lambda _: Reach(reach[0])):
+        for step, generation, since in ((2, 5, 0), (3, 6, 2), (4, 7, 3)):
+            places(store).put(BundlePlace(step, generation, 0), made, FITS)
+            reach[0] = since
+            old.note(BundlePlace(step, generation, 0))
+    assert [key.split("/")[2] for key in store.list("rollouts/")] == ["0000000006", "0000000007"]

@@ -78,3 +78,49 @@ def kill_soon(store: Any, slot: str) -> bool:
             os.kill(pids[0], signal.SIGKILL)
             return True
     return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("end", ["stop", "budget"])
+def test_a_stop_and_the_budget_leave_nothing_on_any_platform(url: str, tmp_path: Path, end: str) -> None:
+    """Stop and status come from another machine: another home and folder, the same bucket and accounts."""
+    (tmp_path / "elsewhere").mkdir()
+    limit = "--max-usd 5" if end == "stop" else "--max-hours 0.03"
+    words = f"launch --run {url} {PLACES} {SECRETS} {limit} --yes train.py 100000".split()
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "executors.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    store = open_store(url)
+    wait_until(
+        lambda: store.get(layout.RUN) and any(len(step.fresh) == 3 for step in read_report(store).steps), launched
+    )
+    told = elsewhere(tmp_path, "status", url)
+    assert told.returncode == 0 and all(slot in told.stdout for slot in ("r00", "r01", "r02")), told.stdout
+    if end == "stop":
+        stopped = elsewhere(tmp_path, "stop", url)
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    said, _ = launched.communicate(timeout=800)
+    report = read_report(store)
+    assert ("max_hours" in said) == (end == "budget") and all(c.ok for c in checks(report)), said[-3000:]
+    pids = [e["pid"] for e in report.of_kind("claimed") if e["who"].startswith("r")]
+    assert len(pids) >= 3 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    left = elsewhere(tmp_path, "stop", url)
+    assert "no replica runs any more" in left.stdout, left.stdout + left.stderr
+
+
+def elsewhere(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "HOME": str(folder / "elsewhere")}
+    command = [sys.executable, "-m", "executors.cli", *words]
+    return subprocess.run(command, cwd=folder / "elsewhere", env=environ, capture_output=True, text=True, timeout=200)
+
+
+def wait_until(what: Any, process: subprocess.Popen[str], seconds: float = 300) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0][-3000:])
+        if what():
+            return
+        time.sleep(0.2)
+    raise AssertionError("it never came to that")
