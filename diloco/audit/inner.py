@@ -30,7 +30,7 @@ from diloco.model.contributions import read_mean
 from diloco.model.export import model_record, start_arrays
 from diloco.model.fetch import fetch_files, fetch_model
 from diloco.outer.make import make_diloco
-from diloco.outer.rounds import Work
+from diloco.outer.rounds import Work, is_alone
 from diloco.process.watchdog import Watchdog
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces
@@ -146,7 +146,7 @@ class _Session:
 
     _use_async_quorum = False
     done_with_delta = True
-    behind = fenced = False
+    behind = fenced = alone = False
     h_cap = 1 << 53
     why = ""
     round_began = 0.0
@@ -241,6 +241,7 @@ class _Session:
     def finish_round(self) -> int | None:
         if self._taken is None:
             return None
+        self.alone = is_alone(self._taken, self._holder.slot, self._rules.codec)
         self._taken = None
         self._step += 1
         return 0

@@ -215,8 +215,15 @@ class OuterLoop:
     # ---------------------------------------------------------------- the model
 
     def scatter(self, fragment: int) -> None:
-        """Write model ← this fragment after torchft's step (θ, or θ merged by α)."""
-        self._scatter_fragment(fragment, merged=self.alpha > 0)
+        """Write model ← this fragment after torchft's step (θ, or θ merged by α).
+
+        With one replica and a plain average, θ is the model's values but for a rounding, so they stay: the replica
+        takes the steps of a loop without this context, bit for bit.
+        """
+        if self.outer.lr == 1 and self.outer.momentum == 0 and self.rounds.alone and not self.overlaps:
+            self.h[fragment] = 0
+        else:
+            self._scatter_fragment(fragment, merged=self.alpha > 0)
 
     def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
         self.fragments[fragment].scatter(merged)

@@ -88,6 +88,7 @@ class StoreRounds:
     """
 
     done_with_delta = True
+    alone = False
 
     def __init__(
         self, session: Session, *, founds: bool, theta_0: Callable[[], dict[str, np.ndarray]] | None = None
@@ -243,6 +244,7 @@ class StoreRounds:
         commit = self._commit
         self._commit = None
         fragment = self.session.rv.fragment
+        self.alone = is_alone(commit, self.session.rv.slot, self.session.rv.rules.codec)
         self.session.rv.advance(commit)
         assert self._report is not None
         self._report.emit_step(commit, self._spent)
@@ -303,3 +305,8 @@ class StoreRounds:
     @property
     def h_cap(self) -> int:
         return self.session.rv.h_cap
+
+
+def is_alone(commit: Commit, slot: str, codec: str) -> bool:
+    """Whether a commit's mean is the pseudogradient of this slot, without a loss."""
+    return codec == "fp32" and [(offer.slot, offer.factor) for offer in commit.offers] == [(slot, 1.0)]

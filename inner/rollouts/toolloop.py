@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import get_json_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.data.rendering import prompt_ids, render_text, text_of
+from inner.data.rendering import prompt_ids, text_of
 from inner.errors import InnerError
 
 if TYPE_CHECKING:
@@ -99,10 +99,6 @@ class LeanToolLoop(GRPOTrainer):
 
     def _prompt_ids(self, prompt: Any, environment: str | None = None) -> list[int]:
         return prompt_ids(self.processing_class, prompt, tools=self._tools_of(environment), **self._template_options())
-
-    def _prompt_text(self, prompt: Any) -> str:
-        """Return a chat as the template writes it."""
-        return render_text(self.processing_class, prompt, tools=self._tools_of(None), **self._template_options())
 
     def _tools_of(self, environment: str | None) -> list[Any]:
         by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.prompts import load_prompts
+from inner.data.rendering import render_text
 from inner.data.template_fault import template_fault
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
@@ -147,7 +148,9 @@ def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
     if isinstance(prompt, str):
         calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, which makes them."
         return calls if trainer.tools else ""
-    return template_fault(trainer._prompt_text, prompt, config)
+    tokenizer, options = trainer.processing_class, trainer._template_options()
+    text_of = lambda prompt: render_text(tokenizer, prompt, tools=trainer._tools_of(None), **options)  # noqa: E731
+    return template_fault(text_of, prompt, config)
 
 
 def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt: Any) -> str:

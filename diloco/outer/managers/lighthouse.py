@@ -128,6 +128,7 @@ class LighthouseRounds:
     """The OuterRounds (diloco/outer/loop.py) of a torchft.Manager."""
 
     done_with_delta = False  # an aborted collective may still write to Δ
+    alone = False
 
     def __init__(self, manager: "Manager", session: Session | None) -> None:
         self._manager = manager
