@@ -166,14 +166,8 @@ KINDS: Mapping[str, EventKind] = {
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
     "rollouts_found": EventKind(DETAIL, "Rollouts that were recorded before were trained on."),
-    "rollouts_refused": EventKind(
-        WARNING, "A bundle of recorded rollouts cannot be used. It was made again.",
-        "another program may write to the bucket; diloco verify --inner",
-    ),
-    "rollouts_lost": EventKind(
-        WARNING, "A bundle of rollouts could not be recorded or read. Training went on.",
-        "look at the store; diloco verify --inner cannot check that step",
-    ),
+    "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
+    "rollouts_lost": EventKind(WARNING, "Rollouts could not be recorded or read. Training went on.", "look at the store"),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),
