@@ -18,6 +18,18 @@ import pytest
 
 gc.disable()
 
+# huggingface_hub reads the log of a running job until it was silent for ten seconds
+WAITS = (
+    "test_follow_from_the_tail[hf-jobs]",
+    "test_find_sees_all_from_another_process_and_close_stops_nothing[hf-jobs]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in WAITS:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(autouse=True)
 def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,36 +4,46 @@
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
         ──▶ TraceState: messages so far, action, reward of the rollout, error of the action, how unsure the group was
 
+    rollouts/{slot}/{g}/{bundle}.{attempt}.bundle    with fleet.record_rollouts: all rollouts, instead of the log's
+        ──▶ state_id = {slot}/{g}/{outer step}/{bundle}.{rollout}:{turn}
+
     diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.replay.pairs          docs/replay.md
 
 This file does not import torch.
 
-Not promised: every rollout. A run logs a fair sample (`fleet.log_rollouts` per replica and outer step). A `kill -9`
-loses the replica's rollouts since its last outer step.
+Not promised: every rollout of a run that does not record them. It logs a fair sample (`fleet.log_rollouts` per replica
+and outer step), and a `kill -9` loses the replica's rollouts since its last outer step.
 """
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
+from inner.rollouts.bundle_texts import bundle_rollouts
 from inner.rollouts.rollout_states import rollout_states
-from inner.rollouts.sample import SampledRollout
+from inner.rollouts.sample import SampledRollout, secrets_here
 from rendezvous import layout
+from rendezvous.records.records import WireError
+from rendezvous.records.rollouts import read_record
 from rendezvous.store import Store
 
 
 def run_states(store: Store) -> list[TraceState]:
-    """Return the states of all rollouts in a run's log, by replica and time."""
-    return [state for key in _state_keys(store) for state in _read_states(store, key)]
+    """Return the states of all rollouts that the run has kept, by replica and time."""
+    logged = _state_keys(store)
+    if bundles := _bundle_keys(store):
+        return [state for key in bundles for state in _bundle_states(store, key, _tools_in(store, logged))]
+    return [state for key in logged for state in _read_states(store, key)]
 
 
 def freeze(store: Store, to: Path) -> dict[str, int]:
     """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
-    if not _state_keys(store):
+    if not _state_keys(store) and not _bundle_keys(store):
         raise ConfigError(
             "this run has logged no rollouts: it is supervised, has fleet.log_rollouts = 0, or took no outer "
             "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
@@ -66,3 +76,27 @@ def _read_states(store: Store, key: str) -> Iterator[TraceState]:
                 yield from rollout_states(rollout, f"{slot}-{generation}/{step}/{n}.{i - 1}", tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)
+
+
+def _bundle_keys(store: Store) -> list[str]:
+    return sorted(key for key in store.list(layout.ROLLOUTS) if key.endswith(".bundle"))
+
+
+def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
+    """Return the tools' schemas of the run, as the first sample in its log has them; {} without one."""
+    for key in logged[:1]:
+        lines = (store.get(key) or b"").decode(errors="replace").splitlines()
+        with suppress(ValueError, KeyError, TypeError, IndexError):
+            return rollout_head(lines[0])[1]
+    return {}
+
+
+def _bundle_states(store: Store, key: str, tools: dict[str, Any]) -> Iterator[TraceState]:
+    try:
+        record, payload = read_record(store.get(key) or b"")
+        rollouts = bundle_rollouts(bytes(payload), secrets_here())
+        generation, bundle = record.place
+        for i, rollout in enumerate(rollouts):
+            yield from rollout_states(rollout, f"{record.slot}/{generation}/{record.step}/{bundle}.{i}", tools)
+    except (WireError, ValueError) as error:
+        warnings.warn(f"{key}: {error}. It is left out.", TraceWarning, stacklevel=2)

@@ -35,6 +35,7 @@ HOST = 20
 BROADCAST = 3.5  # θ in bf16, and at most the copy that is being written
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
+TOKEN = 9  # bytes of a recorded token with its mask and log-prob (inner/rollouts/bundle.py)
 ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 
 
@@ -45,7 +46,7 @@ class Footprint:
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
     floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
-    back: bytes per further step whose mean stays.
+    back: bytes per further step whose mean stays.   rollouts: the most bytes of one outer step's recorded tokens.
     """
 
     parameters: int
@@ -63,6 +64,7 @@ class Footprint:
     floor: int
     int8_floor: int
     back: int
+    rollouts: int
 
 
 def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
@@ -101,7 +103,17 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
         floor=largest_window(1, each_snapshot, left),
         int8_floor=largest_window(1, each_snapshot, step_sizes(parameters, replicas, "int8", fragments)),
         back=left.mean or each_step,
+        rollouts=recorded_bytes(config, replicas),
     )
+
+
+def recorded_bytes(config: RunConfig, replicas: int) -> int:
+    """Return the most bytes of tokens, masks and log-probs that one outer step records (fleet.record_rollouts)."""
+    inner = config.inner
+    if not config.fleet.record_rollouts or inner.loop == "supervised":
+        return 0
+    rollouts = replicas * (config.outer.sync_every // inner.boundary) * inner.generation_size
+    return TOKEN * rollouts * inner.completion_length
 
 
 def delta_bytes(parameters: int, codec: str) -> int:
@@ -140,11 +152,12 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     kept = f"{byte_size(f.in_all)} after {steps} steps"
     if keep is not None and keep < f.in_all:
         kept = kept_text(f, steps, keep)
+    recorded = f"; and up to {byte_size(f.rollouts)} of recorded tokens per step, with their text" if f.rollouts else ""
     return [
         f"memory per replica: {byte_size(f.device)} on the device (weights, gradients, Adam; activations and "
         f"generation come on top), {byte_size(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
         f"bucket: {byte_size(f.each_step)} per outer step ({f.codec}), {byte_size(f.each_snapshot)} per snapshot; "
-        f"{kept}",
+        f"{kept}{recorded}",
         f"a sync takes about {duration(f.sync_s)} at an assumed {link} up and down, every {duration(f.compute_s)} "
         "(a guess, for a GPU); `diloco doctor URL` measures the link",
     ]

@@ -3,9 +3,10 @@
     safetensors   prompt_ids · ids · mask · logprobs   concatenated, with the lengths by rollout
                   rewards                              (B, F) as they counted, NaN: unknown
                   torch, numpy, python, cuda           random states after the generation
-    metadata      prompts, each once · completions · names of the rewards · tool calls and failures
+    metadata      prompts, each once · completions · names and weights of the rewards · tool calls and failures
 
-A token costs 4 bytes, 5 with tools, 9 with log-probs of an engine; the random states cost 15 KB.
+A token costs 4 bytes, 5 with tools, 9 with log-probs of an engine, and its text; the random states cost 15 KB.
+Tokens and texts are as they were sampled: a secret that a tool printed is in them.
 
 Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle.  Whether
 it fits a trainer is asked in recorded.py.
@@ -60,7 +61,8 @@ class RandomStates:
 class Bundle:
     """The rollouts of one generation, by rollout.   mask: 1 for the model's tokens, 0 for tools'; None: no tools.
 
-    prompts, completions: as rewards get them.   rewards: (B, F).   calls: tool calls, and failures among them.
+    prompts, completions: as rewards get them.   rewards: (B, F).   names, weights: of the F rewards.
+    environments: by rollout; None: there is at most one.   calls: tool calls, and failures among them.
     """
 
     prompts: Sequence[Any]
@@ -71,6 +73,8 @@ class Bundle:
     logprobs: Sequence[Sequence[float]] | None
     rewards: Tensor
     names: Sequence[str]
+    weights: Sequence[float]
+    environments: Sequence[str | None] | None = None
     calls: tuple[int, int] = (0, 0)
     random: RandomStates = field(default_factory=RandomStates.read)
 
@@ -110,6 +114,8 @@ class Bundle:
             "prompt_of": [place[text] for text in texts],
             "completions": list(self.completions),
             "names": list(self.names),
+            "weights": [float(weight) for weight in self.weights],
+            "environments": None if self.environments is None else list(self.environments),
             "calls": list(self.calls),
             "random": dict(self.random.numbers),
         }
@@ -148,6 +154,8 @@ def _read(body: bytes) -> Bundle:
         logprobs=parts.get("logprobs"),
         rewards=rewards,
         names=names,
+        weights=said["weights"],
+        environments=said["environments"],
         calls=(int(calls), int(failures)),
         random=RandomStates(states, said["random"]),
     )

@@ -129,6 +129,8 @@ class _Recorded(GenerationTrainer):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             if self._made is not None:
                 self._made |= {"prompts": list(prompts), "rewards": rewards, "names": list(self.reward_func_names)}
+                self._made["weights"] = self.reward_weights.tolist()
+                self._made["environments"] = self._batch_environments if self._multi_environment else None
             return rewards
         functions = self.reward_funcs
         self.reward_funcs = [_always(column) for column in self.replayed.rewards.T.tolist()]

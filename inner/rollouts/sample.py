@@ -47,7 +47,7 @@ class RolloutSample:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._kept: list[tuple[_Batch, int]] = []
+        self._kept: list[tuple[RolloutBatch, int]] = []
         self._seen = 0
 
     def add_batch(
@@ -58,7 +58,7 @@ class RolloutSample:
         environments: Sequence[str | None] | None = None,
     ) -> None:
         """Add one generation; rollouts of a group have equal prompts. Only references are kept, without copies."""
-        batch = _Batch(prompts, completions, rewards, environments)
+        batch = RolloutBatch(prompts, completions, rewards, environments)
         for i in range(len(prompts)):
             self._seen += 1
             at = self._random.randrange(self._seen)
@@ -84,7 +84,7 @@ class RolloutSample:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class RolloutBatch:
     prompts: Sequence[Any]
     completions: Sequence[Any]
     rewards: Sequence[float]

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from diloco.audit.inner import recompute_offers
+from diloco.model.traces import freeze
 from diloco.replica.rollouts import BucketPlaces, OldBundles
 from diloco.run.record import read_run
 from inner.rollouts.bundle import Bundle
@@ -69,10 +70,20 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*"))
     assert len(bundles) == 2 * 2 * 4
+    _frozen(killed, tmp_path / "traces.jsonl", 16 * len(bundles))
     _flip(bundles[0])
     again = audited(killed)
     assert [blob for _, blob, _, _ in again.off] == [bundles[0].relative_to(killed.url).as_posix()]
     assert "another digest" in again.off[0][3] and again.remade == 1
+
+
+def _frozen(fleet: Fleet, to: Path, rollouts: int) -> None:
+    """`diloco traces` has every rollout, with its reward and its tool's error."""
+    made = freeze(fleet.store, to)
+    states = [json.loads(line) for line in to.read_text().splitlines()]
+    assert made["rollouts"] == rollouts and 0 < made["errors"] < made["states"] == len(states)
+    assert {state["reward"] for state in states} == {0.0, 1.0} and states[0]["tools"]
+    assert states[0]["state_id"].startswith("r00/0/0/0.0:")
 
 
 def _flip(path: Path) -> None:
@@ -212,6 +223,7 @@ def test_under_a_run_key_another_writers_bundle_is_nothing() -> None:
     assert places(sealed).find(HERE, FITS) is not None
 
 
+@pytest.mark.slow
 def test_bundles_live_as_long_as_theta_of_their_steps(tmp_path: Path) -> None:
     fleet = a_fleet(tmp_path, outer={"snapshot_every": 1}, fleet={"steps": 8, "keep": "window"})
     fleet.start_all()

@@ -68,6 +68,7 @@ LAUNCHED = {
     "page_data_key",
     "weights_key",
     "weights_blob",
+    "bundle_key",  # test_recorded_fleet.py: under a run key another writer's bundle is nothing
 }  # below, each in a test of its own
 
 

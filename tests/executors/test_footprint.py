@@ -81,6 +81,15 @@ def test_a_long_mean_travels_in_the_codec_of_the_bodies() -> None:
     assert sizes.mean_bytes(50_000_000, 2, "int8") == 0 and sizes.mean_bytes(50_000_000, 2, "fp32") == 200_000_000
 
 
+def test_recorded_rollouts_are_in_the_plan() -> None:
+    """64 inner steps of 8 rollouts on two replicas, 100 tokens each."""
+    raw = {"fleet": {"record_rollouts": True}, "outer": {"sync_every": 64}}
+    inner = {"batch_size": 8, "sampling": {"max_completion_length": 100}}
+    found = sizes.footprint(RunConfig.from_dict({**raw, "inner": inner}), 1_000_000, 2, 10)
+    assert found.rollouts == 9 * 64 * 8 * 2 * 100 and "921.6 kB of recorded tokens" in "".join(sizes.lines(found, 10))
+    assert "recorded" not in "".join(sizes.lines(sizes.footprint(RunConfig.from_dict({}), 1_000_000, 2, 10), 10))
+
+
 def test_fragments_divide_a_step_and_not_the_run() -> None:
     whole, part = sizes.step_bytes(1_000_000, 2, "fp32"), sizes.step_bytes(1_000_000, 2, "fp32", fragments=4)
     assert part * 4 == whole

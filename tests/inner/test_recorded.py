@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from inner.rollouts.bundle import Bundle
+from inner.rollouts.bundle_texts import bundle_rollouts
 from inner.rollouts.recorded import BundlePlace, record_rollouts
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
@@ -135,6 +136,16 @@ def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words:
     alone, _ = trained(1, None)
     here, _ = trained(1, kept)
     assert words in kept.refused[0] and torch.equal(alone, here) and not kept.found
+
+
+def test_its_texts_can_be_read_without_torch_and_without_known_secrets() -> None:
+    bundle, _ = a_bundle()
+    body = replace(bundle, completions=[[{"role": "assistant", "content": "my hidden-key"}]] * 16).pack()
+    rollouts = bundle_rollouts(body, ["hidden-key"])
+    assert [r["messages"][-1]["content"] for r in rollouts] == ["my ***"] * 16
+    assert [r["reward"] for r in rollouts] == bundle.rewards[:, 0].tolist() and rollouts[0]["first"] == 1
+    with pytest.raises(ValueError, match="not a bundle"):
+        bundle_rollouts(body[:50])
 
 
 @pytest.mark.parametrize("cut", [0, 7, 100, -1])

@@ -87,7 +87,7 @@ def test_every_kind_of_record_has_its_limit_in_one_place() -> None:
 
 _KEYS = [
     layout.RUN, layout.MODEL_MANIFEST, layout.offer_key(0, "r00", 0), layout.commit_key(0), layout.weights_key(0),
-    layout.control_key(0), layout.log_key("r00", 1, 0),
+    layout.control_key(0), layout.log_key("r00", 1, 0), layout.bundle_key("r00", 0, 0, 0),
 ]  # fmt: skip
 
 
