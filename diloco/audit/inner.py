@@ -321,7 +321,14 @@ class _Recorded(BucketPlaces):
     def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed) -> None:
         slot, generation = holder
         super().__init__(
-            store, SystemClock(), self._note, run=run.record.nonce, slot=slot, by=generation, engine="transformers"
+            store,
+            SystemClock(),
+            self._note,
+            run=run.record.nonce,
+            slot=slot,
+            by=generation,
+            engine="transformers",
+            staleness=run.config.fleet.staleness,
         )
         self._to = to
 

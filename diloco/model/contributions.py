@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rendezvous.codecs import get_codec
-from rendezvous.means.reduce import Reducer, is_valid_body, refuse_misweighed
+from rendezvous.means.poison import is_valid_body
+from rendezvous.means.reduce import Reducer, refuse_misweighed
 from rendezvous.records.records import Commit, Listed
 
 

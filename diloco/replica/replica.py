@@ -35,7 +35,7 @@ from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import BeatStatus, read_control
 from rendezvous.background import together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.codecs import why_no_kernels
@@ -273,7 +273,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
         start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
-        _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
+        evaluator = _make_evaluator(run, session, loop, inputs, outer)
+        _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
@@ -314,6 +315,7 @@ def _build_loop(
 def _run_inner(
     loop: "InnerLoop",
     manager: "StoreManager | LighthouseManager",
+    status: BeatStatus,
     evaluator: "Evaluator | None",
     outer: "OuterLoop",
 ) -> None:
@@ -323,6 +325,7 @@ def _run_inner(
                 evaluator.evaluate()
 
     def stop() -> bool:
+        status.data += 1
         evaluate_if_due()  # right after the outer step, also after the last one
         return manager.done
 
@@ -376,6 +379,7 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
     Windows of a text have no share, because they are drawn from the whole text."""
     start = seeds.start // loop.boundary * loop.boundary
     loop.start_at(start)
+    session.rv.members.status.data = start
     if run.config.inner.loop != "supervised" and (share := seeds.share) is not None:
         session.emit("data", share=share.index, of=share.of, seed=share.seed, inner_step=start)
 

@@ -6,8 +6,9 @@
     generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
-trains them; a bundle of an earlier t is not used, because its tokens come from older weights.  This depends only on
-the chain, so every session of a slot decides alike.
+trains them.  A bundle of an earlier t has older weights: an actor's, which has log-probs, is used if it is at most
+fleet.staleness outer steps older; a session's is not.  This depends only on the chain, so every session of a slot
+decides alike.
 
 A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
 
@@ -51,24 +52,26 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
     engine = "vllm" if trainer.use_vllm else "transformers"
     places = BucketPlaces(
         run.store, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
-        by=session.rv.generation, engine=engine,
+        by=session.rv.generation, engine=engine, staleness=run.config.fleet.staleness,
     )  # fmt: skip
     if keep_bytes(run.config.fleet.keep) is not None:
-        places.after_put = OldBundles(run.store, session.rv.slot, Worker(session.emit), session.emit).note
+        ahead = run.config.fleet.staleness
+        places.after_put = OldBundles(run.store, session.rv.slot, Worker(session.emit), session.emit, ahead).note
     record_rollouts(trainer, places)
 
 
 class OldBundles:
     """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
 
-    background: runs the deletions.   emit: called for those that fail.
+    background: runs the deletions.   emit: called for those that fail.   ahead: outer steps of actors' bundles.
     """
 
-    def __init__(self, store: Store, slot: str, background: Background, emit: Emit) -> None:
+    def __init__(self, store: Store, slot: str, background: Background, emit: Emit, ahead: int = 0) -> None:
         self._store = store
         self._prefix = f"{layout.ROLLOUTS}{slot}/"
         self._background = background
         self._emit = emit
+        self._ahead = ahead
         self._steps: dict[str, int] = {}  # prefix of a generation's keys -> its outer step
         self._began = self._newest = -1
 
@@ -83,8 +86,10 @@ class OldBundles:
         """Delete the bundles of steps whose θ cannot be computed any more."""
         if self._began < 0:
             self._began = self._newest
-            before = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)}  # a predecessor's
-            self._steps |= dict.fromkeys(before - set(self._steps), self._began)
+            before = {
+                key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)
+            }  # of a predecessor or an actor
+            self._steps |= dict.fromkeys(before - set(self._steps), self._began + self._ahead)
         since = read_reach(self._store).since
         for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
             self._store.delete(self._store.list(prefix))
@@ -92,9 +97,17 @@ class OldBundles:
 
 
 class BucketPlaces:
-    """The Places (inner/rollouts/recorded.py) of one slot.   emit: called for bundles that cannot be used."""
+    """The Places (inner/rollouts/recorded.py) of one slot.
 
-    def __init__(self, store: Store, clock: Clock, emit: Emit, *, run: str, slot: str, by: int, engine: str) -> None:
+    emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
+    staleness: outer steps by which an actor's bundle may be older.   actor: the name of an actor that puts.
+    after_put: called when a place has its bundle.
+    """
+
+    def __init__(
+        self, store: Store, clock: Clock, emit: Emit, *, run: str, slot: str, by: int, engine: str, staleness: int = 0,
+        actor: str = "",
+    ) -> None:  # fmt: skip
         self._store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
         self._clock = clock
         self._emit = emit
@@ -102,6 +115,8 @@ class BucketPlaces:
         self._slot = slot
         self._by = by
         self._engine = engine
+        self._staleness = staleness
+        self._actor = actor
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
         self._found = 0
@@ -116,6 +131,7 @@ class BucketPlaces:
             found = None
         if found is not None:
             self._found += 1
+            self.after_put(place)
         elif self._found:
             self._emit("rollouts_found", step=place.outer, bundles=self._found)
             self._found = 0
@@ -145,6 +161,7 @@ class BucketPlaces:
             run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
             engine=self._engine, threads=torch.get_num_threads(), rollouts=len(made.ids),
             tokens=sum(map(len, made.ids)), digest=payload_digest(payload, self._kind), nonce=new_nonce(),
+            actor=self._actor,
         )  # fmt: skip
         body = seal_bundle(payload, record)
         while (stands := self._create(self._key(place), body)) != body:
@@ -181,9 +198,12 @@ class BucketPlaces:
         record, payload = read_record(body)
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
-        if record.step != place.outer:
+        age = place.outer - record.step
+        if not 0 <= age <= (self._staleness if record.actor else 0):
             return None, ""
         if not is_whole(record, payload, self._kind):
             return None, "their bytes have another digest than their record names"
         bundle = Bundle.unpack(bytes(payload))
+        if record.actor and bundle.logprobs is None:
+            return None, f"the actor {record.actor} left out their log-probs"
         return bundle, unfit(bundle)

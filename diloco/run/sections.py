@@ -79,6 +79,10 @@ class FleetConfig(Table):
         "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
         "--inner` computes pseudogradients again.",
     )
+    staleness: int = setting(
+        2, "Outer steps by which the weights of an actor's rollouts may be older than those that train on them.",
+        least=0, most=64,
+    )  # fmt: skip
 
     def check(self) -> None:
         keep_bytes(self.keep)

@@ -5,6 +5,9 @@
     g generation of the slot     ▼
     k its k-th bundle         generate ──▶ put ──▶ train (on the bundle that stands, if another was faster)
 
+A bundle with log-probs was sampled elsewhere, by an actor (acting.py), perhaps with older weights.  Then TRL's own
+correction counts: each token's loss times π_now / π_sampled, at most CLIP.
+
 Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages, lessons and metrics are computed as
 always, and the random states go on as they were after the recorded generation.  So the gradients are equal, bit for
 bit, where the weights are, and generations after it are those that the first process would have made.
@@ -19,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle
@@ -28,6 +31,9 @@ from inner.rollouts.generation import GenerationTrainer
 
 if TYPE_CHECKING:
     from inner.train.policy import PolicyTrainer
+
+CLIP = 2.0  # the most that a token of an actor's rollout counts (truncated importance sampling)
+UNCORRECTED = ("gmpo",)  # losses that TRL takes without the correction
 
 
 class BundlePlace(NamedTuple):
@@ -61,6 +67,10 @@ def record_rollouts(trainer: "PolicyTrainer", places: Places) -> None:
     trainer.__class__ = type(f"Recorded{kind.__name__}", (_Recorded, kind), {})
     recorded: Any = trainer
     recorded.places, recorded._newest = places, BundlePlace(-1, -1, -1)
+    if not recorded.use_vllm:
+        recorded.vllm_importance_sampling_correction = True
+        recorded.vllm_importance_sampling_mode = "token_truncate"
+        recorded.vllm_importance_sampling_clip_min, recorded.vllm_importance_sampling_clip_max = None, CLIP
 
 
 class _Recorded(GenerationTrainer):
@@ -103,10 +113,24 @@ class _Recorded(GenerationTrainer):
     def _train_on(self, bundle: Bundle, inputs: Any) -> Any:
         self.replayed = bundle
         try:
-            with _without_resets(drawn_environments(self, inputs)):
+            with _without_resets(drawn_environments(self, inputs)), self._corrected(bundle.logprobs is not None):
                 return super()._generate_rollouts(inputs)
         finally:
             self.replayed = None
+
+    def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        with self._corrected("importance_sampling_ratio" in inputs):
+            return super()._policy_loss(model, inputs)
+
+    @contextmanager
+    def _corrected(self, is_due: bool) -> Iterator[None]:
+        """Let TRL correct for another sampler inside a `with`; it does so where it believes to use vLLM."""
+        own = self.use_vllm
+        self.use_vllm = own or is_due
+        try:
+            yield
+        finally:
+            self.use_vllm = own
 
     # what a bundle is made of
 
@@ -153,9 +177,17 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return f"it has tokens outside of the vocabulary of {most}"
     if any(len(ids) > trainer.max_completion_length for ids in bundle.ids):
         return f"it has completions of more than {trainer.max_completion_length} tokens"
+    if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
+        return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
+    if bundle.logprobs is not None and not all(_is_log_prob(x, trainer) for row in bundle.logprobs for x in row):
+        return "it has log-probs that are no numbers or above 0"
     if not all(map(_begins_as, bundle.prompts, inputs)):
         return "its prompts are those of other rows"
     return ""
+
+
+def _is_log_prob(x: float, trainer: Any) -> bool:
+    return -1e9 < x < 1e-3 or (x != x and trainer.use_vllm)  # vLLM has none for some tokens, and TRL leaves those alone
 
 
 def _begins_as(prompt: Any, row: Mapping[str, Any]) -> bool:

@@ -283,6 +283,7 @@ class BeatStatus:
     inner: int = 0
     rate: float = 0.0
     note: str = ""
+    data: int = 0
 
     def enter_phase(self, phase: str, step: int) -> None:
         self.phase = phase

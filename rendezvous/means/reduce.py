@@ -187,6 +187,8 @@ class Reducer:
         self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
     ) -> str | None:
         """Write the mean of the valid bodies, shard by shard, because readers may group shards differently."""
+        from rendezvous.means.poison import is_valid_body, zero_non_finite
+
         for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
             total = out[elements_slice(unit)]
             good = list[Listed]()
@@ -243,18 +245,6 @@ def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) 
             np.add(target, np.multiply(piece, w, out=scratch[: piece.size]), out=target)
 
 
-def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
-    """Whether an encoder could have written these bytes.   name: of the codec."""
-    if name == "fp32":
-        return bool(np.isfinite(body.view(np.float32)).all())
-    out = np.empty(elements, np.float32)
-    try:
-        get_codec(name).decode(body, out)
-    except Corrupt:
-        return False
-    return bool(np.isfinite(out).all())
-
-
 def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
     """Set total ← total/weight.   Return whether the sums of its squares are finite.
 
@@ -267,11 +257,6 @@ def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
             np.divide(piece, weight, out=piece)
             whole = whole and bool(np.isfinite(np.dot(piece, piece)))
     return whole
-
-
-def zero_non_finite(total: np.ndarray) -> None:
-    """Set every element that is not finite to 0."""
-    np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def total_weight(offers: Sequence[Listed]) -> np.float32:

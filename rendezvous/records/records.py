@@ -421,9 +421,11 @@ class Beat(Record):
     """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left.   rate: seconds per inner step, 0 if unknown.
+    data: the inner step of its slot's data that it trains on, for actors (diloco/actor.py).
     """
 
     kind = "beat"
+    later = ("data",)
     slot: Holder
     generation: Generation
     n: Count
@@ -435,3 +437,4 @@ class Beat(Record):
     host: str = ""
     pid: Pid = 0
     note: str = ""
+    data: Count = 0

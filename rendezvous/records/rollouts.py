@@ -11,7 +11,7 @@ The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not 
 from dataclasses import dataclass
 
 from rendezvous.records.digests import digest, has_digest
-from rendezvous.records.records import AtLeastOne, Count, Generation, Record, Slot, Step, WireError, Word
+from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, WireError, Word
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Rollouts(Record):
     """The record of a bundle.
 
     run: the run's nonce.   place: generation of the slot's samples, and bundle of that.
-    step: the outer step on whose weights it was sampled.   by: generation of the session.
+    step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
+    actor: its name; "" if the slot's own session sampled.
     threads: of its process; bits of sums depend on them.   digest: of the payload.
     """
 
@@ -28,13 +29,14 @@ class Rollouts(Record):
     slot: Slot
     place: tuple[Count, Count]
     step: Step
-    by: Generation
+    by: Count
     engine: Word
     threads: AtLeastOne
     rollouts: AtLeastOne
     tokens: Count
     digest: Word
     nonce: Word
+    actor: Word = ""
 
     def written_fields(self) -> dict[str, object]:
         return {**vars(self), "place": list(self.place)}

@@ -114,7 +114,18 @@ def golden(case: unittest.TestCase) -> Any:
     return json.loads(json.dumps(kept[0]))
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda c: c.id().removeprefix("torchft."))
+# of torchft's twelve combinations of fragments, delay and alpha, so many are fast tests; each value is in two of them
+FAST = ("00", "04", "07", "09", "11")
+
+
+def of_the_grid(case: unittest.TestCase) -> Any:
+    name = case.id()
+    slow = "streaming_diloco_upscale" in name or "streaming_diloco_commit_failure" in name
+    marks = [pytest.mark.slow] if slow and name[-2:] not in FAST else []
+    return pytest.param(case, id=name.removeprefix("torchft."), marks=marks)
+
+
+@pytest.mark.parametrize("case", map(of_the_grid, cases()))
 def test_shipped(case: unittest.TestCase) -> None:
     fixture = golden(case) if regression(case) else None
     expected = newcomer_on_the_survivors_path if "recovery" in case.id() else lambda fixture, results: fixture

@@ -16,7 +16,8 @@ from rendezvous.background import at_once, in_turn
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
 from rendezvous.errors import Corrupt
-from rendezvous.means.reduce import Reducer, divide_by_weight, is_valid_body, zero_non_finite
+from rendezvous.means.poison import is_valid_body, zero_non_finite
+from rendezvous.means.reduce import Reducer, divide_by_weight
 from rendezvous.records.digests import digest
 from rendezvous.records.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid

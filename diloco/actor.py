@@ -1,0 +1,212 @@
+"""An actor: a process that samples rollouts ahead of the replicas.  Its only input is a run's URL.
+
+    python -m diloco.actor RUN_URL --name a07
+
+    newest weights (weights/{t}) ──▶ the oldest place that no bundle fills yet ──▶ sample ──▶ put, if none was faster
+         ▲                                                                                        │
+         └────────────────────────────────────────────────────────────────────────────────────────┘
+
+    a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
+                         after the actor's weights
+
+There are no claims, leases or queues: an actor that dies leaves a place empty, and the slot's replica fills it.  Two
+actors that take the same place cost the slower one's work; each prefers another place of the nearest ones.
+
+Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: heartbeats, a price, a restart; a supervisor
+does not know actors yet.
+"""
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.model.export import model_record
+from diloco.model.fetch import fetch_files, fetch_model
+from diloco.process import exitcodes
+from diloco.replica.replica import open_patiently, share_of, too_late
+from diloco.run.config import ConfigError, derive_seed
+from diloco.run.record import Run
+from inner import InnerError, Seeds, build_inner
+from rendezvous import layout
+from rendezvous.agreement.membership import read_control
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import RendezvousError
+from rendezvous.records.records import Beat, decode_or_none
+from rendezvous.store import Readable
+from rendezvous.weights.follower import WeightsFollower
+
+if TYPE_CHECKING:
+    from inner.rollouts.acting import Sampler
+
+IDLE_S = 0.5  # between two looks for an open place
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round."""
+
+    slot: str
+    step: int
+    data: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The arithmetic of places.   sync_every: H.   accumulated, served: micro-batches per inner step, generation."""
+
+    sync_every: int
+    accumulated: int
+    served: int
+
+    def generation_at(self, inner_step: int) -> int:
+        return inner_step * self.accumulated // self.served
+
+    def outer_step_of(self, at: Standing, generation: int) -> int:
+        """Return the outer step that will train a generation, if every round has H inner steps."""
+        first = generation * self.served // self.accumulated
+        return at.step + max(0, first - (at.data - at.inner)) // self.sync_every
+
+
+def open_places(
+    standings: Iterable[Standing], filled: Callable[[str], set[int]], pace: Pace, weights: int, staleness: int
+) -> list[tuple[int, str, int]]:
+    """Return the open places as (distance in generations, slot, generation), the nearest first.
+
+    filled(slot): its generations that have a bundle.   weights: the outer step of the actor's weights.
+    """
+    found = list[tuple[int, str, int]]()
+    for at in standings:
+        now, there = pace.generation_at(at.data), filled(at.slot)
+        generation = now + 1
+        while pace.outer_step_of(at, generation) - weights <= staleness:
+            if generation not in there:
+                found.append((generation - now, at.slot, generation))
+            generation += 1
+    return sorted(found)
+
+
+def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str, int] | None:
+    """Return this actor's place among the nearest: the first by a hash of name and place, so that actors differ."""
+    nearest = [place for place in places if place[0] == places[0][0]]
+    key = lambda place: hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()  # noqa: E731
+    return min(nearest, key=key)[1:] if nearest else None
+
+
+def read_standings(store: Readable) -> list[Standing]:
+    """Return where the slots are, by their heartbeats."""
+    beats = (decode_or_none(Beat, store.get(layout.beat_key(slot))) for slot in read_control(store).slot_names)
+    return [Standing(b.slot, b.step, b.data, b.inner) for b in beats if b is not None and b.phase in ("train", "wait")]
+
+
+def filled_generations(store: Readable, slot: str) -> set[int]:
+    """Return the generations of a slot that have a bundle, as LIST shows them."""
+    return {int(key.split("/")[2]) for key in store.list(f"{layout.ROLLOUTS}{slot}/") if key.count("/") == 3}
+
+
+class Actor:
+    """One actor of a run.   tell: called with a line for each bundle."""
+
+    def __init__(self, run: Run, name: str, clock: Clock, scratch: Path, tell: Callable[[str], None]) -> None:
+        refuse_run(run)
+        self._run = run
+        self._name = name
+        self._clock = clock
+        self._tell = tell
+        model = fetch_model(run.store, model_record(run), scratch / "model")
+        files = fetch_files(run, scratch / "code")
+        (scratch / "inner").mkdir()
+        seeds = Seeds(0, derive_seed(run.config.seed, "actor", name))
+        self._loop: Any = build_inner(run.config.inner, model, files, seeds, scratch=scratch / "inner")
+        self._sampler = self._new_sampler()
+        self._follower = WeightsFollower(run.store, self._emit)
+        self._weights = 0
+        inner = run.config.inner
+        self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
+
+    def _new_sampler(self) -> "Sampler":
+        from inner.rollouts.acting import Sampler
+
+        return Sampler(self._loop.trainer)
+
+    def act(self) -> bool:
+        """Sample for one place, if one is open.   Return whether it did."""
+        if (newest := self._follower.poll()) is not None:
+            newest.load_into(self._loop.model)
+            self._weights = newest.step
+        store = self._run.store
+        filled = lambda slot: filled_generations(store, slot)  # noqa: E731
+        places = open_places(read_standings(store), filled, self._pace, self._weights, self._run.config.fleet.staleness)
+        place = chosen_place(places, self._name)
+        if place is None:
+            return False
+        self._fill(*place)
+        return True
+
+    def _fill(self, slot: str, generation: int) -> None:
+        from diloco.replica.rollouts import BucketPlaces
+        from inner.rollouts.recorded import BundlePlace
+
+        began = self._clock.now()
+        made = self._sampler.sample(share_of(self._run.config, slot), generation)
+        places = BucketPlaces(
+            self._run.store, self._clock, self._emit, run=self._run.record.nonce, slot=slot, by=0,
+            engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._name,
+        )  # fmt: skip
+        outer = self._run.record.parent.outer_steps + self._weights
+        stands = places.put(BundlePlace(outer, generation, 0), made, lambda bundle: "")
+        late = "" if stands is made else ", too late"
+        took = self._clock.now() - began
+        self._tell(f"{self._name}: {slot} generation {generation}, weights {self._weights}, {took:.1f} s{late}")
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self._tell(f"{self._name}: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}")
+
+
+def refuse_run(run: Run) -> None:
+    """Raise ConfigError for a run that has no use for actors."""
+    if run.config.script is not None or run.config.inner.loop != "grpo":
+        raise ConfigError('this run has no rollouts of [inner]: actors sample for inner.loop = "grpo"')
+    for name in ("record_rollouts", "broadcast_weights"):
+        if not getattr(run.config.fleet, name):
+            raise ConfigError(
+                f"this run was launched without fleet.{name}, so an actor could not reach its replicas. Start a run "
+                f"with `--set fleet.{name}=true`"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m diloco.actor", description="Sample rollouts for a run.")
+    parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
+    parser.add_argument("--name", default="a00", help="of this actor, in its bundles")
+    typed = parser.parse_args(argv)
+    try:
+        return _run_actor(typed.url, typed.name, SystemClock())
+    except (ConfigError, InnerError, RendezvousError) as error:
+        print(f"{typed.name}: {error}", file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    except KeyboardInterrupt:
+        return exitcodes.LEFT
+
+
+def _run_actor(url: str, name: str, clock: Clock) -> int:
+    if not layout.is_word(name):
+        raise ConfigError(f"--name {name!r}: use letters, digits and _")
+    run = open_patiently(url, clock)
+    tell = lambda text: print(text, flush=True)  # noqa: E731
+    with tempfile.TemporaryDirectory(prefix="actor-") as scratch:
+        actor = Actor(run, name, clock, Path(scratch), tell)
+        while (end := too_late(run, clock)) is None:
+            if not actor.act():
+                clock.sleep(IDLE_S)
+    tell(f"{name}: {end[1]}")
+    return end[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

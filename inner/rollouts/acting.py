@@ -1,0 +1,82 @@
+"""Sample rollouts for another process's slot: an inner loop that never steps.
+
+    (share, generation) ──▶ the slot's rows ──▶ TRL's generation, tools and rewards ──▶ log-probs ──▶ Bundle
+
+Rows are a function of the share and the generation (inner/data/order.py), so an actor needs no message from the slot.
+The log-probs are those of the weights that sampled, as TRL computes them for a loss: temperature inside, no top-p.
+
+Not promised: dynamic sampling; images.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from inner.data.order import Share, prompt_order
+from inner.errors import InnerError
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import UNCORRECTED, record_rollouts
+
+if TYPE_CHECKING:
+    from inner.rollouts.recorded import BundlePlace, Unfit
+    from inner.train.policy import PolicyTrainer
+
+
+class NoPlaces:
+    """Places that keep nothing: an actor's trainer hands its bundles out."""
+
+    def find(self, place: "BundlePlace", unfit: "Unfit") -> Bundle | None:
+        return None
+
+    def put(self, place: "BundlePlace", made: Bundle, unfit: "Unfit") -> Bundle:
+        return made
+
+
+class Sampler:
+    """An inner loop's trainer as an actor.   Raise InnerError for settings that need rollouts of one's own weights."""
+
+    def __init__(self, trainer: "PolicyTrainer") -> None:
+        if trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED:
+            raise InnerError(
+                f"actors cannot sample for this run: dynamic_sampling = {trainer.dynamic_sampling} and loss_type = "
+                f"{trainer.loss_type!r} need rollouts of the replica's own weights. Start no actors, or choose another "
+                "inner.grpo.objective."
+            )
+        record_rollouts(trainer, NoPlaces())
+        self._trainer: Any = trainer
+        arguments: Any = trainer.args
+        self._group: int = arguments.num_generations
+        self._prompts: int = arguments.generation_batch_size // self._group
+        self.served: int = arguments.steps_per_generation * trainer.num_iterations  # micro-batches of one generation
+
+    def sample(self, share: Share, generation: int) -> Bundle:
+        """Return the rollouts of a slot's generation, sampled from the present weights."""
+        trainer = self._trainer
+        trainer.model.train()
+        made, batch = trainer._make_bundle(self.rows(share, generation))
+        trainer._metrics["train"].clear()
+        logps = self._log_probs(batch).tolist()
+        return replace(made, logprobs=[row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)])
+
+    def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
+        """Return the rows of a generation, each as often as it has rollouts."""
+        dataset = self._trainer.train_dataset
+        at = prompt_order(len(dataset), share)
+        first = generation * self._prompts
+        return [dataset[at(first + i)] for i in range(self._prompts) for _ in range(self._group)]
+
+    @torch.no_grad()
+    def _log_probs(self, batch: Any) -> Tensor:
+        """Return the sampled tokens' log-probs, (B, T)."""
+        trainer, completion = self._trainer, batch["completion_ids"]
+        with trainer.accelerator.autocast():
+            found = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                torch.cat([batch["prompt_ids"], completion], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                completion.size(1),
+                batch_size=trainer.args.per_device_train_batch_size,
+            )
+        return cast(Tensor, found[0]).float().cpu()

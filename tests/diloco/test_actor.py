@@ -1,0 +1,155 @@
+"""Actors: which place one takes, and a fleet that trains on what they sampled."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from diloco.actor import Pace, Standing, chosen_place, filled_generations, main, open_places, read_standings
+from diloco.audit.inner import recompute_offers
+from diloco.process import exitcodes
+from diloco.run.record import read_run
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.clock import SystemClock
+from rendezvous.records.records import Beat
+from rendezvous.records.rollouts import Rollouts, read_record
+from rendezvous.stores.memory import MemoryStore
+from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
+from tests.support.fleet import Fleet
+
+H4 = Pace(sync_every=4, accumulated=1, served=1)
+
+
+def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
+    return [g for _, _, g in open_places([at], lambda _: there or set(), pace, weights, staleness)]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "expected"),
+    [(0, [10, 11]), (1, [10, 11, 12, 13, 14, 15]), (2, [10, 11, *range(12, 20)])],
+)
+def test_places_are_open_to_the_rounds_end_and_as_many_rounds_as_may_be_stale(
+    staleness: int, expected: list[int]
+) -> None:
+    """Outer step 2 began at inner step 8; the replica trains generation 9 now."""
+    assert places(Standing("r00", step=2, data=9, inner=1), weights=2, staleness=staleness) == expected
+
+
+def test_older_weights_reach_less_far_and_filled_places_are_passed_over() -> None:
+    at = Standing("r00", step=2, data=9, inner=1)
+    assert places(at, weights=1, staleness=1) == [10, 11]
+    assert places(at, weights=1, staleness=0) == []
+    assert places(at, weights=2, staleness=0, there={10}) == [11]
+
+
+@pytest.mark.parametrize(
+    ("pace", "data", "expected"),
+    [
+        (
+            Pace(4, accumulated=1, served=2),
+            8,
+            [5],
+        ),  # two inner steps on each generation: 4 has 8 and 9, 5 has 10 and 11
+        (Pace(4, accumulated=2, served=1), 8, [17, 18, 19, 20, 21, 22, 23]),  # two generations in each inner step
+        (Pace(4, accumulated=2, served=4), 8, [5]),
+    ],
+)
+def test_places_of_other_batches(pace: Pace, data: int, expected: list[int]) -> None:
+    assert places(Standing("r00", step=2, data=data, inner=0), weights=2, staleness=0, pace=pace) == expected
+
+
+def test_actors_spread_over_the_nearest_places() -> None:
+    near = [(1, f"r{i:02d}", 7) for i in range(8)] + [(2, "r00", 8)]
+    chosen = Counter(chosen_place(near, f"a{i:02d}") for i in range(40))
+    assert len(chosen) >= 6 and ("r00", 8) not in chosen and chosen_place([], "a") is None
+    assert chosen_place(near, "a01") == chosen_place(list(near), "a01")
+
+
+def test_standings_are_those_of_slots_that_train() -> None:
+    store = MemoryStore("memory://x")
+    write_control(store, SystemClock(), replicas=3, steps=9, min_replicas=1)
+    for slot, phase, data in (("r00", "train", 7), ("r01", "heal", 0)):
+        store.put(layout.beat_key(slot), Beat(slot, 1, 3, phase, 2, 1, 0.1, 5.0, data=data).encode())
+    assert read_standings(store) == [Standing("r00", 2, 7, 1)]
+    for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000003/0001.0.bundle", "rollouts/r00/x"):
+        store.put(key, b"")
+    assert filled_generations(store, "r00") == {3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fleet": {"record_rollouts": False}}, "without fleet.record_rollouts"),
+        ({"fleet": {"broadcast_weights": False}}, "without fleet.broadcast_weights"),
+        ({"inner": {"loop": "supervised"}}, "no rollouts"),
+        ({"inner": {**PLAIN, "grpo": {"objective": "dapo"}}}, "Start no actors"),
+    ],
+)
+def test_a_run_without_use_for_actors_says_so(
+    tmp_path: Path, changes: dict, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {**changes, "fleet": {"broadcast_weights": True, **changes.get("fleet", {})}}
+    fleet = a_fleet(tmp_path, **asked)
+    assert main([fleet.url, "--name", "a01"]) == exitcodes.USER_ERROR
+    assert words in capsys.readouterr().err
+    assert main([fleet.url, "--name", "../x"]) == exitcodes.USER_ERROR
+
+
+# ---------------------------------------------------------------------- a fleet with actors
+
+
+def start_actor(fleet: Fleet, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "diloco.actor", fleet.url, "--name", name]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def bundles(fleet: Fleet) -> dict[str, Rollouts]:
+    root = Path(fleet.url)
+    return {
+        path.relative_to(root).as_posix(): read_record(path.read_bytes())[0] for path in root.glob("rollouts/*/*/*")
+    }
+
+
+def sampled_by(fleet: Fleet, name: str) -> int:
+    return sum(record.actor == name for record in bundles(fleet).values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_path: Path) -> None:
+    """Every inner step is taken again from the bucket, the actors' rollouts with TRL's correction."""
+    inner = {**PLAIN, "batch_size": 64, "sdpo": {"weight": 0.1}}
+    fleet = a_fleet(tmp_path, inner=inner, fleet={"steps": 100_000, "broadcast_weights": True, "min_replicas": 1})
+    actors = {name: start_actor(fleet, name) for name in ("a01", "a02")}
+    fleet.start_all()
+    fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 3 for name in actors))
+    actors["a01"].kill()
+    before = max(record.step for record in bundles(fleet).values())
+    fleet.wait_for(lambda: max(record.step for record in bundles(fleet).values()) >= before + 3)
+    fleet.end_in(1)
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    said, _ = actors["a02"].communicate(timeout=60)
+    assert actors["a02"].returncode == exitcodes.DONE, said
+    assert not events(fleet, "rollouts_refused") and not events(fleet, "rollouts_lost")
+    assert sum(event["bundles"] for event in events(fleet, "rollouts_found")) >= 3
+    assert all(".0.bundle" in key for key, record in bundles(fleet).items() if not record.actor), "none was put beside"
+    found = recompute_offers(read_run(fleet.url))
+    assert not found.off and not found.close and not found.unchecked and found.equal > 2 * before, found
+    assert found.remade == 0
+
+
+@pytest.mark.slow
+def test_an_actor_ends_when_it_is_interrupted(tmp_path: Path) -> None:
+    fleet = a_fleet(tmp_path, fleet={"steps": 100_000, "broadcast_weights": True})
+    actor = start_actor(fleet, "a01")
+    time.sleep(8)  # it waits: no replica trains
+    actor.send_signal(signal.SIGINT)
+    said, _ = actor.communicate(timeout=60)
+    assert actor.returncode == exitcodes.LEFT and "Traceback" not in said, said

@@ -1,0 +1,95 @@
+"""Rollouts that another process sampled: its rows are the slot's, and TRL's correction counts."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from inner.data.order import Share
+from inner.errors import InnerError
+from inner.rollouts.acting import Sampler
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import BundlePlace, record_rollouts
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
+from tests.inner.test_recorded import Kept
+from tests.inner.test_toolworld import SMALL, small_folder
+from tests.support.tables import merge_tables
+
+torch.set_num_threads(1)
+SHARE = Share(11, 1, 3)
+
+
+def a_loop(**settings: Any) -> Any:
+    config = InnerConfig(**merge_tables(SMALL, settings))
+    return build_inner(config, small_folder(), {}, Seeds(data=0, noise=0, share=SHARE))
+
+
+def trained(kept: Kept, steps: int = 1, **settings: Any) -> tuple[dict[str, float], torch.Tensor]:
+    loop = a_loop(**settings)
+    record_rollouts(loop.trainer, kept)
+    left = iter([False] * (steps - 1) + [True])
+    loop.train(lambda: next(left))
+    return loop.pop_metrics(), torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+
+
+def sampled(generations: int = 1, **settings: Any) -> Kept:
+    actor, kept = Sampler(a_loop(**settings).trainer), Kept()
+    for g in range(generations):
+        kept.bodies[BundlePlace(g, g, 0)] = actor.sample(SHARE, g).pack()
+    return kept
+
+
+@pytest.mark.parametrize("settings", [{}, {"sdpo": {"weight": 0.1}}], ids=["plain", "sdpo"])
+def test_a_trainer_takes_an_actors_rollouts_for_its_own_rows(settings: dict[str, Any]) -> None:
+    kept = sampled(generations=3, **settings)
+    numbers, _ = trained(kept, steps=3, **settings)
+    assert not kept.refused and kept.found == list(kept.bodies) and math.isfinite(numbers["loss"])
+    assert 0 < numbers["importance_ratio_min"] < 1 <= numbers["importance_ratio_max"] <= 2, "two steps old, at last"
+
+
+def test_rollouts_of_the_same_weights_count_as_they_are() -> None:
+    """The first generation: the trainer stands where the actor does."""
+    kept = sampled()
+    numbers, corrected = trained(kept)
+    assert numbers["importance_ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert numbers["importance_ratio_max"] == pytest.approx(1, abs=1e-5)
+    (place, body), plain = *kept.bodies.items(), Kept()
+    plain.bodies[place] = replace(Bundle.unpack(body), logprobs=None).pack()
+    without, uncorrected = trained(plain)
+    assert "importance_ratio" not in without
+    assert numbers["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-4)
+    assert torch.allclose(corrected, uncorrected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("likelier", "counts"), [(1.1, 1.1), (1.5, 1.5), (4.0, 2.0)])
+def test_the_loss_is_weighed_by_the_ratio_and_at_most_two(likelier: float, counts: float) -> None:
+    """So this fails if TRL moves the place at which it asks for vLLM."""
+    kept = sampled()
+    base, _ = trained(kept)
+    ((place, body),) = kept.bodies.items()
+    bundle = Bundle.unpack(body)
+    assert bundle.logprobs is not None
+    other = Kept()
+    shifted = [[x - math.log(likelier) for x in row] for row in bundle.logprobs]
+    other.bodies[place] = replace(bundle, logprobs=shifted).pack()
+    found, _ = trained(other)
+    assert found["grad_norm"] == pytest.approx(counts * base["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5])
+def test_log_probs_that_are_none_are_refused(bad: float) -> None:
+    kept = sampled()
+    ((place, body),) = kept.bodies.items()
+    bundle = Bundle.unpack(body)
+    assert bundle.logprobs is not None
+    kept.bodies[place] = replace(bundle, logprobs=[[bad] * len(ids) for ids in bundle.ids]).pack()
+    trained(kept)
+    assert "log-probs" in kept.refused[0] and not kept.found
+
+
+def test_objectives_that_need_their_own_weights_have_no_actors() -> None:
+    with pytest.raises(InnerError, match="Start no actors"):
+        Sampler(a_loop(grpo={"objective": "dapo"}).trainer)
