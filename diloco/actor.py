@@ -48,12 +48,16 @@ IDLE_S = 0.5  # between two looks for an open place
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round."""
+    """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round.
+
+    rate: seconds per inner step, 0 if unknown.
+    """
 
     slot: str
     step: int
     data: int
     inner: int
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,30 @@ class Pace:
 
 
 def open_places(
-    standings: Iterable[Standing], filled: Callable[[str], set[int]], pace: Pace, weights: int, staleness: int
+    standings: Iterable[Standing],
+    filled: Callable[[str], set[int]],
+    pace: Pace,
+    *,
+    weights: int,
+    staleness: int,
+    takes_s: float = 0.0,
 ) -> list[tuple[int, str, int]]:
-    """Return the open places as (distance in generations, slot, generation), the nearest first.
+    """Return the open places as (distance, slot, generation), the nearest first.
 
     filled(slot): its generations that have a bundle.   weights: the outer step of the actor's weights.
+    takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
+    by then; below 0 for places that it will probably fill itself, which come last.
     """
     found = list[tuple[int, str, int]]()
     for at in standings:
         now, there = pace.generation_at(at.data), filled(at.slot)
+        lead = 1 + (int(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1
         while pace.outer_step_of(at, generation) - weights <= staleness:
             if generation not in there:
-                found.append((generation - now, at.slot, generation))
+                found.append((generation - now - lead, at.slot, generation))
             generation += 1
-    return sorted(found)
+    return sorted(found, key=lambda place: (place[0] < 0, abs(place[0]), *place[1:]))
 
 
 def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str, int] | None:
@@ -101,7 +114,11 @@ def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str
 def read_standings(store: Readable) -> list[Standing]:
     """Return where the slots are, by their heartbeats."""
     beats = (decode_or_none(Beat, store.get(layout.beat_key(slot))) for slot in read_control(store).slot_names)
-    return [Standing(b.slot, b.step, b.data, b.inner) for b in beats if b is not None and b.phase in ("train", "wait")]
+    return [
+        Standing(b.slot, b.step, b.data, b.inner, b.rate)
+        for b in beats
+        if b is not None and b.phase in ("train", "wait")
+    ]
 
 
 def filled_generations(store: Readable, slot: str) -> set[int]:
@@ -126,6 +143,7 @@ class Actor:
         self._sampler = self._new_sampler()
         self._follower = WeightsFollower(run.store, self._emit)
         self._weights = 0
+        self._takes_s = 0.0
         inner = run.config.inner
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
 
@@ -159,10 +177,11 @@ class Actor:
             engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._name,
         )  # fmt: skip
         outer = self._run.record.parent.outer_steps + self._weights
-        stands = places.put(BundlePlace(outer, generation, 0), made, lambda bundle: "")
-        late = "" if stands is made else ", too late"
-        took = self._clock.now() - began
-        self._tell(f"{self._name}: {slot} generation {generation}, weights {self._weights}, {took:.1f} s{late}")
+        late = "" if places.deliver(BundlePlace(outer, generation, 0), made) else ", too late"
+        self._takes_s = self._clock.now() - began
+        self._tell(
+            f"{self._name}: {slot} generation {generation}, weights {self._weights}, {self._takes_s:.1f} s{late}"
+        )
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._tell(f"{self._name}: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}")

@@ -155,7 +155,25 @@ class BucketPlaces:
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {error}")
             return made
 
+    def deliver(self, place: BundlePlace, made: Bundle) -> bool:
+        """Record an actor's bundle, if its place has none yet.   Return whether it stands."""
+        body = self._sealed(place, made)
+        try:
+            return self._create(self._key(place), body) == body
+        except RendezvousError as error:
+            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {error}")
+            return False
+
     def _put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        body = self._sealed(place, made)
+        while (stands := self._create(self._key(place), body)) != body:
+            if (found := self._usable(place, stands, unfit)) is not None:
+                return found
+            self._attempt += 1
+        return made
+
+    def _sealed(self, place: BundlePlace, made: Bundle) -> bytes:
+        """Return the object of a bundle."""
         payload = made.pack()
         record = Rollouts(
             run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
@@ -163,12 +181,7 @@ class BucketPlaces:
             tokens=sum(map(len, made.ids)), digest=payload_digest(payload, self._kind), nonce=new_nonce(),
             actor=self._actor,
         )  # fmt: skip
-        body = seal_bundle(payload, record)
-        while (stands := self._create(self._key(place), body)) != body:
-            if (found := self._usable(place, stands, unfit)) is not None:
-                return found
-            self._attempt += 1
-        return made
+        return seal_bundle(payload, record)
 
     def _create(self, key: str, body: bytes) -> bytes:
         """Return the object that stands under `key`.  `find` has seen none there, so no GET comes first."""

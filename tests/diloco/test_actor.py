@@ -27,7 +27,7 @@ H4 = Pace(sync_every=4, accumulated=1, served=1)
 
 
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
-    return [g for _, _, g in open_places([at], lambda _: there or set(), pace, weights, staleness)]
+    return [g for _, _, g in open_places([at], lambda _: there or set(), pace, weights=weights, staleness=staleness)]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,14 @@ def test_places_of_other_batches(pace: Pace, data: int, expected: list[int]) -> 
     assert places(Standing("r00", step=2, data=data, inner=0), weights=2, staleness=0, pace=pace) == expected
 
 
+def test_places_that_the_slot_reaches_sooner_come_last() -> None:
+    """An actor needs 1 s, the slot .4 s per generation: it will have reached the third from now."""
+    at = Standing("r00", step=2, data=8, inner=0, rate=0.4)
+    found = open_places([at], lambda _: set(), H4, weights=2, staleness=1, takes_s=1.0)
+    assert [g for _, _, g in found] == [11, 12, 13, 14, 15, 10, 9]
+    assert chosen_place(found, "a01") == ("r00", 11) and chosen_place(found[5:], "a01") == ("r00", 10)
+
+
 def test_actors_spread_over_the_nearest_places() -> None:
     near = [(1, f"r{i:02d}", 7) for i in range(8)] + [(2, "r00", 8)]
     chosen = Counter(chosen_place(near, f"a{i:02d}") for i in range(40))
@@ -76,7 +84,7 @@ def test_standings_are_those_of_slots_that_train() -> None:
     write_control(store, SystemClock(), replicas=3, steps=9, min_replicas=1)
     for slot, phase, data in (("r00", "train", 7), ("r01", "heal", 0)):
         store.put(layout.beat_key(slot), Beat(slot, 1, 3, phase, 2, 1, 0.1, 5.0, data=data).encode())
-    assert read_standings(store) == [Standing("r00", 2, 7, 1)]
+    assert read_standings(store) == [Standing("r00", 2, 7, 1, 0.1)]
     for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000003/0001.0.bundle", "rollouts/r00/x"):
         store.put(key, b"")
     assert filled_generations(store, "r00") == {3}

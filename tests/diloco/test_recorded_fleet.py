@@ -1,6 +1,7 @@
 """Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -174,6 +175,20 @@ def test_the_faster_process_wins_and_both_train_on_its_bundle() -> None:
     other, _ = a_bundle()
     stands = slow.put(HERE, other, FITS)
     assert stands is not other and stands.pack() == made.pack()
+
+
+def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    actor = places(store, by=0, actor="a01")
+    with_log_probs = replace(made, logprobs=[[-1.0] * len(ids) for ids in made.ids])
+    assert actor.deliver(HERE, with_log_probs) and not places(store, by=0, actor="a02").deliver(HERE, made)
+    assert store.list("rollouts/") == [KEY]
+    for outer, staleness, is_used in ((5, 0, True), (6, 0, False), (6, 1, True), (4, 9, False)):
+        found = places(store, staleness=staleness).find(BundlePlace(outer, 42, 0), FITS)
+        assert (found is not None) == is_used, (outer, staleness)
+    bare, told = MemoryStore("memory://y"), list[Any]()
+    places(bare, by=0, actor="a01").deliver(HERE, made)
+    assert places(bare, told).find(HERE, FITS) is None and "left out their log-probs" in told[0][1]["text"]
 
 
 def test_what_cannot_be_used_is_told_and_the_next_attempt_counts(tmp_path: Path) -> None:
