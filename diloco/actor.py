@@ -159,7 +159,10 @@ class Actor:
             self._weights = newest.step
         store = self._run.store
         filled = lambda slot: filled_generations(store, slot)  # noqa: E731
-        places = open_places(read_standings(store), filled, self._pace, self._weights, self._run.config.fleet.staleness)
+        places = open_places(
+            read_standings(store), filled, self._pace, weights=self._weights,
+            staleness=self._run.config.fleet.staleness, takes_s=self._takes_s,
+        )  # fmt: skip
         place = chosen_place(places, self._name)
         if place is None:
             return False
