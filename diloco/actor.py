@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
 IDLE_S = 0.5  # between two looks for an open place
+SPREAD = 8  # places among which an actor chooses
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,13 @@ def open_places(
 
 
 def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str, int] | None:
-    """Return this actor's place among the nearest: the first by a hash of name and place, so that actors differ."""
-    nearest = [place for place in places if place[0] == places[0][0]]
+    """Return this actor's place: of the SPREAD nearest that it can fill in time, the first by a hash of name and place.
+
+    So actors, which do not know each other, seldom take the same one.   Without such places: the first.
+    """
+    near = [place for place in places if place[0] >= 0][:SPREAD] or places[:1]
     key = lambda place: hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()  # noqa: E731
-    return min(nearest, key=key)[1:] if nearest else None
+    return min(near, key=key)[1:] if near else None
 
 
 def read_standings(store: Readable) -> list[Standing]:
