@@ -2,15 +2,15 @@
 
     python -m diloco.actor RUN_URL --name a07
 
-    newest weights (weights/{t}) ──▶ the oldest place that no bundle fills yet ──▶ sample ──▶ put, if none was faster
-         ▲                                                                                        │
-         └────────────────────────────────────────────────────────────────────────────────────────┘
+    newest weights (weights/{t}) ──▶ an open place near its slot ──▶ sample ──▶ put, if none was faster
+         ▲                                                                             │
+         └─────────────────────────────────────────────────────────────────────────────┘
 
     a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
                          after the actor's weights
 
-There are no claims, leases or queues: an actor that dies leaves a place empty, and the slot's replica fills it.  Two
-actors that take the same place cost the slower one's work; each prefers another place of the nearest ones.
+There are no claims, leases or queues: an actor that dies leaves a place empty, and the slot's replica fills it.  If two
+actors take the same place, the slower one's work is lost; each prefers another one of the nearest places.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: heartbeats, a price, a restart; a supervisor
 does not know actors yet.
@@ -21,7 +21,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +35,16 @@ from inner import InnerError, Seeds, build_inner
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import GaveUp, RendezvousError, StoreError
 from rendezvous.records.records import Beat, decode_or_none
-from rendezvous.store import Readable
+from rendezvous.store import PatientStore, Readable
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
 IDLE_S = 0.5  # between two looks for an open place
+PATIENCE_S = 60.0  # for an answer of the store
 SPREAD = 8  # places among which an actor chooses
 
 
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_actor(typed.url, typed.name, SystemClock())
     except (ConfigError, InnerError, RendezvousError) as error:
         print(f"{typed.name}: {error}", file=sys.stderr, flush=True)
-        return exitcodes.USER_ERROR
+        return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
     except KeyboardInterrupt:
         return exitcodes.LEFT
 
@@ -224,6 +225,7 @@ def _run_actor(url: str, name: str, clock: Clock) -> int:
     if not layout.is_word(name):
         raise ConfigError(f"--name {name!r}: use letters, digits and _")
     run = open_patiently(url, clock)
+    run = replace(run, store=PatientStore(run.store, clock, PATIENCE_S))
     tell = lambda text: print(text, flush=True)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="actor-") as scratch:
         actor = Actor(run, name, clock, Path(scratch), tell)

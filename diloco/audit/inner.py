@@ -58,10 +58,9 @@ from rendezvous.store import PatientStore, Store
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
 
-CLOSE = (
-    1e-2  # of ‖Δ‖: inner steps on another processor differ by about 1e-6, and Adam enlarges that for small gradients
-)
+CLOSE = 1e-2  # of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
+LOOKED_AT = 20  # bundles of a slot, for the number of its process's threads
 
 Tell = Callable[[str], None]
 
@@ -193,7 +192,8 @@ class _Session:
 
     def _threads(self) -> int:
         """Return the number of threads of the session's process, as its bundles tell; else the present number."""
-        for key in self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/"):
+        keys = self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/")
+        for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
             with suppress(RendezvousError):
                 record, _ = read_record(self._store.get(key) or b"")
                 if record.by == self._holder.generation:

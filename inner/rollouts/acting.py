@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from transformers import set_seed
 
 from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
-from inner.rollouts.bundle import Bundle
+from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import UNCORRECTED, record_rollouts
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Sampler:
         made, batch = trainer._make_bundle(self.rows(share, generation))
         trainer._metrics["train"].clear()
         logps = self._log_probs(batch).tolist()
-        return replace(made, logprobs=[row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)])
+        logprobs = [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
+        return replace(made, logprobs=logprobs, random=_other_states())
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
         """Return the rows of a generation, each as often as it has rollouts."""
@@ -80,3 +82,12 @@ class Sampler:
                 batch_size=trainer.args.per_device_train_batch_size,
             )
         return cast(Tensor, found[0]).float().cpu()
+
+
+def _other_states() -> RandomStates:
+    """Return random states for the replica to go on with: not those that the actor goes on with."""
+    theirs, ours = torch.randint(1 << 32, (2,)).tolist()
+    set_seed(theirs)
+    found = RandomStates.read()
+    set_seed(ours)
+    return found

@@ -64,6 +64,20 @@ def test_rollouts_of_the_same_weights_count_as_they_are() -> None:
     assert torch.allclose(corrected, uncorrected, atol=1e-6)
 
 
+def test_the_replica_goes_on_with_other_random_numbers_than_the_actor() -> None:
+    """They come from the bundle, so that a replacement has the same."""
+    actor = Sampler(a_loop().trainer)
+    drawn = []
+    for generation in range(3):
+        bundle = actor.sample(SHARE, generation)
+        ours = torch.rand(4).tolist()
+        bundle.random.restore()
+        drawn += [ours, torch.rand(4).tolist()]
+        bundle.random.restore()
+        assert torch.rand(4).tolist() == drawn[-1]
+    assert len({tuple(numbers) for numbers in drawn}) == 6
+
+
 @pytest.mark.parametrize(("likelier", "counts"), [(1.1, 1.1), (1.5, 1.5), (4.0, 2.0)])
 def test_the_loss_is_weighed_by_the_ratio_and_at_most_two(likelier: float, counts: float) -> None:
     """So this fails if TRL moves the place at which it asks for vLLM."""
