@@ -49,14 +49,15 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
     trainer: Any = getattr(loop, "trainer", None)
     if trainer is None:
         return
+    bucket = session.rv.store.store  # the session's own store waits for a full disk, and bundles are not worth that
     engine = "vllm" if trainer.use_vllm else "transformers"
+    ahead = run.config.fleet.staleness
     places = BucketPlaces(
-        run.store, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
-        by=session.rv.generation, engine=engine, staleness=run.config.fleet.staleness,
+        bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
+        by=session.rv.generation, engine=engine, staleness=ahead,
     )  # fmt: skip
     if keep_bytes(run.config.fleet.keep) is not None:
-        ahead = run.config.fleet.staleness
-        places.after_put = OldBundles(run.store, session.rv.slot, Worker(session.emit), session.emit, ahead).note
+        places.after_put = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
     record_rollouts(trainer, places)
 
 
@@ -86,10 +87,8 @@ class OldBundles:
         """Delete the bundles of steps whose θ cannot be computed any more."""
         if self._began < 0:
             self._began = self._newest
-            before = {
-                key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)
-            }  # of a predecessor or an actor
-            self._steps |= dict.fromkeys(before - set(self._steps), self._began + self._ahead)
+            others = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)} - set(self._steps)
+            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # a predecessor's, or an actor's
         since = read_reach(self._store).since
         for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
             self._store.delete(self._store.list(prefix))
@@ -119,11 +118,12 @@ class BucketPlaces:
         self._actor = actor
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
-        self._found = 0
+        self._outer, self._found, self._expired = -1, 0, 0  # of the newest place's outer step
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that can be used."""
+        self._begin_step(place.outer)
         try:
             found = self._look(place, unfit)
         except RendezvousError as error:
@@ -132,10 +132,14 @@ class BucketPlaces:
         if found is not None:
             self._found += 1
             self.after_put(place)
-        elif self._found:
-            self._emit("rollouts_found", step=place.outer, bundles=self._found)
-            self._found = 0
         return found
+
+    def _begin_step(self, outer: int) -> None:
+        """Tell, once per outer step, how many bundles were found, and how many of actors' were too old."""
+        if outer > self._outer and (self._found or self._expired):
+            self._emit("rollouts_found", step=self._outer, bundles=self._found, expired=self._expired)
+            self._found = self._expired = 0
+        self._outer = outer
 
     def _look(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         self._attempt = 0
@@ -213,6 +217,7 @@ class BucketPlaces:
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
         age = place.outer - record.step
         if not 0 <= age <= (self._staleness if record.actor else 0):
+            self._expired += bool(record.actor)
             return None, ""
         if not is_whole(record, payload, self._kind):
             return None, "their bytes have another digest than their record names"

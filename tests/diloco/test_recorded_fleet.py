@@ -1,8 +1,10 @@
 """Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,22 +12,27 @@ import pytest
 
 from diloco.audit.inner import recompute_offers
 from diloco.model.traces import freeze
-from diloco.replica.rollouts import BucketPlaces, OldBundles
+from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
+from diloco.run.sections import FleetConfig
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
 from rendezvous import layout
 from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
-from rendezvous.errors import StoreRefused
+from rendezvous.errors import StoreFull, StoreRefused
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.records.records import Offer
 from rendezvous.records.rollouts import read_record
+from rendezvous.store import PatientStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import under_key
 from tests.diloco.test_channels_fleet import INNER, write_pairs
 from tests.inner.test_recorded import a_bundle
+from tests.inner.test_toolworld import SMALL, small_folder
 from tests.support.fleet import Fleet
 
 PLAIN = {name: value for name, value in INNER.items() if name not in ("sdpo", "replay")}
@@ -186,6 +193,9 @@ def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:
     for outer, staleness, is_used in ((5, 0, True), (6, 0, False), (6, 1, True), (4, 9, False)):
         found = places(store, staleness=staleness).find(BundlePlace(outer, 42, 0), FITS)
         assert (found is not None) == is_used, (outer, staleness)
+    old = places(store, told := list[Any](), staleness=1)
+    assert old.find(BundlePlace(7, 42, 0), FITS) is None and old.find(BundlePlace(8, 44, 0), FITS) is None
+    assert told == [("rollouts_found", {"step": 7, "bundles": 0, "expired": 1})]
     bare, told = MemoryStore("memory://y"), list[Any]()
     places(bare, by=0, actor="a01").deliver(HERE, made)
     assert places(bare, told).find(HERE, FITS) is None and "left out their log-probs" in told[0][1]["text"]
@@ -220,6 +230,23 @@ def test_a_store_that_takes_nothing_costs_the_record_and_not_the_step() -> None:
     full = Trouble(MemoryStore("memory://x"), StoreRefused("the quota is full"))
     assert places(full, told).put(HERE, made, FITS) is made
     assert told[0][0] == "rollouts_lost" and "the quota is full" in told[0][1]["text"]
+
+
+def test_a_replica_does_not_wait_for_space_for_its_bundles() -> None:
+    """Its session's store would, for minutes; offers need that."""
+    full = Trouble(MemoryStore("memory://x"), StoreFull("no space is left"))
+    told: list[str] = []
+    rv = SimpleNamespace(store=PatientStore(full, SystemClock(), 600.0), slot="r00", generation=1)
+    session: Any = SimpleNamespace(rv=rv, clock=SystemClock(), emit=lambda event, **fields: told.append(event))
+    run: Any = SimpleNamespace(
+        record=SimpleNamespace(nonce="n"), config=SimpleNamespace(fleet=FleetConfig(record_rollouts=True, keep="all"))
+    )
+    loop = build_inner(InnerConfig(**SMALL), small_folder(), {}, Seeds(data=0, noise=0))
+    keep_rollouts(run, session, loop)
+    left = iter([False, True])
+    began = time.monotonic()
+    loop.train(lambda: next(left))
+    assert told == ["rollouts_lost"] * 2 and time.monotonic() - began < 20
 
 
 def test_under_a_run_key_another_writers_bundle_is_nothing() -> None:
