@@ -25,25 +25,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.model.export import model_record
-from diloco.model.fetch import fetch_files, fetch_model
+from diloco.model.export import model_record, start_folder
+from diloco.model.fetch import fetch_files
+from diloco.model.start_model import refuse_other_base
 from diloco.process import exitcodes
 from diloco.replica.replica import open_patiently, share_of, too_late
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import InnerError, Seeds, build_inner
 from rendezvous import layout
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import read_beat, read_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError, StoreError
-from rendezvous.records.records import Beat, decode_or_none
 from rendezvous.store import PatientStore, Readable
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
-IDLE_S = 0.5  # between two looks for an open place
+IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 PATIENCE_S = 60.0  # for an answer of the store
 SPREAD = 8  # places among which an actor chooses
 
@@ -81,7 +81,7 @@ class Pace:
 
 def open_places(
     standings: Iterable[Standing],
-    filled: Callable[[str], set[int]],
+    is_filled: Callable[[str, int], bool],
     pace: Pace,
     *,
     weights: int,
@@ -90,17 +90,17 @@ def open_places(
 ) -> list[tuple[int, str, int]]:
     """Return the open places as (distance, slot, generation), the nearest first.
 
-    filled(slot): its generations that have a bundle.   weights: the outer step of the actor's weights.
+    is_filled(slot, generation): whether it has a bundle.   weights: the outer step of the actor's weights.
     takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
     by then; below 0 for places that it will probably fill itself, which come last.
     """
     found = list[tuple[int, str, int]]()
     for at in standings:
-        now, there = pace.generation_at(at.data), filled(at.slot)
+        now = pace.generation_at(at.data)
         lead = 1 + (int(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1
         while pace.outer_step_of(at, generation) - weights <= staleness:
-            if generation not in there:
+            if not is_filled(at.slot, generation):
                 found.append((generation - now - lead, at.slot, generation))
             generation += 1
     return sorted(found, key=lambda place: (place[0] < 0, abs(place[0]), *place[1:]))
@@ -118,7 +118,7 @@ def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str
 
 def read_standings(store: Readable) -> list[Standing]:
     """Return where the slots are, by their heartbeats."""
-    beats = (decode_or_none(Beat, store.get(layout.beat_key(slot))) for slot in read_control(store).slot_names)
+    beats = (read_beat(store, slot) for slot in read_control(store).slot_names)
     return [
         Standing(b.slot, b.step, b.data, b.inner, b.rate)
         for b in beats
@@ -126,9 +126,21 @@ def read_standings(store: Readable) -> list[Standing]:
     ]
 
 
-def filled_generations(store: Readable, slot: str) -> set[int]:
-    """Return the generations of a slot that have a bundle, as LIST shows them."""
-    return {int(key.split("/")[2]) for key in store.list(f"{layout.ROLLOUTS}{slot}/") if key.count("/") == 3}
+def filled_places(store: Readable) -> Callable[[str, int], bool]:
+    """Return a function: (slot, generation) -> whether it has a bundle, as LIST shows it now.
+
+    It lists a hundred generations at a time, so that a long run costs no more than a short one.
+    """
+    seen: dict[tuple[str, int], set[int]] = {}
+
+    def is_filled(slot: str, generation: int) -> bool:
+        hundred = slot, generation // 100
+        if hundred not in seen:
+            keys = store.list(f"{layout.ROLLOUTS}{slot}/{hundred[1]:08d}")
+            seen[hundred] = {int(key.split("/")[2]) for key in keys if key.count("/") == 3}
+        return generation in seen[hundred]
+
+    return is_filled
 
 
 class Actor:
@@ -140,16 +152,18 @@ class Actor:
         self._name = name
         self._clock = clock
         self._tell = tell
-        model = fetch_model(run.store, model_record(run), scratch / "model")
+        record = model_record(run)
+        model = start_folder(run, record, scratch / "model")
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
         seeds = Seeds(0, derive_seed(run.config.seed, "actor", name))
-        self._loop: Any = build_inner(run.config.inner, model, files, seeds, scratch=scratch / "inner")
+        inner = replace(run.config.inner, vllm=None)  # no step of a trainer tells its engine of new weights here
+        self._loop: Any = build_inner(inner, model, files, seeds, scratch=scratch / "inner")
+        refuse_other_base(record.base, self._loop.model)
         self._sampler = self._new_sampler()
         self._follower = WeightsFollower(run.store, self._emit)
         self._weights = 0
         self._takes_s = 0.0
-        inner = run.config.inner
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
 
     def _new_sampler(self) -> "Sampler":
@@ -163,9 +177,8 @@ class Actor:
             newest.load_into(self._loop.model)
             self._weights = newest.step
         store = self._run.store
-        filled = lambda slot: filled_generations(store, slot)  # noqa: E731
         places = open_places(
-            read_standings(store), filled, self._pace, weights=self._weights,
+            read_standings(store), filled_places(store), self._pace, weights=self._weights,
             staleness=self._run.config.fleet.staleness, takes_s=self._takes_s,
         )  # fmt: skip
         place = chosen_place(places, self._name)
@@ -198,7 +211,7 @@ class Actor:
 def refuse_run(run: Run) -> None:
     """Raise ConfigError for a run that has no use for actors."""
     if run.config.script is not None or run.config.inner.loop != "grpo":
-        raise ConfigError('this run has no rollouts of [inner]: actors sample for inner.loop = "grpo"')
+        raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
     for name in ("record_rollouts", "broadcast_weights"):
         if not getattr(run.config.fleet, name):
             raise ConfigError(
@@ -229,9 +242,13 @@ def _run_actor(url: str, name: str, clock: Clock) -> int:
     tell = lambda text: print(text, flush=True)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="actor-") as scratch:
         actor = Actor(run, name, clock, Path(scratch), tell)
+        pause = IDLE_S
         while (end := too_late(run, clock)) is None:
-            if not actor.act():
-                clock.sleep(IDLE_S)
+            if actor.act():
+                pause = IDLE_S
+            else:
+                clock.sleep(pause)
+                pause = min(2 * pause, LONGEST_IDLE_S)  # each look costs requests
     tell(f"{name}: {end[1]}")
     return end[0]
 

@@ -213,7 +213,7 @@ LAUNCH_ENDS = ("killed", "lost", "ended")
 
 
 def advice_on(event: Mapping[str, Any]) -> str:
-    """Return the advice on an event; "" if there is none, or for a kind of a newer release."""
+    """Return the advice on an event; "" without one, or for a kind of a newer release."""
     known = KINDS.get(event["event"])
     return known.advice if known is not None else ""
 

@@ -218,7 +218,7 @@ def weights_step(key: str) -> int | None:
 
 
 def _number_after_folder(key: str) -> int:
-    """Return the number in the second part of a key of three parts; -1 if there is none."""
+    """Return the number in the second part of a key of three parts, or -1 without one."""
     parts = key.split("/")
     return int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
 

@@ -27,13 +27,15 @@ from torch import Tensor
 
 from diloco.audit.verify import UNSEEN, Difference, Verdict
 from diloco.model.contributions import read_mean
-from diloco.model.export import model_record, start_arrays
-from diloco.model.fetch import fetch_files, fetch_model
+from diloco.model.export import model_record, start_arrays, start_folder
+from diloco.model.fetch import fetch_files
+from diloco.model.start_model import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.rounds import Work, is_alone
 from diloco.process.watchdog import Watchdog
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces
+from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from inner import build_inner
 from inner.errors import InnerError
@@ -113,7 +115,7 @@ def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
         tell(f"{holder}: {len(offers)} pseudogradients")
         try:
             _Session(run, store, holder, offers, found).follow()
-        except (RendezvousError, InnerError) as error:
+        except (RendezvousError, InnerError, ConfigError) as error:
             found.unchecked.append(f"pseudogradients of {holder}: {error}")
     return found
 
@@ -177,11 +179,13 @@ class _Session:
         run, before = self._run, self._run.record.parent
         slot, generation = self._holder
         seeds = seeds_of(run, slot, generation)
-        model = fetch_model(run.store, model_record(run), scratch / "model")
+        record = model_record(run)
+        model = start_folder(run, record, scratch / "model")
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
         warmup = REJOIN_WARMUP if self._step + before.outer_steps else 0
         loop: Any = build_inner(run.config.inner, model, files, seeds, warmup, scratch=scratch / "inner")
+        refuse_other_base(record.base, loop.model)
         if hasattr(loop, "trainer"):
             record_rollouts(loop.trainer, _Recorded(self._run, self._store, self._holder, self._to))
         with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:

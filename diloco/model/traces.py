@@ -37,7 +37,8 @@ def run_states(store: Store) -> list[TraceState]:
     """Return the states of all rollouts that the run has kept, by replica and time."""
     logged = _state_keys(store)
     if bundles := _bundle_keys(store):
-        return [state for key in bundles for state in _bundle_states(store, key, _tools_in(store, logged))]
+        tools = _tools_in(store, logged)
+        return [state for key in bundles for state in _bundle_states(store, key, tools)]
     return [state for key in logged for state in _read_states(store, key)]
 
 

@@ -500,7 +500,7 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
-    """Return a slot's present heartbeat; None if there is none, or if the object is not this slot's heartbeat."""
+    """Return a slot's present heartbeat; None without one, or if the object is not this slot's heartbeat."""
     beat = decode_or_none(Beat, store.get(layout.beat_key(slot)))
     return beat if beat is not None and beat.slot == slot else None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.actor import Pace, Standing, chosen_place, filled_generations, main, open_places, read_standings
+from diloco.actor import Pace, Standing, chosen_place, filled_places, main, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.record import read_run
@@ -27,7 +27,8 @@ H4 = Pace(sync_every=4, accumulated=1, served=1)
 
 
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
-    return [g for _, _, g in open_places([at], lambda _: there or set(), pace, weights=weights, staleness=staleness)]
+    is_filled = lambda slot, g: g in (there or set())  # noqa: E731
+    return [g for _, _, g in open_places([at], is_filled, pace, weights=weights, staleness=staleness)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_places_of_other_batches(pace: Pace, data: int, expected: list[int]) -> 
 def test_places_that_the_slot_reaches_sooner_come_last() -> None:
     """An actor needs 1 s, the slot .4 s per generation: it will have reached the third from now."""
     at = Standing("r00", step=2, data=8, inner=0, rate=0.4)
-    found = open_places([at], lambda _: set(), H4, weights=2, staleness=1, takes_s=1.0)
+    found = open_places([at], lambda *_: False, H4, weights=2, staleness=1, takes_s=1.0)
     assert [g for _, _, g in found] == [11, 12, 13, 14, 15, 10, 9]
     assert {chosen_place(found, f"a{i}") for i in range(40)} == {("r00", g) for g in range(11, 16)}
     assert chosen_place(found[5:], "a01") == ("r00", 10)
@@ -86,9 +87,10 @@ def test_standings_are_those_of_slots_that_train() -> None:
     for slot, phase, data in (("r00", "train", 7), ("r01", "heal", 0)):
         store.put(layout.beat_key(slot), Beat(slot, 1, 3, phase, 2, 1, 0.1, 5.0, data=data).encode())
     assert read_standings(store) == [Standing("r00", 2, 7, 1, 0.1)]
-    for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000003/0001.0.bundle", "rollouts/r00/x"):
+    for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000105/0000.0.bundle", "rollouts/r00/x"):
         store.put(key, b"")
-    assert filled_generations(store, "r00") == {3}
+    is_filled = filled_places(store)
+    assert [g for g in range(250) if is_filled("r00", g)] == [3, 105]
 
 
 @pytest.mark.parametrize(
