@@ -1,6 +1,7 @@
 """An actor: a process that samples rollouts ahead of the replicas.  Its only input is a run's URL.
 
-    python -m diloco.actor RUN_URL --name a07
+    python -m diloco.actor RUN_URL          by hand, on any machine
+    diloco train CONFIG --actors 4          a supervisor keeps them
 
     newest weights (weights/{t}) ──▶ an open place near its slot ──▶ sample ──▶ put, if none was faster
          ▲                                                                             │
@@ -9,42 +10,48 @@
     a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
                          after the actor's weights
 
-There are no claims, leases or queues: an actor that dies leaves a place empty, and the slot's replica fills it.  If two
-actors take the same place, the slower one's work is lost; each prefers another one of the nearest places.
+There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
+it.  If two actors take the same place, the slower one's work is lost; each prefers another one of the nearest places.
 
-Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: heartbeats, a price, a restart; a supervisor
-does not know actors yet.
+An actor has a session as a replica has: a name (a00, a01, …) in place of a slot, with claim, heartbeat and log.  It
+makes no offer, and no replica waits for it.
+
+Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
 
 import argparse
 import hashlib
+import itertools
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.model.export import model_record, start_folder
+from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
 from diloco.process import exitcodes
-from diloco.replica.replica import open_patiently, share_of, too_late
+from diloco.process.disk import Scratch, retry_when_full
+from diloco.process.session import Session, SessionHost, process_fields
+from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
+from diloco.run.actors import refuse_actors
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
-from inner import InnerError, Seeds, build_inner
+from inner import Seeds, build_inner
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat, read_control
+from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError, StoreError
-from rendezvous.store import PatientStore, Readable
+from rendezvous.records.records import Claim, new_nonce
+from rendezvous.store import Readable, put_once
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
-PATIENCE_S = 60.0  # for an answer of the store
+FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
 SPREAD = 8  # places among which an actor chooses
 
 
@@ -144,27 +151,30 @@ def filled_places(store: Readable) -> Callable[[str, int], bool]:
 
 
 class Actor:
-    """One actor of a run.   tell: called with a line for each bundle."""
+    """One actor of a run.
 
-    def __init__(self, run: Run, name: str, clock: Clock, scratch: Path, tell: Callable[[str], None]) -> None:
-        refuse_run(run)
+    session: its name stands in place of a slot.  Its heartbeat has the weights' step, the number of bundles that it
+    delivered (inner) and that came too late (data), and the seconds that one takes (rate).
+    """
+
+    def __init__(self, run: Run, session: Session, scratch: Path) -> None:
         self._run = run
-        self._name = name
-        self._clock = clock
-        self._tell = tell
-        record = model_record(run)
+        self._session = session
+        self._status = session.rv.members.status
+        record = wait_for_model(run, session)
+        self._status.note = "loads the model"
         model = start_folder(run, record, scratch / "model")
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
-        seeds = Seeds(0, derive_seed(run.config.seed, "actor", name))
+        seeds = Seeds(0, derive_seed(run.config.seed, "actor", session.rv.name))
         inner = replace(run.config.inner, vllm=None)  # no step of a trainer tells its engine of new weights here
         self._loop: Any = build_inner(inner, model, files, seeds, scratch=scratch / "inner")
+        self._loop.report_to(SessionHost(session))
         refuse_other_base(record.base, self._loop.model)
         self._sampler = self._new_sampler()
-        self._follower = WeightsFollower(run.store, self._emit)
-        self._weights = 0
-        self._takes_s = 0.0
+        self._follower = WeightsFollower(run.store, session.emit)
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
+        self._status.enter_phase("sample", 0)
 
     def _new_sampler(self) -> "Sampler":
         from inner.rollouts.acting import Sampler
@@ -175,13 +185,13 @@ class Actor:
         """Sample for one place, if one is open.   Return whether it did."""
         if (newest := self._follower.poll()) is not None:
             newest.load_into(self._loop.model)
-            self._weights = newest.step
+            self._status.step = newest.step
         store = self._run.store
         places = open_places(
-            read_standings(store), filled_places(store), self._pace, weights=self._weights,
-            staleness=self._run.config.fleet.staleness, takes_s=self._takes_s,
+            read_standings(store), filled_places(store), self._pace, weights=self._status.step,
+            staleness=self._run.config.fleet.staleness, takes_s=self._status.rate,
         )  # fmt: skip
-        place = chosen_place(places, self._name)
+        place = chosen_place(places, self._session.rv.slot)
         if place is None:
             return False
         self._fill(*place)
@@ -191,66 +201,95 @@ class Actor:
         from diloco.replica.rollouts import BucketPlaces
         from inner.rollouts.recorded import BundlePlace
 
-        began = self._clock.now()
+        clock, weights = self._session.clock, self._status.step
+        began = clock.now()
+        self._session.watchdog.resume()
         made = self._sampler.sample(share_of(self._run.config, slot), generation)
+        self._session.watchdog.rest()
+        bucket = self._session.rv.store.store  # the session's own store waits longer than a bundle is worth
         places = BucketPlaces(
-            self._run.store, self._clock, self._emit, run=self._run.record.nonce, slot=slot, by=0,
-            engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._name,
+            bucket, clock, self._session.emit, run=self._run.record.nonce, slot=slot, by=0,
+            engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._session.rv.slot,
         )  # fmt: skip
-        outer = self._run.record.parent.outer_steps + self._weights
-        late = "" if places.deliver(BundlePlace(outer, generation, 0), made) else ", too late"
-        self._takes_s = self._clock.now() - began
-        self._tell(
-            f"{self._name}: {slot} generation {generation}, weights {self._weights}, {self._takes_s:.1f} s{late}"
-        )
+        outer = self._run.record.parent.outer_steps + weights
+        stands = places.deliver(BundlePlace(outer, generation, 0), made)
+        self._status.inner += stands
+        self._status.data += not stands
+        self._status.rate = clock.now() - began
+        late = f", {self._status.data} too late" if self._status.data else ""
+        self._status.note = f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each"
+        self._session.emit(
+            "sampled", step=weights, place=f"{slot}/{generation}", stands=stands, tokens=sum(map(len, made.ids)),
+            seconds=self._status.rate,
+        )  # fmt: skip
 
-    def _emit(self, event: str, **fields: Any) -> None:
-        self._tell(f"{self._name}: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}")
+
+def act_in_session(run: Run, session: Session) -> int:
+    """Sample until the run is over, or the actor has to leave.   Return the exit code."""
+    refuse_actors(run.config)
+    with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
+        actor = Actor(run, session, scratch)
+        end = _act_to_the_end(actor, run, session)
+    session.emit("left", step=session.rv.members.status.step, reason=end[1])
+    session.rv.members.say_goodbye()
+    session.end()
+    print(f"{session.rv.slot}: {end[1]}", flush=True)
+    return end[0]
 
 
-def refuse_run(run: Run) -> None:
-    """Raise ConfigError for a run that has no use for actors."""
-    if run.config.script is not None or run.config.inner.loop != "grpo":
-        raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
-    for name in ("record_rollouts", "broadcast_weights"):
-        if not getattr(run.config.fleet, name):
-            raise ConfigError(
-                f"this run was launched without fleet.{name}, so an actor could not reach its replicas. Start a run "
-                f"with `--set fleet.{name}=true`"
-            )
+def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]:
+    pause, looked = IDLE_S, session.clock.now()
+    while True:
+        leave_now(session)
+        if session.clock.now() - looked > FLUSH_S:
+            session.flush_soon()
+            if (end := too_late(run, session.clock)) is not None:
+                return end
+            looked = session.clock.now()
+        if actor.act():
+            pause = IDLE_S
+            continue
+        SessionHost(session).pause(pause)
+        pause = min(2 * pause, LONGEST_IDLE_S)  # each look costs requests
+
+
+def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
+    """Return the name of an actor that you start by hand, and its claimed generation, 0: not claimed yet.
+
+    name: to go on as this actor; without it, the first name that no process has had.
+    """
+    wanted = read_control(run.store)
+    generation = 0 if name else 1
+    number = itertools.count(wanted.most_actors)
+    while not name:
+        candidate = layout.actor_name(next(number))
+        mine = Claim(candidate, 1, new_nonce(), clock.wall(), **process_fields())
+        won, _ = put_once(run.store, clock, layout.claim_key(candidate, 1), mine.encode())
+        name = candidate if won else ""
+    if name not in wanted.guests and not wanted.is_kept(name):
+        write_control(run.store, clock, guest=name)
+    return name, generation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.actor", description="Sample rollouts for a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
-    parser.add_argument("--name", default="a00", help="of this actor, in its bundles")
+    parser.add_argument("--name", default="", help="a00, a01, …: to go on as this actor (default: a new name)")
+    parser.add_argument("--slot", default="", help="the same, of an actor that a supervisor keeps")
+    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
     typed = parser.parse_args(argv)
+    if typed.slot:
+        return run_member(typed.url, typed.slot, act_in_session, parent=typed.parent)
     try:
-        return _run_actor(typed.url, typed.name, SystemClock())
-    except (ConfigError, InnerError, RendezvousError) as error:
-        print(f"{typed.name}: {error}", file=sys.stderr, flush=True)
+        if typed.name and not layout.is_actor(typed.name):
+            raise ConfigError(f"--name {typed.name!r}: actors are called a00, a01, …")
+        run = open_patiently(typed.url, SystemClock())
+        refuse_actors(run.config)
+        name, generation = take_name(run, SystemClock(), typed.name)
+    except (ConfigError, RendezvousError) as error:
+        print(f"actor: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
-    except KeyboardInterrupt:
-        return exitcodes.LEFT
-
-
-def _run_actor(url: str, name: str, clock: Clock) -> int:
-    if not layout.is_word(name):
-        raise ConfigError(f"--name {name!r}: use letters, digits and _")
-    run = open_patiently(url, clock)
-    run = replace(run, store=PatientStore(run.store, clock, PATIENCE_S))
-    tell = lambda text: print(text, flush=True)  # noqa: E731
-    with tempfile.TemporaryDirectory(prefix="actor-") as scratch:
-        actor = Actor(run, name, clock, Path(scratch), tell)
-        pause = IDLE_S
-        while (end := too_late(run, clock)) is None:
-            if actor.act():
-                pause = IDLE_S
-            else:
-                clock.sleep(pause)
-                pause = min(2 * pause, LONGEST_IDLE_S)  # each look costs requests
-    tell(f"{name}: {end[1]}")
-    return end[0]
+    return run_member(typed.url, name, act_in_session, parent=typed.parent, generation=generation)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,11 @@ KINDS: Mapping[str, EventKind] = {
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
     "rollouts_found": EventKind(DETAIL, "Rollouts that were recorded before were trained on."),
+    "actor_given_up": EventKind(
+        WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
+        "diloco logs RUN a00 has its last lines; diloco resume tries again",
+    ),
+    "sampled": EventKind(DETAIL, "An actor sampled rollouts for a slot."),
     "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
     "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),

@@ -118,9 +118,22 @@ def slot_index(slot: str) -> int:
 
 def is_slot(name: str) -> bool:
     """Whether `name` is a slot's name.  "r7" and "r007" are not: each slot has one spelling only, here "r07"."""
+    return name.startswith("r") and is_member(name)
+
+
+def actor_name(index: int) -> str:
+    return f"a{index:02d}"
+
+
+def is_actor(name: str) -> bool:
+    return name.startswith("a") and is_member(name)
+
+
+def is_member(name: str) -> bool:
+    """Whether `name` is a slot's name, or an actor's: "a07"."""
     digits = name[1:]
     number = digits.isascii() and digits.isdigit() and len(digits) <= 5
-    return name.startswith("r") and number and slot_name(int(digits)) == name
+    return name[:1] in ("r", "a") and number and slot_name(int(digits))[1:] == digits
 
 
 def is_word(name: str) -> bool:
@@ -230,9 +243,9 @@ def control_number(key: str) -> int | None:
 
 
 def claimed_slot(key: str) -> str | None:
-    """Return the slot of a claim's key: replicas/r01/000002.json -> "r01"; None for any other key."""
+    """Return the slot, or actor, of a claim's key: replicas/r01/000002.json -> "r01"; None for any other key."""
     parts = key.split("/")
-    return parts[1] if len(parts) == 3 and is_slot(parts[1]) else None
+    return parts[1] if len(parts) == 3 and is_member(parts[1]) else None
 
 
 def leave_key(slot: str, generation: int) -> str:

@@ -85,9 +85,8 @@ class Session:
         self._flush_due = False
         self.weights = self._weights_writer() if broadcasts else None
         self.rv = Rendezvous(
-            store, self.clock, slot, Rules(), timing, emit=self.emit, host=host_name(), pid=os.getpid(),
-            started=start_ticks(os.getpid()) or 0, keep=keep, background=Worker(self.emit), uploads=Worker(self.emit),
-            together=together_on(store), weights=self.weights,
+            store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), keep=keep,
+            background=Worker(self.emit), uploads=Worker(self.emit), together=together_on(store), weights=self.weights,
         )  # fmt: skip
         self._parts = Parts(self.emit)
         refuse_lost(self.rv.store, read_control(self.rv.store))
@@ -240,6 +239,11 @@ class Session:
             self.emit("warning", kind="cut_off", text=text)
             self._say_last_words()
             os._exit(exitcodes.LEFT)
+
+
+def process_fields() -> dict[str, Any]:
+    """Return the fields of a claim that identify this process."""
+    return {"host": host_name(), "pid": os.getpid(), "started": start_ticks(os.getpid()) or 0}
 
 
 class SessionHost:

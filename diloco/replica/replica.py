@@ -77,16 +77,28 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 def main(argv: Sequence[str] | None = None) -> int:
     url, slot, parent = _parse_arguments(argv)
+    return run_member(url, slot, _train_or_run_script, parent=parent)
+
+
+def run_member(
+    url: str, slot: str, act: "Callable[[Run, Session], int]", *, parent: str = "", generation: int = 0
+) -> int:
+    """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
+
+    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.
+    """
     survive_lost_output()
     try:
-        return _run_session(url, slot, lambda: not parent or is_named_alive(parent))
+        return _run_session(url, slot, act, lambda: not parent or is_named_alive(parent), generation)
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
         return _print_end(slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
         return _print_end(slot, error, exitcodes.GAVE_UP)
 
 
-def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
+def _run_session(
+    url: str, slot: str, act: "Callable[[Run, Session], int]", parent_alive: Callable[[], bool], generation: int
+) -> int:
     run = open_patiently(url, SystemClock())
     with suppress(StoreError):  # without an answer, go on: the session below retries
         if (end := too_late(run, SystemClock())) is not None:
@@ -95,6 +107,7 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
         session = Session(
             run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
             hung_after_s=run.config.fleet.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
+            generation=generation,
         )  # fmt: skip
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)
@@ -102,8 +115,7 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     for number in asking_signals():
         signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
     try:
-        train = _train_session if run.config.script is None else _run_script
-        return train(replace(run, store=session.rv.store), session)  # this store retries
+        return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
@@ -157,9 +169,13 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
     return None
 
 
+def _train_or_run_script(run: Run, session: Session) -> int:
+    return (_train_session if run.config.script is None else _run_script)(run, session)
+
+
 def _train_session(run: Run, session: Session) -> int:
-    record = _wait_for_model(run, session)
-    stay = lambda: _leave_now(session)  # noqa: E731
+    record = wait_for_model(run, session)
+    stay = lambda: leave_now(session)  # noqa: E731
     with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
         fetch = lambda: _fetch_inputs(run, record, scratch, session)  # noqa: E731
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
@@ -171,8 +187,8 @@ def _train_session(run: Run, session: Session) -> int:
 def _run_script(run: Run, session: Session) -> int:
     from diloco.script.process import run_script
 
-    _leave_now(session)
-    with retry_when_full(session, "temporary files", Scratch, lambda: _leave_now(session)) as scratch:
+    leave_now(session)
+    with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
         return run_script(run, session, scratch)
 
 
@@ -194,7 +210,7 @@ def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Pa
         return fetch()
     from diloco.model.hub_wait import from_hub
 
-    return from_hub(session, model, fetch, lambda: _leave_now(session))
+    return from_hub(session, model, fetch, lambda: leave_now(session))
 
 
 def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
@@ -393,11 +409,11 @@ def share_of(config: RunConfig, slot: str) -> "Share":
     return Share(derive_seed(config.seed, "prompts", deal), index, config.fleet.replicas)
 
 
-def _wait_for_model(run: Run, session: Session) -> ModelRecord:
+def wait_for_model(run: Run, session: Session) -> ModelRecord:
     """Wait for θ₀'s manifest, which the launcher publishes while replicas start.   Raises GaveUp."""
     began = session.clock.now()
     while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
-        _leave_now(session)
+        leave_now(session)
         session.rv.members.status.note = "waits for the model"
         if session.clock.now() - began > session.timing.give_up:
             raise GaveUp(f"no model was published within {session.timing.give_up:.0f} s; look at the launcher's log")
@@ -405,7 +421,7 @@ def _wait_for_model(run: Run, session: Session) -> ModelRecord:
     return ModelRecord.decode(body)
 
 
-def _leave_now(session: Session) -> None:
+def leave_now(session: Session) -> None:
     if session.rv.is_leaving:
         raise Leaving("asked to leave before the first inner step; nothing was lost")
     if session.rv.members.fenced_by > session.rv.generation:

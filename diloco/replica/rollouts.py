@@ -25,7 +25,7 @@ import torch
 
 from diloco.run.sections import keep_bytes
 from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
+from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.background import Background, Emit, Worker, submit_reported
 from rendezvous.clock import Clock
@@ -204,7 +204,9 @@ class BucketPlaces:
             bundle, why = self._read(place, body, unfit)
         except (WireError, ValueError) as error:
             bundle, why = None, str(error)
-        if why:
+        if isinstance(why, TooFar):
+            self._expired += 1
+        elif why:
             self._emit("rollouts_refused", step=place.outer, key=self._key(place), text=why)
         return None if why else bundle
 

@@ -180,7 +180,7 @@ class _Look:
         self._rounds.count(layout.commit_key, known.commits, self._gallop_reach(known.commits), self._hear_commits)
         if focus.supervisor:
             self._claims_of(SUPERVISOR)
-        self._ask_slots(known.wanted.slot_names or self._likely_slots())
+        self._ask_slots(known.wanted.member_names or self._likely_slots())
 
     @property
     def first_keys(self) -> list[str]:
@@ -217,7 +217,7 @@ class _Look:
             self.found.wanted = read_control(self._ahead, self.found.wanted)
         else:
             self.found.wanted, self.found.lost = read_standing_wishes(self._ahead)
-        self._ask_slots(self.found.wanted.slot_names)
+        self._ask_slots(self.found.wanted.member_names)
 
     def _controls_listed(self) -> int:
         """Count the control records in a LIST up to the first gap; it may lag.  A lease adds one every few minutes.

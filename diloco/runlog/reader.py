@@ -29,6 +29,7 @@ from rendezvous.agreement.membership import (
     read_claim,
     read_leave,
 )
+from rendezvous.layout import is_slot
 from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Beat, Claim, Offer, WireError, decode_or_none
 from rendezvous.store import Readable
@@ -109,7 +110,7 @@ class Report:
 
     @property
     def slots(self) -> list[str]:
-        return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
+        return sorted({x.slot for x in self.sessions if is_slot(x.slot)} | set(self.wanted.slot_names))
 
     def setting(self, section: str, name: str, default: T) -> T:
         """Return a setting of run.json; the default if its type is wrong or it is a number below 0."""
@@ -214,7 +215,7 @@ class Reader:
             steps=self._steps,
             sessions=[self._sessions[k] for k in sorted(self._sessions)],
             events=events,
-            beats={slot: beat for slot, beat in self._beats.items() if slot in self._wanted.slot_names},
+            beats={slot: beat for slot, beat in self._beats.items() if slot in self._wanted.member_names},
             twice=self._twice,
             passed_over=self._passed_over,
             damage=self._damage,
@@ -348,7 +349,7 @@ class Reader:
                 self._sessions[name].commits.append((commit.t, commit.at))
 
     def _read_beats(self) -> None:
-        for slot in filter(self._focus.reads_beat, self._wanted.slot_names):
+        for slot in filter(self._focus.reads_beat, self._wanted.member_names):
             beat = read_beat(self._store, slot)
             if beat is not None:
                 self._beats[slot] = replace(beat, **shown(vars(beat)))
@@ -356,7 +357,7 @@ class Reader:
                 self._beats.pop(slot, None)
 
     def _read_claims(self) -> None:
-        for slot in filter(self._focus.reads_sessions, self._wanted.slot_names):
+        for slot in filter(self._focus.reads_sessions, self._wanted.member_names):
             known = max((g for s, g in self._sessions if s == slot), default=0)
             for taken in claims_above(self._store, slot, known):
                 self._store.keep(layout.claim_key(slot, taken.generation))

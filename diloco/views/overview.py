@@ -203,7 +203,7 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
         for row in rows
     ]
     if not report.done:
-        rows += [SessionRow(slot, 0) for slot in report.wanted.slot_names if slot not in newest]
+        rows += [SessionRow(slot, 0) for slot in report.wanted.member_names if slot not in newest]
     return tuple(sorted(rows, key=lambda row: (row.slot, row.generation)))
 
 

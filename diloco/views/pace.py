@@ -66,7 +66,7 @@ def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) 
 
 def items_of(focus: Focus, report: Report) -> list[tuple[str, str]]:
     """Return the (kind, slot) pairs that a look with this focus requests."""
-    slots = report.wanted.slot_names
+    slots = report.wanted.member_names
     found = [("control", "")] * focus.control + [("supervisor", "")] * focus.supervisor
     found += [("beat", slot) for slot in slots if focus.reads_beat(slot)]
     found += [("sessions", slot) for slot in slots if focus.reads_sessions(slot)]
@@ -81,7 +81,7 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
     """Yield all (kind, slot) pairs that may have new records."""
     yield from (("control", ""), ("supervisor", ""))
     newest = {session.slot: session for session in report.sessions}
-    for slot in report.wanted.slot_names:
+    for slot in report.wanted.member_names:
         yield ("beat", slot)
         beat = report.beats.get(slot)
         session = newest.get(slot)

@@ -63,7 +63,7 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
         found = take_look(Ahead(open_signed(url)), COSTS, ReadSoFar())
     except Exception:  # a half-typed URL, no keys, no network: a shell cannot show errors during completion
         return []
-    slots = found.wanted.slot_names
+    slots = found.wanted.member_names
     ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
     return [*slots, *ended, SUPERVISOR] if sessions else slots
 

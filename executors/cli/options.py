@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
 TYPES = (  # of executors/cli/typed.py, by name: type="count"
-    "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
+    "actors", "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
 )  # fmt: skip
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 the same again later goes on; `diloco --help` lists all"
 

@@ -92,6 +92,14 @@ def place(text: str) -> dict[str, Any]:
     return found
 
 
+def actors(text: str) -> dict[str, Any]:
+    """Return "4", "modal:8" or "modal:8:L4" as a place of actors; 0: no actors from now on."""
+    found = {"executor": "local", "count": int(text)} if re.fullmatch(r"\d+", text, re.ASCII) else place(text)
+    if "count" not in found:
+        raise ArgumentTypeError(f"{text!r} must look like 4, modal:8 or modal:8:L4")
+    return {**found, "actors": True}
+
+
 def count(text: str) -> int:
     """Return a number of parameters: "1.7B" -> 1_700_000_000."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)

@@ -1,11 +1,12 @@
-"""The places of a run's replicas, as plain data in the bucket, and one executor for all of them.
+"""The places of a run's replicas and actors, as plain data in the bucket, and one executor for all of them.
 
     places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
-              r00, r01 ──▶ modal                  r02, r03, … ──▶ local
+              r00, r01 ──▶ modal                  r02, r03, … ──▶ local          a00, … ──▶ places with "actors": true
 
     build_executor(places) ──▶ the executor of the only place, or a Mixed of several (mixed.py)
 
-Places get slots in their order; the last place gets all remaining slots.  The run's control records list the places,
+Places get slots in their order; the last place gets all remaining slots.  Actors (diloco/actor.py) have places of
+their own.  The run's control records list the places,
 so that a supervisor on any machine can rebuild the executors.
 
 Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
@@ -37,6 +38,7 @@ class Place(Plain):
     count: number of slots (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
     options: arguments of the executor: image, region, namespace, …
     lease: whether rented replicas leave when the run has had no supervisor for half an hour.
+    actors: whether actors run there, and no replicas.
     """
 
     executor: str = "local"
@@ -47,6 +49,7 @@ class Place(Plain):
     env: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     lease: bool = True
+    actors: bool = False
 
     @property
     def maker(self) -> tuple[str, str]:
@@ -55,11 +58,12 @@ class Place(Plain):
 
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
-    """Return the places of a control record; without any, this machine.
+    """Return the places of a control record; without one for replicas, they run on this machine.
 
     Raise ExecutorError for an invalid place, because any writer of the bucket may have written the record.
     """
-    return tuple(checked_place(p) for p in raw) or (Place(),)
+    found = tuple(checked_place(p) for p in raw)
+    return found if any(not p.actors for p in found) else (Place(), *found)
 
 
 def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
@@ -92,16 +96,16 @@ def checked_place(raw: Place | Mapping[str, Any]) -> Place:
 
 
 def place_of(places: Sequence[Place], slot: str) -> Place:
-    """Return the place of a slot.  The publisher, which is not a replica's slot, belongs to the first place."""
-    try:
-        index = layout.slot_index(slot)
-    except ValueError:
+    """Return the place of a slot or an actor.  The publisher, which is neither, belongs to the first place."""
+    if not layout.is_member(slot):
         return places[0]
-    for place in places:
+    index, actor = int(slot[1:]), layout.is_actor(slot)
+    own = [place for place in places if place.actors == actor] or places
+    for place in own:
         if not place.count or index < place.count:
             return place
         index -= place.count
-    return places[-1]
+    return own[-1]
 
 
 def build_executor(

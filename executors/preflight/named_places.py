@@ -21,14 +21,24 @@ OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets",
 
 def refined_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
     """Return the places of the request.   before: those that the run had, for a request that names none."""
+    replicas = [place for place in before if not place.get("actors")]
+    named = (*_named_places(wish, replicas), *_actor_places(wish, before))
+    _check_words(wish, named)
+    return tuple(_refined_place(place, wish) for place in named)
+
+
+def _named_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
     if wish.places and wish.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
     named = wish.places or ((Place(wish.executor),) if wish.executor else places_of(before))
-    if not (wish.places or wish.executor or before):
+    if wish.refines and not (wish.places or wish.executor or before):
         options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
         raise UsageError(f"{options} are for a place: add --executor NAME")
-    _check_words(wish, named)
-    return tuple(_refined_place(place, wish) for place in named)
+    return named
+
+
+def _actor_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
+    return wish.actors if wish.actors is not None else tuple(p for p in places_of(before) if p.actors)
 
 
 def _check_words(wish: "PlaceWish", named: Sequence[Place]) -> None:
@@ -74,6 +84,7 @@ def _refined_place(place: Place, wish: "PlaceWish") -> Place:
         env={**place.env, **own.get("env", {})},
         options=options,
         lease=place.lease and not wish.no_lease,
+        actors=place.actors,
     )
 
 

@@ -41,10 +41,14 @@ from rendezvous.stores.open import open_store
 
 @dataclass(frozen=True)
 class PlaceWish:
-    """The replicas' places.   options: (key, value), the key perhaps with a place's name before it: modal.region."""
+    """The places of replicas, and of actors (None: as the run had them).
+
+    options: (key, value), the key perhaps with a place's name before it: modal.region.
+    """
 
     executor: str = ""
     places: tuple[Place, ...] = ()
+    actors: tuple[Place, ...] | None = None
     gpu: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     timeout_s: float = 0.0
@@ -112,12 +116,17 @@ def replicas_in(places: Sequence[Place]) -> int | None:
     return sum(p.count for p in places) if all(p.count for p in places) else None
 
 
+def actors_in(wish: PlaceWish, wanted: Wanted) -> int:
+    """Return the number of actors that the request asks for, else those that the run had before."""
+    return wanted.actors if wish.actors is None else sum(p.count for p in wish.actors)
+
+
 # -------------------------------------------------------------------- where
 
 
 def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
     """Return the places of the request, else those that the run had before."""
-    if not (wish.places or wish.executor or wish.refines):
+    if not (wish.places or wish.executor or wish.refines or wish.actors is not None):
         return places_of(before)
     from executors.preflight.named_places import refined_places
 
@@ -183,6 +192,7 @@ class Quote:
     plan: LaunchPlan
     budget: Budget
     spent: Costs
+    actors: int = 0
 
     @property
     def free(self) -> bool:
@@ -211,9 +221,10 @@ def quote_start(
         from executors.preflight.alert_url import take_alert
 
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
-    slots = slots_of(asked.fleet.replicas or replicas)
+    actors = actors_in(asked.places, wanted)
+    names = [*slots_of(asked.fleet.replicas or replicas), *map(layout.actor_name, range(actors))]
     spent = spent_so_far(asked.url) if spent is None else spent
-    return make_offer(asked.url, places, slots, budget_from(asked.budget, wanted), spent)
+    return replace(make_offer(asked.url, places, names, budget_from(asked.budget, wanted), spent), actors=actors)
 
 
 def spent_so_far(url: str) -> Costs:
@@ -292,8 +303,9 @@ def write_quote(store: Store, clock: Clock, found: Quote) -> None:
     wanted = read_control(store)
     budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
     places = {} if are_places(wanted.places, found.places) else {"places": [p.to_dict() for p in found.places]}
-    if budget or places:
-        write_control(store, clock, **budget, **places)
+    actors = {} if wanted.actors == found.actors else {"actors": found.actors}
+    if budget or places or actors:
+        write_control(store, clock, **budget, **places, **actors)
 
 
 def write_desired(run: Run, clock: Clock, **changed: int) -> None:

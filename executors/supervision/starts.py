@@ -19,7 +19,9 @@ from executors.supervision.money.limit import SpendLimit
 from executors.supervision.outage import LAUNCH
 from executors.supervision.slots.slot_state import SlotState
 from executors.supervision.slots.slots import PUBLISH, Slots
+from rendezvous import layout
 
+ACTOR = "diloco.actor:main"
 PUBLISHER = "executors.supervision.supervisor:publish_model"
 Start = tuple[SlotState, str]  # the slot, and the reason
 
@@ -49,8 +51,8 @@ class Starts:
         self._short_of = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
-        """Leave out starts that would wait for the model on a rented GPU, but let the platform `expect` them."""
-        early = [state for state, _ in starts if self._bills_a_gpu(state)]
+        """Leave out actors, and starts that would wait for the model on a rented GPU; platforms `expect` them."""
+        early = [state for state, _ in starts if self._bills_a_gpu(state) or layout.is_actor(state.slot)]
         if early:
             self._slots.executor.expect([self._spec_for(state) for state in early])
         return [start for start in starts if start[0] not in early]
@@ -65,7 +67,11 @@ class Starts:
         If a platform refuses or does not answer, and the run has had launches, try again later.
         """
         try:
-            why = self._launch_all(starts, report)
+            actors = [start for start in starts if layout.is_actor(start[0].slot)]
+            others = [start for start in starts if start not in actors]
+            why = self._launch_all(others, report) if others else ""
+            if actors and not why:  # a budget that is too small for them ends no run
+                self._launch_all(actors, report)
             self._slots.outages.answered(LAUNCH)
             return why
         except ExecutorError as error:
@@ -94,7 +100,7 @@ class Starts:
         if self._short_of != why[:60]:
             self._short_of = why[:60]
             self._slots.emit("refused", text=why)
-        return "" if self._slots.anybody else why
+        return "" if any(t.running for t in self._slots.all() if not layout.is_actor(t.slot)) else why
 
     def _spec_for(self, state: SlotState) -> ReplicaSpec:
         slot = state.slot
@@ -106,4 +112,5 @@ class Starts:
             return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
         parent = ("--parent", self._parent) if self._parent and place.executor == "local" else ()
         argv = (url, "--slot", slot, *parent)
-        return ReplicaSpec(url, slot, attempt, self._entrypoint, argv, gpu=place.gpu, **settings)
+        entrypoint = ACTOR if layout.is_actor(slot) else self._entrypoint
+        return ReplicaSpec(url, slot, attempt, entrypoint, argv, gpu=place.gpu, **settings)

@@ -122,6 +122,7 @@ class Supervisor:
         self._ticked = False
         self.grace_s = 0.0  # seconds that replicas may take to leave
         self._published = self.run.config.script is not None  # a script brings its own model
+        self._without = set[str]()  # actors that are not started again
         self._leaving = ""  # the reason if we end before the run is done
         self._killing = False
         self._verdict: Outcome | None = None
@@ -335,6 +336,8 @@ class Supervisor:
             self._drain(state, action.why, report)
         elif isinstance(action, Cancel):
             self.slots.cancel([state], self._grace_s(state, report))
+        elif isinstance(action, GiveUp) and layout.is_actor(state.slot):
+            self._go_on_without(state.slot, action.why)
         elif isinstance(action, GiveUp) and self._verdict is None:
             tail = self.slots.tail(state.handle, 12) if state.handle else []
             self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
@@ -359,6 +362,12 @@ class Supervisor:
             state.attempt = number - 1
             state.handle = None
             state.status = None
+
+    def _go_on_without(self, actor: str, why: str) -> None:
+        """Log, once, that an actor is not started again: the replicas sample for themselves."""
+        if actor not in self._without:
+            self._without.add(actor)
+            self.emit("actor_given_up", slot=actor, text=f"{actor}: {why}. Replicas make its rollouts themselves")
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
         """End a run that cannot continue: all replicas leave, and the outcome says why."""

@@ -9,15 +9,15 @@ Not promised: dynamic sampling; images.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import set_seed
 
 from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle, RandomStates
+from inner.rollouts.drift import token_log_probs
 from inner.rollouts.recorded import UNCORRECTED, record_rollouts
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ class Sampler:
         trainer.model.train()
         made, batch = trainer._make_bundle(self.rows(share, generation))
         trainer._metrics["train"].clear()
-        logps = self._log_probs(batch).tolist()
+        logps = token_log_probs(
+            trainer, batch["prompt_ids"], batch["prompt_mask"],
+            completion_ids=batch["completion_ids"], completion_mask=batch["completion_mask"],
+        ).tolist()  # fmt: skip
         logprobs = [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
         return replace(made, logprobs=logprobs, random=_other_states())
 
@@ -68,20 +71,6 @@ class Sampler:
         at = prompt_order(len(dataset), share)
         first = generation * self._prompts
         return [dataset[at(first + i)] for i in range(self._prompts) for _ in range(self._group)]
-
-    @torch.no_grad()
-    def _log_probs(self, batch: Any) -> Tensor:
-        """Return the sampled tokens' log-probs, (B, T)."""
-        trainer, completion = self._trainer, batch["completion_ids"]
-        with trainer.accelerator.autocast():
-            found = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                torch.cat([batch["prompt_ids"], completion], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                completion.size(1),
-                batch_size=trainer.args.per_device_train_batch_size,
-            )
-        return cast(Tensor, found[0]).float().cpu()
 
 
 def _other_states() -> RandomStates:

@@ -47,6 +47,10 @@ class BundlePlace(NamedTuple):
 Unfit = Callable[[Bundle], str]  # why this trainer cannot train on a bundle; "": it can
 
 
+class TooFar(str):
+    """Why the present weights are too far from those that sampled a bundle (drift.py)."""
+
+
 class Places(Protocol):
     """Where bundles are kept."""
 
@@ -183,7 +187,11 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return "it has log-probs that are no numbers or above 0"
     if not all(map(_begins_as, bundle.prompts, inputs)):
         return "its prompts are those of other rows"
-    return ""
+    if bundle.logprobs is None:
+        return ""
+    from inner.rollouts.drift import why_too_far
+
+    return why_too_far(trainer, bundle)
 
 
 def _is_log_prob(x: float, trainer: Any) -> bool:

@@ -39,7 +39,7 @@ JITTER = 0.8  # part of a period after which a look is due; below 1 because a sl
 # A control record overrides those of these settings that it contains.
 FOLDED = (
     "replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep",
-    "spent",
+    "spent", "actors",
 )  # fmt: skip
 
 
@@ -49,12 +49,15 @@ class Wanted:
 
     universe: the number of slots that can exist: the largest `replicas` of any record, or all slots up to a guest's.
     guests: slots that take part and that no supervisor keeps.
+    actors: the number of actors to keep (diloco/actor.py).   most_actors: the largest `actors` of any record.
     former: places of earlier records.   highest_quorum: the largest `min_replicas` of any record.
     places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """
 
     replicas: int = 0
     universe: int = 0
+    actors: int = 0
+    most_actors: int = 0
     steps: int = 0
     min_replicas: int = 1
     drains: frozenset[str] = frozenset()
@@ -75,11 +78,12 @@ class Wanted:
         """Return these wishes as one more control record changes them."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         guests = {control.guest} if control.guest else set[str]()
-        slots = [layout.slot_index(guest) + 1 for guest in guests]
+        beyond = {kind: [int(guest[1:]) + 1 for guest in guests if guest[0] == kind] for kind in "ra"}
         return replace(
             self,
             **said,
-            universe=max(self.universe, said.get("replicas", self.replicas), *slots),
+            universe=max(self.universe, said.get("replicas", self.replicas), *beyond["r"]),
+            most_actors=max(self.most_actors, said.get("actors", 0), *beyond["a"]),
             guests=self.guests | guests,
             former=self._former_after(control),
             highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
@@ -91,7 +95,8 @@ class Wanted:
     def _drains_after(self, control: Control) -> frozenset[str]:
         if control.resume or control.replicas is not None:
             return frozenset()
-        return self.drains | {control.drain} if control.drain else self.drains
+        kept = self.drains if control.actors is None else frozenset(filter(layout.is_slot, self.drains))
+        return kept | {control.drain} if control.drain else kept
 
     def _former_after(self, control: Control) -> tuple[dict[str, Any], ...]:
         if control.places is None:
@@ -108,11 +113,18 @@ class Wanted:
         return not self.is_to_leave(slot) and not self._is_beyond(slot)
 
     def _is_beyond(self, slot: str) -> bool:
+        if not layout.is_slot(slot):
+            return int(slot[1:]) >= self.actors
         return layout.slot_index(slot) >= self.replicas > 0
 
     @property
     def slot_names(self) -> list[str]:
         return [layout.slot_name(i) for i in range(self.universe)]
+
+    @property
+    def member_names(self) -> list[str]:
+        """The names of all slots, and of all actors."""
+        return [*self.slot_names, *(layout.actor_name(i) for i in range(self.most_actors))]
 
 
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
@@ -206,8 +218,8 @@ def _check_wishes(record: Control) -> None:
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
             raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means none")
-    if record.drain is not None:
-        layout.slot_index(record.drain)
+    if record.drain is not None and not layout.is_member(record.drain):
+        raise ValueError(f"{record.drain!r} is neither a slot (r00, r01, …) nor an actor (a00, a01, …)")
 
 
 def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
@@ -425,8 +437,8 @@ class Membership:
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
-        if self.status.phase == "wait" or self.decided >= self.status.step:
-            return  # a replica that waits for the decision reads it itself
+        if self.status.phase in ("wait", "sample") or self.decided >= self.status.step:
+            return  # a replica that waits for the decision reads it itself; an actor needs none
         often = may_be_decided(self.awake_s - self._opened, self._pace)
         self._do_every(self.timing.beat if often else max(3 * self.timing.beat, self._pace / 2), self._read_commit)
 

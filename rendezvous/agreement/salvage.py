@@ -42,8 +42,13 @@ def _what_stands(store: Readable) -> Wanted:
     for control in controls_above(store, wanted.records):
         wanted = wanted.with_control(control)
     claimed = [slot for key in store.list(layout.CLAIMS) if (slot := layout.claimed_slot(key)) is not None]
-    universe = max((1 + layout.slot_index(slot) for slot in claimed), default=0)
-    return replace(wanted, universe=max(universe, wanted.universe), records=max(1, wanted.records))
+    most = {kind: max((1 + int(name[1:]) for name in claimed if name[0] == kind), default=0) for kind in "ra"}
+    return replace(
+        wanted,
+        universe=max(most["r"], wanted.universe),
+        most_actors=max(most["a"], wanted.most_actors),
+        records=max(1, wanted.records),
+    )
 
 
 def write_stop(store: Store, clock: Clock) -> str:

@@ -40,6 +40,7 @@ Samples = Annotated[float, Within(0, 1e15)]
 Length = Annotated[float, Within(0, 1e60)]  # ‖x‖₂ of fp32 numbers is below 1e44
 Weight = Annotated[float, Within(0, 3.4e38)]  # an fp32 number
 Slot = Annotated[str, Longest(16), Where(layout.is_slot, "slot")]
+Member = Annotated[str, Longest(16), Where(layout.is_member, "name of a slot or an actor")]
 Holder = Annotated[str, Longest(64), Where(layout.is_word, "name of a slot")]  # also "supervisor"
 Word = Annotated[str, Longest(128)]  # digests, nonces, names
 Key = Annotated[str, Longest(1024)]
@@ -393,17 +394,18 @@ class Control(Record):
     until: Unix time at which every replica leaves, unless a later record names a later time; 0 for none.
     keep: the budget of bytes to which `diloco gc` has collected.   spent: the costs so far, with a new `until`.
     guest: a slot that takes part beside the desired replicas, for a process that was started by hand.
+    actors: the number of processes that only sample; their places are among `places`.
     """
 
     kind = "control"
-    later = ("keep", "spent", "guest")
+    later = ("keep", "spent", "guest", "actors")
     n: Count
     nonce: Word
     at: UnixTime
     replicas: Slots | None = None
     steps: Annotated[int, Within(1, 10**10 - 1)] | None = None
     min_replicas: Slots | None = None
-    drain: Slot | None = None
+    drain: Member | None = None
     stop: bool = False
     resume: bool = False
     places: tuple[dict[str, Any], ...] | None = None
@@ -413,14 +415,15 @@ class Control(Record):
     until: Annotated[float, Within(0, 1e12)] | None = None
     keep: Word | None = None
     spent: Spent | None = None
-    guest: Slot | None = None
+    guest: Member | None = None
+    actors: Annotated[int, Within(0, layout.MOST_SLOTS)] | None = None
 
 
 @dataclass(frozen=True)
 class Beat(Record):
     """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
 
-    phase: boot, heal, train, wait or left.   rate: seconds per inner step, 0 if unknown.
+    phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
     data: the inner step of its slot's data that it trains on, for actors (diloco/actor.py).
     """
 

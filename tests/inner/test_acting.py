@@ -9,6 +9,7 @@ import torch
 
 from inner.data.order import Share
 from inner.errors import InnerError
+from inner.rollouts import drift
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, record_rollouts
@@ -79,18 +80,58 @@ def test_the_replica_goes_on_with_other_random_numbers_than_the_actor() -> None:
 
 
 @pytest.mark.parametrize(("likelier", "counts"), [(1.1, 1.1), (1.5, 1.5), (4.0, 2.0)])
-def test_the_loss_is_weighed_by_the_ratio_and_at_most_two(likelier: float, counts: float) -> None:
+def test_the_loss_is_weighed_by_the_ratio_and_at_most_two(
+    likelier: float, counts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So this fails if TRL moves the place at which it asks for vLLM."""
+    monkeypatch.setattr(drift, "FARTHEST", math.inf)
     kept = sampled()
     base, _ = trained(kept)
-    ((place, body),) = kept.bodies.items()
-    bundle = Bundle.unpack(body)
-    assert bundle.logprobs is not None
-    other = Kept()
-    shifted = [[x - math.log(likelier) for x in row] for row in bundle.logprobs]
-    other.bodies[place] = replace(bundle, logprobs=shifted).pack()
-    found, _ = trained(other)
+    found, _ = trained(shifted(kept, likelier))
     assert found["grad_norm"] == pytest.approx(counts * base["grad_norm"], rel=1e-3)
+
+
+def shifted(kept: Kept, likelier: float) -> Kept:
+    """Return the bundle as if its weights had given each token a `likelier` times smaller probability."""
+    ((place, body),) = kept.bodies.items()
+    bundle, other = Bundle.unpack(body), Kept()
+    assert bundle.logprobs is not None
+    other.bodies[place] = replace(
+        bundle, logprobs=[[x - math.log(likelier) for x in row] for row in bundle.logprobs]
+    ).pack()
+    return other
+
+
+@pytest.mark.parametrize(("likelier", "is_used"), [(1.2, True), (1.25, False)])
+def test_rollouts_of_a_distant_policy_are_passed_over(likelier: float, is_used: bool) -> None:
+    """Beyond .2 nats per token."""
+    kept = shifted(sampled(), likelier)
+    numbers, _ = trained(kept)
+    assert bool(kept.found) == is_used and bool(kept.refused) != is_used
+    assert "nats per token" in "".join(kept.refused) or is_used
+    assert ("importance_ratio" in numbers) == is_used
+
+
+@pytest.mark.parametrize("settings", [{}, {"sdpo": {"weight": 0.1}}], ids=["plain", "sdpo"])
+def test_the_drift_counts_the_models_own_tokens(settings: dict[str, Any]) -> None:
+    """Against a sum by hand over unpadded rows; tools' tokens are left out."""
+    loop = a_loop(**settings)
+    record_rollouts(loop.trainer, Kept())
+    ((_, body),) = sampled(**settings).bodies.items()
+    bundle = Bundle.unpack(body)
+    assert drift.drift_of(loop.trainer, bundle) == pytest.approx(0, abs=1e-5)
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(1.05)
+    off, count = 0.0, 0
+    masks = bundle.mask or [[1] * len(ids) for ids in bundle.ids]
+    for prompt, ids, mask, logprobs in zip(bundle.prompt_ids, bundle.ids, masks, bundle.logprobs or [], strict=True):
+        with torch.no_grad():
+            logits = loop.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        now = (logits / loop.trainer.temperature).log_softmax(-1)
+        off += sum(abs(float(now[i, t]) - x) for i, (t, m, x) in enumerate(zip(ids, mask, logprobs, strict=True)) if m)
+        count += sum(mask)
+    assert drift.drift_of(loop.trainer, bundle) == pytest.approx(off / count, rel=1e-3) and off > 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5])

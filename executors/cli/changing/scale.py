@@ -9,6 +9,7 @@ Not promised: an effect at once; the supervisor reads the control records every 
 import shlex
 from contextlib import suppress
 
+from diloco.run.actors import refuse_actors
 from diloco.run.founding import is_finished
 from diloco.run.record import Run
 from executors.cli.opening import finished_words
@@ -17,30 +18,34 @@ from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import supervisor_of
+from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.store import Store
 
 
-def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Quote | None:
-    """Return the price of additional replicas; None if none are added."""
+def growth_quote(run: Run, replicas: int, quorum: int | None, actors: int | None, spent: Costs) -> Quote | None:
+    """Return the price of additional replicas and actors; None if none are added."""
     wanted = read_control(run.store)
     if is_finished(run.store, wanted):
         return None
     _check_quorum(replicas, quorum or wanted.min_replicas)
-    more = slots_of(replicas)[wanted.replicas :]
+    if actors:
+        refuse_actors(run.config)
+    more = [*slots_of(replicas)[wanted.replicas :], *map(layout.actor_name, range(wanted.actors, actors or 0))]
     return make_offer(run.url, places_of(wanted.places), more, Budget.of(wanted), spent) if more else None
 
 
-def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str]:
-    """Set another number of replicas; return lines for the user."""
+def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int | None = None) -> list[str]:
+    """Set other numbers of replicas and actors; return lines for the user.   None: as before."""
     before = read_control(run.store)
     if over := finished_words(run.store, run.url):
         return [over]
     news = {"replicas": replicas, **({"min_replicas": quorum} if quorum else {})}
-    write_control(run.store, clock, **news)
-    return [f"{before.replicas} -> {replicas} replicas", *_unheard_slots(run, before)]
+    write_control(run.store, clock, **news, **({} if actors is None else {"actors": actors}))
+    words = "" if actors is None else f", {before.actors} -> {actors} actors"
+    return [f"{before.replicas} -> {replicas} replicas{words}", *_unheard_slots(run, before)]
 
 
 def drain(run: Run, clock: Clock, slot: str) -> list[str]:
@@ -52,7 +57,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     after = write_control(run.store, clock, drain=slot)
     left = [s for s in before.slot_names if after.is_kept(s)]
     lines = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
-    if len(left) < after.min_replicas:
+    if layout.is_slot(slot) and len(left) < after.min_replicas:
         lines.append(
             f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "
             f"taken until there are more (diloco scale {shlex.quote(run.url)} N)"
@@ -61,7 +66,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
 
 
 def check_slot(wanted: Wanted, slot: str) -> None:
-    there = slots_of(wanted.replicas)
+    there = [*slots_of(wanted.replicas), *filter(layout.is_actor, wanted.member_names)]
     if slot not in there:
         raise UsageError(f"there is no slot {slot!r} in this run; there are {', '.join(there)}")
 

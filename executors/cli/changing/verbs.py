@@ -27,6 +27,7 @@ def add_verbs(verbs: Any) -> None:
     scale = add_run_verb(verbs, "scale", "keep another number of replicas from now on", opened(_scale))
     value(scale, "replicas", "N", "replicas to keep", type="positive")
     value(scale, "--min-replicas", "M", "offers that every outer step needs", type="positive")
+    value(scale, "--actors", "A", "actors to keep, at the places that the run has for them", type="natural")
     flag(scale, "--yes", "-y", help="do not ask whether the price is right")
     text = "let one replica finish its round and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
@@ -44,10 +45,10 @@ def _scale(args: Namespace, run: "Run") -> Answer:
     from executors.cli.changing import scale
     from executors.preflight.quote import spent_so_far
 
-    offer = scale.growth_quote(run, args.replicas, args.min_replicas, spent_so_far(run.url))
+    offer = scale.growth_quote(run, args.replicas, args.min_replicas, args.actors, spent_so_far(run.url))
     if offer is not None and not is_agreed(offer, args.yes):
         return Answer(code=DECLINED)
-    lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
+    lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas, args.actors)
     return Answer({"run": run.url, "replicas": args.replicas, "messages": lines}, lines)
 
 

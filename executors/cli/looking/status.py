@@ -82,7 +82,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     shown = rows_to_show(session_rows(report, now, {}))
     failed = _failed_starts(report)
     unclaimed = "never started" if report.done else "starting"
-    for slot in report.wanted.slot_names:
+    for slot in report.wanted.member_names:
         claimed = [row for row in shown if row.slot == slot and row.generation]
         sessions = [
             line for row in claimed for line in [_row_line(row, curve, report.began), *_reason_lines(row.why, width)]
@@ -155,6 +155,9 @@ def _row_line(row: SessionRow, curve: Curve, began: float) -> str:
     mine = curve.by_slot.get(row.slot, [])
     shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
     inner = "" if row.inner is None else f"{row.inner}/{row.inner_steps}"
+    if row.phase == "sample":
+        samples = row.note or "no open place yet"
+        return f"  {row.name:9s} {row.phase:7s} {row.step:4d}   {samples}  {row.beat_age_s:.1f} s"
     return (
         f"  {row.name:9s} {row.phase:7s} {row.step:4d} {inner:>6s} {shown:>7s} {row.counted:8d}  {row.beat_age_s:.1f} s"
     )

@@ -9,6 +9,7 @@ Not promised: that the script trains; it is read here, and run by the replicas.
 
 from dataclasses import dataclass
 
+from diloco.run.actors import refuse_actors
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
@@ -44,6 +45,8 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     )
     for note in found.notes:
         say(note)
+    if asked.places.actors:
+        refuse_actors(found.config)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
     if typed.dry_run:
         return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])

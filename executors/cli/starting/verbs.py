@@ -76,6 +76,8 @@ def _add_wishes(parser: ArgumentParser) -> None:
     offer(value(where, "--executor", "NAME", names, default=""), *EXECUTORS)
     several = "N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest"
     offer(again(where, "--place", type="place", metavar="NAME[:N[:GPU]]", dest="places", help=several), *EXECUTORS)
+    ahead = "processes that only sample rollouts, ahead of the replicas, e.g. 4 or modal:8:L4; 0: none from now on"
+    offer(again(where, "--actors", type="actors", metavar="[NAME:]N[:GPU]", help=ahead), *EXECUTORS)
     again(where, "--gpu", metavar="KIND", help="again for a second choice; in NAME's words")
     again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
     value(where, "--timeout", "TIME", "of one replica's life: 6h, 90m (it restarts)", type="duration")
@@ -94,10 +96,11 @@ def request_of(args: Namespace, url: str) -> "StartRequest":
     from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
+    actors = None if args.actors is None else tuple(Place.from_dict(p) for p in args.actors if p["count"])
     where = PlaceWish(
-        executor=args.executor, places=places, gpu=tuple(args.gpu or ()), secrets=tuple(args.secrets or ()),
-        timeout_s=args.timeout or 0.0, pip=tuple(args.pip or ()), options=tuple(args.option or ()),
-        no_lease=args.no_lease,
+        executor=args.executor, places=places, actors=actors, gpu=tuple(args.gpu or ()),
+        secrets=tuple(args.secrets or ()), timeout_s=args.timeout or 0.0, pip=tuple(args.pip or ()),
+        options=tuple(args.option or ()), no_lease=args.no_lease,
     )  # fmt: skip
     return StartRequest(
         url,
@@ -119,8 +122,9 @@ def _train(args: Namespace) -> Answer:
     asked = request_of(args, present_url(run_url.shareable_url(args.url)))
     if asked.momentum and not asked.origin:
         raise run_url.UsageError("--momentum is that of the run that --from names; add --from OLD[@STEP]")
-    config = read_config(args)
-    for note in _checked(asked, config, read_control(open_store(asked.url))).notes:
+    wanted = read_control(open_store(asked.url))
+    config = _with_actors(read_config(args), asked, wanted)
+    for note in _checked(asked, config, wanted).notes:
         say(note)
     fork = _read_fork(asked, config) if asked.origin else None
     offer = quote.quote_start(asked, config, config.fleet.replicas)
@@ -172,6 +176,7 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
 
 
 def _resume(args: Namespace) -> Answer:
+    from diloco.run.actors import refuse_actors
     from diloco.run.record import read_run
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
@@ -183,6 +188,8 @@ def _resume(args: Namespace) -> Answer:
     if over := finished_words(run.store, asked.url, asked.fleet.steps):
         say(over)
         return _supervise(run, asked, wanted)  # to log ends that no supervisor has seen
+    if asked.places.actors:
+        refuse_actors(run.config)
     offer = quote.quote_start(asked, run.config, wanted.replicas)
     if not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
@@ -202,6 +209,7 @@ def _plan(args: Namespace) -> Answer:
         run_url.refuse_foreign_files(url)
     bucket = outlook.look_into_bucket(url)
     asked = request_of(args, bucket.url)
+    config = _with_actors(config, asked, bucket.wanted)
     checked = _checked(asked, config, bucket.wanted)
     places = quote.wanted_places(asked.places, bucket.wanted.places)
     named = replace(asked, url=outlook.stand_in_url(asked.url, places, quote.FAR))
@@ -217,6 +225,16 @@ def _plan(args: Namespace) -> Answer:
         return Answer(data, lines)
     note = f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here"
     return Answer(data, lines, exitcodes.GAVE_UP, note)
+
+
+def _with_actors(config: "RunConfig", asked: "StartRequest", wanted: "Wanted") -> "RunConfig":
+    """Return the config with the settings that actors need, if the request or the run has some."""
+    from diloco.run.actors import prepared_for_actors, refuse_actors
+
+    if asked.places.actors or wanted.most_actors:
+        config = prepared_for_actors(config)
+        refuse_actors(config)
+    return config
 
 
 def _checked(asked: "StartRequest", config: "RunConfig", wanted: "Wanted") -> "Checked":

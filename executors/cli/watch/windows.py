@@ -285,7 +285,7 @@ class ScaleAction:
     def _price(self, number: int) -> list[str]:
         run = self.app.looks.run
         spent = costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), self.app.looks.clock.wall())
-        quote = scale.growth_quote(run, number, None, spent)
+        quote = scale.growth_quote(run, number, None, None, spent)
         return [] if quote is None or quote.free else quote.lines()
 
     def _ask(self, number: int, lines: Sequence[str]) -> None:

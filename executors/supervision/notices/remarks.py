@@ -123,7 +123,8 @@ def remark_lines(report: Report, now: float) -> list[str]:
     lines += [f"! {found.line}" for found in found_in_log(report, now)]
     loud = [e for e in report.of_kind(*WARNINGS) if not found_room(e, report)]
     lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
-    lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and is_listening(b, report, now)]
+    noted = [b for b in report.beats.values() if b.note and b.phase != "sample" and is_listening(b, report, now)]
+    lines += [f"  {b.slot}: {b.note}" for b in noted]
     if report.passed_over:
         lines.append(f"  {report.passed_over} lines or objects under log/ are not events; passed over")
     if words := solo_words(report):

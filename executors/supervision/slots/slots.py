@@ -32,6 +32,7 @@ from executors.supervision.slots.slot_state import (
     is_from_launch,
     past,
 )
+from rendezvous import layout
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the slot of the publisher, which is not a replica: it writes θ₀ into the bucket
@@ -75,7 +76,7 @@ class Slots:
         return dict(zip(handles, self.outages.poll(self.executor, handles), strict=True))
 
     def look(self, report: Report, statuses: Mapping[Handle, Status]) -> None:
-        for slot in report.wanted.slot_names:
+        for slot in report.wanted.member_names:
             if slot not in self.by_slot:
                 self.by_slot[slot] = self._new_state(slot)
         known = [(t, t.handle) for t in self.all() if t.handle in statuses and t.running]
@@ -159,7 +160,7 @@ class Slots:
             if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
                 self.replaced[h] = float("-inf")
         self.publisher = self._new_state(PUBLISH)
-        self.by_slot = {slot: self._new_state(slot) for slot in report.wanted.slot_names}
+        self.by_slot = {slot: self._new_state(slot) for slot in report.wanted.member_names}
 
     def _new_state(self, slot: str) -> SlotState:
         before = (self._past or {}).get(slot, History())
@@ -187,7 +188,10 @@ class Slots:
         own = asked and not report.done and beat is not None and is_from_launch(status.handle, beat)
         state.lost = lost_work(beat) if own else ""
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
-        end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
+        counted = sum(len(x.commits) for x in sessions)
+        if layout.is_actor(state.slot) and beat is not None and is_from_launch(status.handle, beat):
+            counted = beat.inner  # bundles that it delivered
+        end = self._classify_end(state, status, report, counted=counted)
         if not asked:
             state.strikes = count_end(state.strikes, end)
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
@@ -276,5 +280,5 @@ class Slots:
 
 
 def wanted_slots(report: Report) -> list[str]:
-    """Return the slots that should run."""
-    return [s for s in report.wanted.slot_names if report.wanted.is_kept(s)]
+    """Return the slots that should run, and the actors."""
+    return [s for s in report.wanted.member_names if report.wanted.is_kept(s)]
