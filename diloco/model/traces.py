@@ -24,8 +24,7 @@ from typing import Any, cast
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
-from inner.rollouts.bundle_texts import bundle_rollouts
-from inner.rollouts.rollout_states import rollout_states
+from inner.rollouts.rollout_states import bundle_rollouts, rollout_states
 from inner.rollouts.sample import SampledRollout, secrets_here
 from rendezvous import layout
 from rendezvous.records.records import WireError

@@ -15,7 +15,6 @@ Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket
 """
 
 import hashlib
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,13 +23,11 @@ from enum import StrEnum
 from importlib import import_module
 from typing import Annotated, Any, Protocol, Self
 
-from rendezvous.clock import Clock
 from rendezvous.records.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 from rendezvous.records.schema import Longest, Where, Within
 
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"
-FIRST_PAUSE_S = 0.02
 
 
 class ExecutorError(ValueError):
@@ -315,16 +312,3 @@ def require_fleet(executor: object) -> None:
             "launch_replicas … collect work without; for `train` make it a subclass of FleetExecutor, which answers "
             "all but plan, find and close, or of Executor, which needs a platform's six verbs (docs/executors.md)"
         )
-
-
-def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
-    """Poll until all have ended or `timeout` s are over; return the last statuses.   pause_s: the longest pause."""
-    until = math.inf if timeout is None else clock.now() + timeout
-    pause = min(FIRST_PAUSE_S, pause_s)
-    while True:
-        statuses = poll()
-        left = until - clock.now()
-        if left <= 0 or all(s.state.ended for s in statuses):
-            return statuses
-        clock.sleep(min(pause, left))
-        pause = min(pause_s, 1.5 * pause)

@@ -38,7 +38,6 @@ from executors.platforms.base import (
     Status,
     Unavailable,
     unanswered,
-    wait_for_all,
 )
 from executors.platforms.platform import NotStarted, Platform
 from rendezvous.clock import Clock, SystemClock
@@ -160,6 +159,8 @@ class Executor(Platform, FleetExecutor, ABC):
         return self.last_status(handle).state.ended
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        from executors.platforms.short_form import wait_for_all
+
         statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self.pause_s)
         late = f"still running after {timeout or 0:g} s"
         return self.make_results([s if s.state.ended else replace(s, reason=late) for s in statuses])
@@ -262,6 +263,8 @@ class Executor(Platform, FleetExecutor, ABC):
 
     def __exit__(self, *_: object) -> None:
         """End the processes that the block launched, and wait for their ends."""
+        from executors.platforms.short_form import wait_for_all
+
         handles = list(self._launched.values())
         try:
             self.cancel(handles, GRACE_S)

@@ -12,6 +12,7 @@ Not promised: a lease on a platform that cannot store one (SkyPilot); a launch t
 """
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from executors.platforms.base import RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec
+from executors.platforms.base import RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec, Status
 from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from executors.platforms.platform import Platform
 
 LEASE_S = 1800.0
+FIRST_PAUSE_S = 0.02
 LOOKS = 4  # renewals in one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -129,3 +131,16 @@ class Leash:
                 self._platform.renew(list(self._handles), self._clock.wall() + lease_s)
             except Exception as error:  # of any client: the next renewals come before the lease is over
                 print(f"warning: the launcher's lease was not renewed: {error}", flush=True)
+
+
+def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
+    """Poll until all have ended or `timeout` s are over; return the last statuses.   pause_s: the longest pause."""
+    until = math.inf if timeout is None else clock.now() + timeout
+    pause = min(FIRST_PAUSE_S, pause_s)
+    while True:
+        statuses = poll()
+        left = until - clock.now()
+        if left <= 0 or all(s.state.ended for s in statuses):
+            return statuses
+        clock.sleep(min(pause, left))
+        pause = min(pause_s, 1.5 * pause)

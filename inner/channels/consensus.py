@@ -23,11 +23,12 @@ from typing import Any, Literal
 from inner.channels.lessons import Rollout
 from inner.channels.process_reward import turn_states
 from inner.errors import InnerError
-from inner.replay.actions import Message, wire_messages
+from inner.replay.actions import Message
 from inner.replay.commands import Key, key_of
 from inner.replay.pairs import Vote, count_votes, pair_weight
 from inner.replay.states import TraceState
 from inner.replay.teachers import TeacherAction
+from inner.replay.wire import wire_messages
 
 TurnShape = Literal["plurality", "weighted", "variance"]
 SHAPES = ("plurality", "weighted", "variance")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inner.channels.head_file import HEAD_FORM, read_head_width
 from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, TurnScore
 from inner.channels.spans import context_and_action
@@ -35,7 +36,7 @@ from inner.replay.commands import Key, key_of
 from inner.replay.pairs import count_votes
 from inner.replay.states import TraceState
 from inner.replay.teachers import TeacherAction
-from inner.settings.channels import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
+from inner.settings.channels import WHOLE_SEQUENCE_LOSSES
 
 HIDDEN = 32
 AT_ONCE = 32  # rows per forward pass

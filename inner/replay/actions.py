@@ -27,7 +27,6 @@ from inner.replay.untrusted import load_json
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # the fields of a message that an endpoint gets
 
 
 def action_text(message: Mapping[str, Any]) -> str:
@@ -72,26 +71,6 @@ def plain_text(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages as OpenAI-compatible endpoints accept them: arguments as JSON text, an id for every call."""
-    wired: list[Message] = []
-    open_ids: list[str] = []  # calls without a result yet, oldest first
-    for message in messages:
-        sent = {key: message[key] for key in _SENT if key in message}
-        if sent.get("tool_calls"):
-            sent["tool_calls"] = [
-                _wire_call(call, f"call_{len(wired)}_{i}") for i, call in enumerate(sent["tool_calls"])
-            ]
-            open_ids = [call["id"] for call in sent["tool_calls"]]
-            sent.setdefault("content", None)
-        elif sent.get("role") == "tool":
-            oldest = open_ids.pop(0) if open_ids else f"call_{len(wired)}"
-            sent["tool_call_id"] = sent.get("tool_call_id") or oldest
-            sent["content"] = plain_text(sent.get("content"))
-        wired.append(sent)
-    return wired
-
-
 def _call_text(function: Mapping[str, Any]) -> str:
     body = json.dumps({"name": function["name"], "arguments": _parse_arguments(function)}, ensure_ascii=False)
     return "<tool_call>\n" + body.replace("</", "<\\/") + "\n</tool_call>"  # same JSON; cannot end the tag early
@@ -116,17 +95,6 @@ def _parse_call(body: str) -> Message | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     return {"name": call["name"], "arguments": _parse_arguments(call)}
-
-
-def _wire_call(call: Mapping[str, Any], spare_id: str) -> Message:
-    function = call["function"]
-    arguments = call["function"].get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {
-        "id": call.get("id") or spare_id,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": written},
-    }
 
 
 def _canonical_value(value: Any) -> Any:

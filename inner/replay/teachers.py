@@ -34,9 +34,10 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any, Literal, NotRequired, TypedDict
 
-from inner.replay.actions import Message, action_text, wire_messages
+from inner.replay.actions import Message, action_text
 from inner.replay.states import TraceState
 from inner.replay.untrusted import load_json, printable_start, unfit_text
+from inner.replay.wire import wire_messages
 from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"

@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import pad
 
-from inner.rollouts.recorded import TooFar
-
 if TYPE_CHECKING:
     from inner.rollouts.bundle import Bundle
 
 FARTHEST = 0.2  # nats per token; engines of 8 bits are at .01, of 4 bits at .1
-
-
-def why_too_far(trainer: Any, bundle: "Bundle") -> str:
-    """Return why the model is too far from the weights that sampled the bundle; "" if it is not."""
-    drift = drift_of(trainer, bundle)
-    return "" if drift <= FARTHEST else TooFar(f"{drift:.2f} nats per token from the present weights")
 
 
 def drift_of(trainer: Any, bundle: "Bundle") -> float:

@@ -189,9 +189,10 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return "its prompts are those of other rows"
     if bundle.logprobs is None:
         return ""
-    from inner.rollouts.drift import why_too_far
+    from inner.rollouts import drift
 
-    return why_too_far(trainer, bundle)
+    off = drift.drift_of(trainer, bundle)
+    return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
 
 
 def _is_log_prob(x: float, trainer: Any) -> bool:

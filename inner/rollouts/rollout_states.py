@@ -1,16 +1,21 @@
-"""The states of a sampled rollout, in the form of recorded traces.
+"""The rollouts of a recorded bundle as messages, and the states of a rollout in the form of recorded traces.  No torch.
 
-    SampledRollout (sample.py) ──▶ a TraceState for each of its own turns in which the student took an action
+    bundle (bundle.py) ──▶ SampledRollout (sample.py) ──▶ a TraceState for each of its own turns with an action
 
-Not promised: states of turns that are not in the sample.
+Not promised: tokens; states of turns that are not in the sample.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
 
 from inner.replay.actions import Message, action_text
 from inner.replay.states import TraceState, error_record
-from inner.rollouts.sample import SampledRollout
+from inner.rollouts.sample import RolloutBatch, SampledRollout, secret_masker
 
 
 def rollout_states(
@@ -50,3 +55,18 @@ def _first_failure(results: Sequence[Message]) -> dict[str, Any]:
         if record := error_record(message.get("content")):
             return {key: record[key] for key in ("error", "error_kind", "hint_template_key") if key in record}
     return {}
+
+
+def bundle_rollouts(payload: bytes, secrets: Iterable[str] = ()) -> list[SampledRollout]:
+    """Return all rollouts of a bundle.   secrets: texts to mask.   Raise ValueError if the bytes are no bundle."""
+    try:
+        header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+        said = json.loads(header["__metadata__"]["bundle"])
+        rewards = safetensors.numpy.load(payload)["rewards"]
+        known = np.nansum(rewards * np.asarray(said["weights"], np.float32), axis=1)
+        totals = np.where(np.isnan(rewards).all(axis=1), np.nan, known).tolist()
+        prompts = [said["prompts"][i] for i in said["prompt_of"]]
+        batch, hidden = RolloutBatch(prompts, said["completions"], totals, said["environments"]), secret_masker(secrets)
+        return [json.loads(hidden(json.dumps(batch.rollout_at(i)))) for i in range(len(prompts))]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError, RecursionError) as error:
+        raise ValueError(f"not a bundle of rollouts: {type(error).__name__}: {error}") from error

@@ -19,7 +19,6 @@ No torch here: machines that never train also read and write configs.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
-from pathlib import Path
 from typing import Any, ClassVar
 
 from inner.errors import InnerError
@@ -35,7 +34,6 @@ CONTEXTS = ("hint", "rollout")
 WRAPPERS = ("none", "taid", "entropy_opd", "eopd")
 DPO_VARIANTS = ("dpo", "simpo")
 CREDITS = ("turn", "rest")
-HEAD_FORM = "process head 1"  # file format, in the metadata of a head's file
 WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # loss types whose formula has one advantage per rollout
 
 
@@ -298,22 +296,3 @@ def linear_ramp(start: float, end: float | None, step: int, steps: int | None) -
     if end is None or steps is None:
         return start
     return start + (end - start) * min(1.0, max(0, step) / steps)
-
-
-def read_head_width(path: Path) -> int:
-    """Return D, the width of the hidden states that a head reads, from its file's header.
-
-    Raises InnerError if the file does not hold a head.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), "numpy") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("form") != HEAD_FORM:
-            raise ValueError(f"its metadata are {metadata}")
-        return int(metadata["width"])
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise InnerError(
-            f"{path} is not a process head: {error}. Write it with `train_process_head(…)[0].save(path)`."
-        ) from error

@@ -16,11 +16,12 @@ Not promised: that the reward is right. In the run, each call checks again how m
 import inspect
 from typing import Any
 
+from inner.channels.head_file import read_head_width
 from inner.channels.lessons import Rollout
 from inner.channels.spans import Turn
 from inner.data.prompts import load_prompts, local_file
 from inner.replay.pairs import training_pairs
-from inner.settings.channels import ProcessSettings, read_head_width
+from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness

@@ -14,14 +14,12 @@ Not promised: to end an async reward that blocks its event loop; the watchdog en
 """
 
 import asyncio
-import inspect
 import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -234,16 +232,11 @@ class RewardCalls:
         self._unreported_failures = self._unreported_failures + 1
         if now - self._last_emit_at < EMIT_EVERY_S:
             return
-        before = (
-            f"; {self._unreported_failures} batches with failures since the last report"
-            if self._unreported_failures > 1
-            else ""
-        )
-        lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
-        lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""
+        from inner.usercode.reward_words import failure_text
+
+        text = failure_text(_reward_name(reward), scored, tries=self.tries, batches=self._unreported_failures)
         self._last_emit_at = now
         self._unreported_failures = 0
-        text = f"{_reward_name(reward)}: {scored.why} ({lost} after {scored.tries} of {self.tries} tries){before}"
         self.host.emit(
             "reward_failed", text,
             completions=len(scored.values), failed=len(scored.failed), tries=scored.tries,
@@ -258,7 +251,9 @@ class RewardCalls:
             return
         self._in_a_row[name] = count = self._in_a_row.get(name, 0) + 1
         if count >= (BATCHES if name in self._worked else 1):
-            raise RewardFailed(_explain_end(reward, scored, count)) from (
+            from inner.usercode.reward_words import explain_end
+
+            raise RewardFailed(explain_end(name, reward, scored, batches=count)) from (
                 scored.failure.error if scored.failure else None
             )
 
@@ -308,29 +303,3 @@ async def _run_attempts_async(
 
 def _reward_name(reward: Any) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
-
-
-def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
-    often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
-    shown = f"  {scored.why}"
-    if scored.failure is not None:
-        from inner.usercode.userfiles import user_lines
-
-        shown = user_lines(scored.failure.error, _file_of(reward))
-    return (
-        f"the reward {_reward_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"
-        f"{shown}\n"
-        "  This session ends, and its slot is started again: at once, and twice at most, in a run without any outer "
-        "step;\n  else after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
-        "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
-        "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
-        "there,\n  and another --run afterwards.\n"
-        "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
-    )
-
-
-def _file_of(reward: Any) -> Path:
-    try:
-        return Path(inspect.getfile(inspect.unwrap(reward)))
-    except TypeError:
-        return Path("?")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from inner.rollouts.bundle import Bundle
-from inner.rollouts.bundle_texts import bundle_rollouts
 from inner.rollouts.recorded import BundlePlace, record_rollouts
+from inner.rollouts.rollout_states import bundle_rollouts
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_toolworld import SMALL, small_folder

@@ -21,8 +21,9 @@ from inner import (
     save_pairs,
     save_states,
 )
-from inner.replay.actions import action_key, action_message, action_text, wire_messages
+from inner.replay.actions import action_key, action_message, action_text
 from inner.replay.teachers import TeacherAction
+from inner.replay.wire import wire_messages
 
 USER = [{"role": "user", "content": "Fix the test."}]
 

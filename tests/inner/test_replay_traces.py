@@ -12,7 +12,8 @@ import pytest
 
 from inner import InnerError, TraceState, TraceWarning, openhands_states, swe_agent_states, tau_bench_states
 from inner.channels.hints import template_hint
-from inner.replay.actions import action_message, wire_messages
+from inner.replay.actions import action_message
+from inner.replay.wire import wire_messages
 from inner.worlds.gsm8k import exact_match, final_number, gsm8k_rows
 
 DATA = Path(__file__).parents[1] / "data" / "traces"

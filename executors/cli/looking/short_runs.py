@@ -15,8 +15,9 @@ from pathlib import Path
 from diloco.units import dollars
 from executors.cli.answers import Answer
 from executors.platforms import EXECUTORS
-from executors.platforms.base import FleetExecutor, Status, wait_for_all
+from executors.platforms.base import FleetExecutor, Status
 from executors.platforms.places import Place, make_executor
+from executors.platforms.short_form import wait_for_all
 from executors.preflight import run_url
 from rendezvous import layout
 from rendezvous.clock import Clock

@@ -45,6 +45,7 @@ from executors.supervision.notices.remarks import all_troubles, is_listening, re
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted, launch_of
 from rendezvous.clock import Clock
+from rendezvous.layout import is_actor
 from rendezvous.records.records import Beat
 
 INDENT = " " * 12
@@ -205,7 +206,9 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 def cost_line(spent: Costs, wanted: Wanted) -> str:
     limit = f" of {limits}" if (limits := cost_limits(wanted)) else ""
     unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
-    return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
+    on_actors = sum(bill.usd for bill in spent.bills if is_actor(bill.slot))
+    part = f" ({dollars(on_actors)} of it for actors)" if on_actors else ""
+    return f"{dollars(spent.usd)}{limit} so far{part}, {dollars(spent.rate)} per hour now{unknown}"
 
 
 def cost_limits(wanted: Wanted) -> str:

@@ -176,7 +176,6 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
 
 
 def _resume(args: Namespace) -> Answer:
-    from diloco.run.actors import refuse_actors
     from diloco.run.record import read_run
     from executors.preflight import quote
     from rendezvous.agreement.membership import read_control, refuse_lost
@@ -189,6 +188,8 @@ def _resume(args: Namespace) -> Answer:
         say(over)
         return _supervise(run, asked, wanted)  # to log ends that no supervisor has seen
     if asked.places.actors:
+        from diloco.run.actors import refuse_actors
+
         refuse_actors(run.config)
     offer = quote.quote_start(asked, run.config, wanted.replicas)
     if not is_agreed(offer, asked.yes):
@@ -199,39 +200,19 @@ def _resume(args: Namespace) -> Answer:
 
 
 def _plan(args: Namespace) -> Answer:
-    from diloco.process import exitcodes
-    from executors.preflight import outlook, quote
-    from executors.supervision.costs import Costs
+    from executors.cli.starting.plan import look_for_run, plan
 
-    config = read_config(args)
-    url = run_url.shareable_url(args.url) if args.url else ""
-    if url:
-        run_url.refuse_foreign_files(url)
-    bucket = outlook.look_into_bucket(url)
+    config, bucket = read_config(args), look_for_run(args.url)
     asked = request_of(args, bucket.url)
     config = _with_actors(config, asked, bucket.wanted)
-    checked = _checked(asked, config, bucket.wanted)
-    places = quote.wanted_places(asked.places, bucket.wanted.places)
-    named = replace(asked, url=outlook.stand_in_url(asked.url, places, quote.FAR))
-    spent = None if url and not bucket.note else Costs()
-    offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
-    replicas = asked.fleet.replicas or config.fleet.replicas
-    sizes = outlook.size_lines(config, checked.model, replicas, asked.fleet.steps or config.fleet.steps)
-    rate = outlook.rate_line(config, replicas)
-    notes = [note for note in (*checked.notes, bucket.note) if note]
-    data = {"run": asked.url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}
-    lines = [*offer.lines(), rate, *sizes, *notes, "nothing was started"]
-    if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
-        return Answer(data, lines)
-    note = f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here"
-    return Answer(data, lines, exitcodes.GAVE_UP, note)
+    return plan(config, asked, bucket, _checked(asked, config, bucket.wanted))
 
 
 def _with_actors(config: "RunConfig", asked: "StartRequest", wanted: "Wanted") -> "RunConfig":
     """Return the config with the settings that actors need, if the request or the run has some."""
-    from diloco.run.actors import prepared_for_actors, refuse_actors
-
     if asked.places.actors or wanted.most_actors:
+        from diloco.run.actors import prepared_for_actors, refuse_actors
+
         config = prepared_for_actors(config)
         refuse_actors(config)
     return config

@@ -1,0 +1,252 @@
+"""Actors as a supervisor keeps them: names, places, prices, starts and ends; toys that sample nothing."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.actor import take_name
+from diloco.process import exitcodes
+from diloco.run.record import Run
+from diloco.runlog.reader import Report, read_report
+from executors.cli.looking.status import cost_line, status_table
+from executors.platforms.base import ExecutorError
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.places import Place, place_of, places_of
+from executors.preflight.quote import PlaceWish, actors_in, wanted_places
+from executors.supervision import starts
+from executors.supervision.costs import Bill, Costs
+from executors.supervision.supervisor import Supervisor
+from rendezvous import layout
+from rendezvous.agreement.membership import Wanted, claim, newest_claim, read_control, write_control
+from rendezvous.agreement.rules import Rules
+from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.clock import SystemClock
+from rendezvous.engine.rendezvous import Rendezvous
+from rendezvous.errors import Fenced
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from tests.executors.test_supervisor import HERE as REPLICAS
+from tests.executors.test_supervisor import QUICK, TIMING, found
+from tests.support.command import asked
+from tests.support.fleet import ENDLESS
+from tests.support.workers import identity
+
+HERE = __name__
+CLOCK = SystemClock()
+
+# -------------------------------------------------------------------- toys
+
+
+def toy_actor(argv: list[str]) -> int:
+    url, slot = argv[0], argv[2]
+    rv = Rendezvous(
+        FileStore(url.removeprefix("file://")), CLOCK, slot, Rules(), TIMING, **identity(os.getpid())
+    )  # fmt: skip
+    rv.claim()
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: rv.ask_to_leave())
+    rv.members.status.enter_phase("sample", 0)
+    threading.Thread(target=rv.members.run, args=(ended.is_set,), daemon=True).start()
+    try:
+        while not rv.is_leaving and rv.store.get(layout.commit_key(read_control(rv.store).steps - 1)) is None:
+            rv.members.refuse_if_fenced()
+            rv.members.status.inner += 1
+            time.sleep(0.05)
+    except Fenced:
+        return exitcodes.FENCED
+    ended.set()
+    rv.members.say_goodbye()
+    return exitcodes.LEFT if rv.is_leaving else exitcodes.DONE
+
+
+def broken_actor(argv: list[str]) -> int:
+    print("ImportError: no module named spoons", file=sys.stderr)
+    return exitcodes.USER_ERROR
+
+
+@pytest.fixture
+def executor():
+    made = LocalProcessExecutor([HERE])
+    yield made
+    made.close()
+
+
+def supervised(run: Run, executor: LocalProcessExecutor, **more) -> Supervisor:
+    return Supervisor(run, executor, CLOCK, entrypoint=f"{REPLICAS}:replica", limits=QUICK, **more)
+
+
+def kept_by(sessions: Report, slot: str) -> list[str]:
+    return [x.how for x in sessions.sessions if x.slot == slot]
+
+
+# -------------------------------------------------------------------- a supervisor's fleet
+
+
+def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, executor, monkeypatch):
+    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:toy_actor")
+    run = found(tmp_path, steps=ENDLESS)
+    write_control(run.store, CLOCK, actors=2)
+
+    def kill_one(supervisor: Supervisor, report: Report) -> None:
+        beat, handle = report.beats.get("a00"), supervisor.handle("a00")
+        if handle and beat and beat.pid == handle.pid and beat.inner > 2 and not report.of_kind("lost"):
+            os.kill(handle.pid, signal.SIGKILL)
+        again = beat is not None and beat.generation == 2 and beat.inner > 2
+        if again and report.head >= 2 and report.wanted.steps == ENDLESS:
+            write_control(run.store, CLOCK, steps=report.head + 1)
+
+    outcome = supervised(run, executor, each_tick=kill_one).supervise()
+    report = read_report(run.store)
+    assert outcome.code == exitcodes.DONE, outcome
+    assert kept_by(report, "a00") == ["lost", "ended"] and len(kept_by(report, "a01")) == 1
+    assert {x.slot for x in report.sessions} == {"r00", "r01", "a00", "a01"} and report.slots == ["r00", "r01"]
+    assert {e["slot"] for e in report.of_kind("ended")} == {"r00", "r01", "a00", "a01"}
+    (lost,) = report.of_kind("lost")
+    assert lost["slot"] == "a00" and lost["counted"] > 2, "its bundles are its work"
+    assert all(set(step.fresh) <= {"r00", "r01"} for step in report.steps)
+
+
+def test_an_actor_that_cannot_start_ends_no_run(tmp_path, executor, monkeypatch):
+    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:broken_actor")
+    run = found(tmp_path)
+    write_control(run.store, CLOCK, actors=1)
+    assert supervised(run, executor).supervise().code == exitcodes.DONE
+    report = read_report(run.store)
+    (given_up,) = report.of_kind("actor_given_up")
+    assert given_up["slot"] == "a00" and "configuration" in given_up["text"] and report.done
+    assert "a00" in "\n".join(status_table(report))
+
+
+@pytest.mark.slow
+def test_fewer_actors_wanted_drains_the_last_one(tmp_path, executor, monkeypatch):
+    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:toy_actor")
+    run = found(tmp_path, steps=ENDLESS)
+    write_control(run.store, CLOCK, actors=2)
+
+    def shrink(supervisor: Supervisor, report: Report) -> None:
+        if report.wanted.actors == 2 and all(a in report.beats and report.beats[a].inner for a in ("a00", "a01")):
+            write_control(run.store, CLOCK, actors=1)
+        left = "a01" in report.beats and report.beats["a01"].phase == "left"
+        if left and report.wanted.steps == ENDLESS:
+            write_control(run.store, CLOCK, steps=report.head + 2)
+
+    assert supervised(run, executor, each_tick=shrink).supervise().code == exitcodes.DONE
+    ends = {e["slot"]: e["exit_code"] for e in read_report(run.store).of_kind("ended")}
+    assert ends["a01"] == exitcodes.LEFT and ends["a00"] == exitcodes.DONE
+
+
+# -------------------------------------------------------------------- names and wishes
+
+
+def test_actors_are_members_and_no_slots() -> None:
+    store = MemoryStore("memory://x")
+    wanted = write_control(store, CLOCK, replicas=2, steps=9, min_replicas=1, actors=3)
+    assert wanted.slot_names == ["r00", "r01"] and wanted.member_names == ["r00", "r01", "a00", "a01", "a02"]
+    wanted = write_control(store, CLOCK, drain="a02")
+    assert [name for name in wanted.member_names if wanted.is_kept(name)] == ["r00", "r01", "a00", "a01"]
+    wanted = write_control(store, CLOCK, drain="r01")
+    wanted = write_control(store, CLOCK, actors=4)
+    assert not wanted.is_kept("r01") and wanted.is_kept("a02") and wanted.is_kept("a03"), "a drain of r01 stays"
+    wanted = write_control(store, CLOCK, actors=0)
+    assert not any(wanted.is_kept(f"a0{i}") for i in range(4)) and len(wanted.member_names) == 6
+    assert wanted.is_to_leave("a00") and write_control(store, CLOCK, stop=True).is_to_leave("r00")
+    with pytest.raises(ValueError, match="neither a slot"):
+        write_control(store, CLOCK, drain="x1")
+
+
+def test_lost_control_records_still_name_the_actors_that_claimed() -> None:
+    store = MemoryStore("memory://x")
+    write_control(store, CLOCK, replicas=1, steps=9, min_replicas=1, actors=1)
+    for name in ("r00", "a00", "a04"):
+        claim(store, CLOCK, name)
+    store.put(layout.commit_key(0), b"{}")
+    store.delete([layout.control_key(0)])
+    write = read_standing_wishes(store)[0]
+    assert write.member_names == ["r00", *(f"a0{i}" for i in range(5))]
+
+
+def test_actors_by_hand_get_names_of_their_own(tmp_path: Path) -> None:
+    run = found(tmp_path)
+    write_control(run.store, CLOCK, actors=2)
+    assert [take_name(run, CLOCK) for _ in range(2)] == [("a02", 1), ("a03", 1)]
+    wanted = read_control(run.store)
+    assert wanted.actors == 2 and not wanted.is_to_leave("a03") and not wanted.is_kept("a03")
+    assert newest_claim(run.store, "a03").pid == os.getpid()
+    assert take_name(run, CLOCK, "a02") == ("a02", 0) and take_name(run, CLOCK, "a07") == ("a07", 0)
+    records = read_control(run.store).records
+    assert take_name(run, CLOCK, "a07") == ("a07", 0) and read_control(run.store).records == records
+    assert take_name(run, CLOCK) == ("a08", 1)
+
+
+# -------------------------------------------------------------------- places and prices
+
+MODAL = Place("modal", 8, gpu=("L4",), actors=True)
+
+
+def test_actors_have_places_of_their_own() -> None:
+    places = places_of(
+        [
+            Place("modal", 2, gpu=("H100",)),
+            Place(),
+            Place("modal", 2, gpu=("L4",), actors=True),
+            Place("hf-jobs", 1, actors=True),
+        ]
+    )
+    at = lambda name: (place_of(places, name).executor, place_of(places, name).gpu)  # noqa: E731
+    assert [at(name) for name in ("r01", "r05", "publish")] == [
+        ("modal", ("H100",)),
+        ("local", ()),
+        ("modal", ("H100",)),
+    ]
+    assert [at(name)[0] for name in ("a00", "a01", "a02", "a03")] == ["modal", "modal", "hf-jobs", "hf-jobs"]
+    assert places_of([MODAL]) == (Place(), MODAL), "replicas run here if they have no place"
+    assert place_of((Place("local"),), "a03").executor == "local", "actors without a place go where replicas are"
+    with pytest.raises(ExecutorError, match="not valid"):
+        places_of([{"executor": "modal", "actors": "yes"}])
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (("--actors", "4"), (Place("local", 4, actors=True),)),
+        (("--actors", "modal:8:L4"), (MODAL,)),
+        (("--actors", "modal:8:L4", "--actors", "2"), (MODAL, Place("local", 2, actors=True))),
+        (("--actors", "0"), ()),
+        ((), None),
+    ],
+)
+def test_actors_as_typed(typed: tuple[str, ...], expected: tuple[Place, ...] | None) -> None:
+    wish = asked("resume", "r", *typed).places
+    assert wish.actors == expected
+    assert actors_in(wish, Wanted(actors=3)) == (3 if expected is None else sum(p.count for p in expected))
+
+
+def test_options_reach_the_actors_places_and_replicas_keep_theirs() -> None:
+    before = [Place("modal", 2, gpu=("H100",)).to_dict()]
+    wish = asked("resume", "r", "--actors", "modal:8:L4", "--secret", "aws").places
+    assert wanted_places(wish, before) == (
+        Place("modal", 2, gpu=("H100",), secrets=("aws",)),
+        Place("modal", 8, gpu=("L4",), secrets=("aws",), actors=True),
+    )
+    both = [*before, MODAL.to_dict()]
+    assert wanted_places(PlaceWish(executor="local"), both) == (Place("local"), MODAL), "actors stay where they are"
+    assert wanted_places(PlaceWish(actors=()), both) == (Place("modal", 2, gpu=("H100",)),)
+    assert wanted_places(PlaceWish(actors=(MODAL,)), ()) == (Place(), MODAL)
+
+
+@pytest.mark.parametrize("wrong", ["modal", "modal:x", "-1", "modal:0"])
+def test_actors_need_a_number(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        asked("train", "c", "--run", "r", f"--actors={wrong}")
+    assert "must look like" in capsys.readouterr().err
+
+
+def test_the_actors_share_of_the_costs_is_told() -> None:
+    bills = tuple(Bill(s, 1, "modal", 2.0, 0.0, 3600.0) for s in ("r00", "a00"))
+    assert "$2.00 of it for actors" in cost_line(Costs(bills), Wanted())
+    assert "actors" not in cost_line(Costs(bills[:1]), Wanted())
