@@ -10,8 +10,11 @@
     a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
                          after the actor's weights
 
+    a place is mine      of all actors that the run wants, my name has the greatest hash with it (rendezvous hashing)
+
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
-it.  If two actors take the same place, the slower one's work is lost; each prefers another one of the nearest places.
+it.  An actor without an open place of its own takes another's after a while; if two take the same one, the slower one's
+work is lost.
 
 An actor has a session as a replica has: a name (a00, a01, …) in place of a slot, with claim, heartbeat and log.  It
 makes no offer, and no replica waits for it.
@@ -23,8 +26,9 @@ import argparse
 import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +39,7 @@ from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields
 from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
-from diloco.run.actors import refuse_actors
+from diloco.run.combinations import refuse_actors
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import Seeds, build_inner
@@ -52,7 +56,8 @@ if TYPE_CHECKING:
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
-SPREAD = 8  # places among which an actor chooses
+SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
+SPREAD = 8  # places of others among which an actor chooses
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def open_places(
     found = list[tuple[int, str, int]]()
     for at in standings:
         now = pace.generation_at(at.data)
-        lead = 1 + (int(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
+        lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1
         while pace.outer_step_of(at, generation) - weights <= staleness:
             if not is_filled(at.slot, generation):
@@ -113,14 +118,22 @@ def open_places(
     return sorted(found, key=lambda place: (place[0] < 0, abs(place[0]), *place[1:]))
 
 
-def chosen_place(places: Sequence[tuple[int, str, int]], name: str) -> tuple[str, int] | None:
-    """Return this actor's place: of the SPREAD nearest that it can fill in time, the first by a hash of name and place.
+def chosen_place(
+    places: Sequence[tuple[int, str, int]], name: str, names: Collection[str] = (), overdue: Collection[Any] = ()
+) -> tuple[str, int] | None:
+    """Return this actor's place: the nearest of its own that it can fill in time; without one, an overdue one.
 
-    So actors, which do not know each other, seldom take the same one.   Without such places: the first.
+    names: of all actors.   overdue: (slot, generation) of places whose owners had the time to fill them.
     """
-    near = [place for place in places if place[0] >= 0][:SPREAD] or places[:1]
-    key = lambda place: hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()  # noqa: E731
-    return min(near, key=key)[1:] if near else None
+    in_time = [place for place in places if place[0] >= 0]
+    own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]
+    others = [place for place in in_time or places[:1] if place[1:] in overdue][:SPREAD]
+    chosen = own[0] if own else max(others, key=lambda place: _hash(name, place), default=None)
+    return chosen[1:] if chosen else None
+
+
+def _hash(name: str, place: tuple[int, str, int]) -> bytes:
+    return hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()
 
 
 def read_standings(store: Readable) -> list[Standing]:
@@ -174,6 +187,7 @@ class Actor:
         self._sampler = self._new_sampler()
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
+        self._open_since: dict[tuple[str, int], float] = {}
         self._status.enter_phase("sample", 0)
 
     def _new_sampler(self) -> "Sampler":
@@ -191,11 +205,19 @@ class Actor:
             read_standings(store), filled_places(store), self._pace, weights=self._status.step,
             staleness=self._run.config.fleet.staleness, takes_s=self._status.rate,
         )  # fmt: skip
-        place = chosen_place(places, self._session.rv.slot)
+        wanted = self._session.rv.wanted
+        names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
+        place = chosen_place(places, self._session.rv.slot, names, self._overdue(places))
         if place is None:
             return False
         self._fill(*place)
         return True
+
+    def _overdue(self, places: Iterable[tuple[int, str, int]]) -> set[tuple[str, int]]:
+        """Return the places that have been open for longer than an actor needs."""
+        now = self._session.clock.now()
+        self._open_since = {place[1:]: self._open_since.get(place[1:], now) for place in places}
+        return {place for place, since in self._open_since.items() if now - since > SLOW * self._status.rate + IDLE_S}
 
     def _fill(self, slot: str, generation: int) -> None:
         from diloco.replica.rollouts import BucketPlaces
@@ -240,7 +262,9 @@ def act_in_session(run: Run, session: Session) -> int:
 def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]:
     pause, looked = IDLE_S, session.clock.now()
     while True:
-        leave_now(session)
+        session.rv.members.refuse_if_fenced()
+        if session.rv.is_leaving:
+            return exitcodes.LEFT, f"{session.why}; all bundles that it delivered stand"
         if session.clock.now() - looked > FLUSH_S:
             session.flush_soon()
             if (end := too_late(run, session.clock)) is not None:

@@ -198,7 +198,7 @@ class RunConfig:
         """Raise ConfigError for contradictions between sections; each section checks itself."""
         check_boundary(self.outer, self.inner.boundary)
         if self.rendezvous != BUCKET:
-            from diloco.run.lighthouse_checks import check_rendezvous
+            from diloco.run.combinations import check_rendezvous
 
             check_rendezvous(self.rendezvous, self.outer, OuterConfig(), broadcasts=self.fleet.broadcast_weights)
         if self.eval is not None and self.inner.loop == "supervised":

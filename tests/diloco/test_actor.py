@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.actor import Pace, Standing, chosen_place, filled_places, main, open_places, read_standings
+from diloco.actor import Pace, Standing, _hash, chosen_place, filled_places, main, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.record import read_run
@@ -66,19 +66,42 @@ def test_places_of_other_batches(pace: Pace, data: int, expected: list[int]) -> 
 
 
 def test_places_that_the_slot_reaches_sooner_come_last() -> None:
-    """An actor needs 1 s, the slot .4 s per generation: it will have reached the third from now."""
+    """An actor needs 1 s, the slot .4 s per generation: it may have reached the fourth from now."""
     at = Standing("r00", step=2, data=8, inner=0, rate=0.4)
     found = open_places([at], lambda *_: False, H4, weights=2, staleness=1, takes_s=1.0)
-    assert [g for _, _, g in found] == [11, 12, 13, 14, 15, 10, 9]
-    assert {chosen_place(found, f"a{i}") for i in range(40)} == {("r00", g) for g in range(11, 16)}
-    assert chosen_place(found[5:], "a01") == ("r00", 10)
+    assert [g for _, _, g in found] == [12, 13, 14, 15, 11, 10, 9]
+    assert {chosen_place(found, f"a{i}") for i in range(40)} == {("r00", 12)}, "one alone: the nearest"
+    assert chosen_place(found[4:], "a01") is None and chosen_place(found[4:], "a01", overdue=[("r00", 11)]) == (
+        "r00",
+        11,
+    )
 
 
-def test_actors_spread_over_the_nearest_places() -> None:
-    near = [(1, f"r{i:02d}", 7) for i in range(8)] + [(2, "r00", 8)]
-    chosen = Counter(chosen_place(near, f"a{i:02d}") for i in range(40))
-    assert len(chosen) >= 6 and ("r00", 8) not in chosen and chosen_place([], "a") is None
-    assert chosen_place(near, "a01") == chosen_place(list(near), "a01")
+def test_each_place_belongs_to_one_actor_that_takes_its_nearest() -> None:
+    names = [f"a{i:02d}" for i in range(4)]
+    near = [(distance, f"r0{slot}", 7 + distance) for distance in range(40) for slot in range(2)]
+    owners = Counter(name for place in near for name in names if chosen_place([place], name, names) == place[1:])
+    assert sum(owners.values()) == len(near) and min(owners.values()) > 10
+    own = {name: chosen_place(near, name, names) for name in names}
+    assert len(set(own.values())) == 4 and all(place[1] < 27 for place in own.values() if place)
+    for name in names:  # it fills its places one after the other, and no other actor does
+        left, taken = list(near), []
+        while (place := chosen_place(left, name, names)) is not None:
+            taken.append(place)
+            left = [one for one in left if one[1:] != place]
+        assert taken == sorted(taken, key=lambda place: (place[1], place[0])) and len(taken) == owners[name]
+    assert chosen_place([], "a00", names) is None
+
+
+def test_an_actor_without_a_place_of_its_own_takes_an_overdue_one() -> None:
+    names = ["a00", "a01"]
+    near = [(1, f"r{i:02d}", 7) for i in range(40)]
+    strangers = [place for place in near if max(names, key=lambda name: _hash(name, place)) == "a00"]
+    assert 10 < len(strangers) < 30
+    assert chosen_place(strangers, "a01", names) is None, "its owner may be at work"
+    late = [place[1:] for place in strangers]
+    assert chosen_place(strangers, "a01", names, late) in late[:8]
+    assert chosen_place(strangers, "a01", names, late[9:10]) == late[9]
 
 
 def test_standings_are_those_of_slots_that_train() -> None:

@@ -31,8 +31,8 @@ from diloco.outer.rounds import Work
 from diloco.outer.safety import empty_round
 from diloco.process.session import Session
 from diloco.process.watchdog import Watchdog
+from diloco.run.combinations import check_lighthouse
 from diloco.run.config import OuterConfig
-from diloco.run.lighthouse_checks import check_lighthouse
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
 from rendezvous.records.state import Digests

@@ -9,7 +9,7 @@ Not promised: an effect at once; the supervisor reads the control records every 
 import shlex
 from contextlib import suppress
 
-from diloco.run.actors import refuse_actors
+from diloco.run.combinations import refuse_actors
 from diloco.run.founding import is_finished
 from diloco.run.record import Run
 from executors.cli.opening import finished_words

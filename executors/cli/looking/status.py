@@ -152,7 +152,8 @@ def _elapsed_seconds(report: Report, now: float) -> float:
 def _row_line(row: SessionRow, curve: Curve, began: float) -> str:
     if row.beat_age_s is None:
         when = "" if row.ended is None else f" at {row.ended - began:.1f} s"
-        return f"  {row.name:9s} {row.end or 'running'}{when}, counted in {row.counted} steps"
+        counted = "" if is_actor(row.slot) else f", counted in {row.counted} steps"
+        return f"  {row.name:9s} {row.end or 'running'}{when}{counted}"
     mine = curve.by_slot.get(row.slot, [])
     shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
     inner = "" if row.inner is None else f"{row.inner}/{row.inner_steps}"

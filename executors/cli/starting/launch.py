@@ -9,7 +9,7 @@ Not promised: that the script trains; it is read here, and run by the replicas.
 
 from dataclasses import dataclass
 
-from diloco.run.actors import refuse_actors
+from diloco.run.combinations import refuse_actors
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run

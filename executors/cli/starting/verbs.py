@@ -188,7 +188,7 @@ def _resume(args: Namespace) -> Answer:
         say(over)
         return _supervise(run, asked, wanted)  # to log ends that no supervisor has seen
     if asked.places.actors:
-        from diloco.run.actors import refuse_actors
+        from diloco.run.combinations import refuse_actors
 
         refuse_actors(run.config)
     offer = quote.quote_start(asked, run.config, wanted.replicas)
@@ -211,7 +211,7 @@ def _plan(args: Namespace) -> Answer:
 def _with_actors(config: "RunConfig", asked: "StartRequest", wanted: "Wanted") -> "RunConfig":
     """Return the config with the settings that actors need, if the request or the run has some."""
     if asked.places.actors or wanted.most_actors:
-        from diloco.run.actors import prepared_for_actors, refuse_actors
+        from diloco.run.combinations import prepared_for_actors, refuse_actors
 
         config = prepared_for_actors(config)
         refuse_actors(config)

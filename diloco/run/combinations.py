@@ -1,15 +1,19 @@
-"""The settings that a run over a lighthouse cannot have.
+"""The settings that a run over a lighthouse cannot have, and those that actors need.
 
-Not promised: that the lighthouse answers; a replica tells when it connects.
+    rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor.py)
+
+Not promised: that the lighthouse answers; a replica tells when it connects.  That the objective takes rollouts of other
+weights; the actor's trainer checks it.
 """
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.run.sections import ConfigError, OuterConfigError
 
 if TYPE_CHECKING:
-    from diloco.run.config import OuterConfig
+    from diloco.run.config import OuterConfig, RunConfig
 
 
 def check_lighthouse(outer: "OuterConfig", usual: "OuterConfig") -> None:
@@ -45,3 +49,20 @@ def check_rendezvous(rendezvous: str, outer: "OuterConfig", usual: "OuterConfig"
             "line away, or use the bucket"
         )
     check_lighthouse(outer, usual)
+
+
+def prepared_for_actors(config: "RunConfig") -> "RunConfig":
+    """Return the config with the settings that actors need."""
+    return replace(config, fleet=replace(config.fleet, record_rollouts=True, broadcast_weights=True))
+
+
+def refuse_actors(config: "RunConfig") -> None:
+    """Raise ConfigError for a run that has no use for actors."""
+    if config.script is not None or config.inner.loop != "grpo":
+        raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
+    for name in ("record_rollouts", "broadcast_weights"):
+        if not getattr(config.fleet, name):
+            raise ConfigError(
+                f"this run was launched without fleet.{name}, so an actor could not reach its replicas. Start a run "
+                f"with `--set fleet.{name}=true`, or with `diloco train --actors N`"
+            )
