@@ -173,7 +173,6 @@ def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_pat
     assert actors["a02"].returncode == exitcodes.DONE, said
     assert not events(fleet, "rollouts_refused") and not events(fleet, "rollouts_lost")
     assert sum(event["bundles"] for event in events(fleet, "rollouts_found")) >= 3
-    assert all(".0.bundle" in key for key, record in bundles(fleet).items() if not record.actor), "none was put beside"
     found = recompute_offers(read_run(fleet.url))
     assert not found.off and not found.close and not found.unchecked and found.equal > 2 * before, found
     assert found.remade == 0
