@@ -2,8 +2,7 @@
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor.py)
 
-Not promised: that the lighthouse answers; a replica tells when it connects.  That the objective takes rollouts of other
-weights; the actor's trainer checks it.
+Not promised: that the lighthouse answers; a replica tells when it connects.
 """
 
 import re
@@ -60,6 +59,12 @@ def refuse_actors(config: "RunConfig") -> None:
     """Raise ConfigError for a run that has no use for actors."""
     if config.script is not None or config.inner.loop != "grpo":
         raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
+    objective = config.inner.objective_settings
+    if objective.get("dynamic_sampling") or objective.get("loss_type") == "gmpo":
+        raise ConfigError(
+            f"actors cannot sample for objective = {config.inner.grpo.objective!r}: dynamic sampling and gmpo need "
+            "rollouts of the replica's own weights. Start no actors, or choose another objective (diloco objectives)"
+        )
     for name in ("record_rollouts", "broadcast_weights"):
         if not getattr(config.fleet, name):
             raise ConfigError(
