@@ -26,6 +26,7 @@ from diloco.runlog.sparkline import sparkline
 from diloco.runlog.steps import NUMBERS, PART_NAMES, PARTS
 from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
+from rendezvous.layout import is_slot
 
 if TYPE_CHECKING:
     from diloco.runlog.reader import Report
@@ -180,12 +181,28 @@ def solo_words(report: Report) -> str:
 
 
 def _session_lines(report: Report, room: int) -> list[str]:
-    lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions]
+    lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions if is_slot(x.slot)]
+    lines += [f"  actors   {words}" for words in actor_words(report)]
     whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.sessions if x.why]
     lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest that fit
     if len(lines) > room:
         lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more sessions"]
     return lines
+
+
+def actor_words(report: Report) -> list[str]:
+    """Return a line about the rollouts that actors sampled, by the logs of actors and replicas; [] without actors."""
+    sessions = [x for x in report.sessions if not is_slot(x.slot)]
+    if not sessions:
+        return []
+    sampled, found = report.of_kind("sampled"), report.of_kind("rollouts_found")
+    late = sum(not e.get("stands", True) for e in sampled)
+    used, old = (sum(n for e in found if type(n := e.get(name)) is int) for name in ("bundles", "expired"))
+    names = sorted({x.slot for x in sessions})
+    return [
+        f"{len(names)} ({names[0]} to {names[-1]}) in {len(sessions)} sessions: {len(sampled)} bundles, {late} too late; "
+        f"replicas trained on {used}, and {old} were too old or too far from their policy"
+    ]
 
 
 def _session_words(session: SessionSummary, began: float) -> str:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from diloco.actor import take_name
 from diloco.process import exitcodes
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.summary import actor_words
 from executors.cli.looking.status import cost_line, status_table
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_host.executor import LocalProcessExecutor
@@ -108,6 +111,8 @@ def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, exec
     assert {e["slot"] for e in report.of_kind("ended")} == {"r00", "r01", "a00", "a01"}
     (lost,) = report.of_kind("lost")
     assert lost["slot"] == "a00" and lost["counted"] > 2, "its bundles are its work"
+    (words,) = actor_words(report)
+    assert words.startswith("2 (a00 to a01) in 3 sessions: 0 bundles, 0 too late"), words
     assert all(set(step.fresh) <= {"r00", "r01"} for step in report.steps)
 
 
@@ -250,3 +255,16 @@ def test_the_actors_share_of_the_costs_is_told() -> None:
     bills = tuple(Bill(s, 1, "modal", 2.0, 0.0, 3600.0) for s in ("r00", "a00"))
     assert "$2.00 of it for actors" in cost_line(Costs(bills), Wanted())
     assert "actors" not in cost_line(Costs(bills[:1]), Wanted())
+
+
+def test_the_report_counts_what_actors_sampled_and_odd_lines_are_no_numbers() -> None:
+    event = {"who": "a00-1", "slot": "a00", "generation": 1, "at": 1.0}
+    events = [{**event, "event": "sampled", "stands": stands} for stands in (True, True, False)]
+    events += [{**event, "event": "rollouts_found", "bundles": b, "expired": e} for b, e in ((2, 1), ("x", None))]
+    session = SessionSummary("a00", 1, 7, "vm", 1.0)
+    report = Report("x", "memory://", {}, Wanted(), [], [session], events, {}, 0)
+    (words,) = actor_words(report)
+    assert words.startswith(
+        "1 (a00 to a00) in 1 sessions: 3 bundles, 1 too late; replicas trained on 2, and 1 were too"
+    )
+    assert actor_words(replace(report, sessions=[])) == []
