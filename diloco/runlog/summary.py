@@ -198,11 +198,8 @@ def actor_words(report: Report) -> list[str]:
     sampled, found = report.of_kind("sampled"), report.of_kind("rollouts_found")
     late = sum(not e.get("stands", True) for e in sampled)
     used, old = (sum(n for e in found if type(n := e.get(name)) is int) for name in ("bundles", "expired"))
-    names = sorted({x.slot for x in sessions})
-    return [
-        f"{len(names)} ({names[0]} to {names[-1]}) in {len(sessions)} sessions: {len(sampled)} bundles, {late} too late; "
-        f"replicas trained on {used}, and {old} were too old or too far from their policy"
-    ]
+    count = len({x.slot for x in sessions})
+    return [f"{count}, {len(sampled)} bundles, {late} too late; {used} trained on, {old} too old or too far"]
 
 
 def _session_words(session: SessionSummary, began: float) -> str:
