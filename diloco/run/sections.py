@@ -79,10 +79,10 @@ class FleetConfig(Table):
         "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
         "--inner` computes pseudogradients again.",
     )
-    staleness: int = setting(
-        2, "Outer steps by which the weights of an actor's rollouts may be older than those that train on them.",
-        least=0, most=64,
-    )  # fmt: skip
+    staleness: int = setting(2, "Outer steps by which an actor's weights may be old.", least=0, most=64)
+    check_rollouts: float = setting(
+        0.02, "Share of an actor's bundles that replicas check; its first one always, with 0 none.", least=0, most=1
+    )
 
     def check(self) -> None:
         keep_bytes(self.keep)
