@@ -146,7 +146,9 @@ def filled_places(store: Readable) -> Callable[[str, int], bool]:
 class Actor:
     """One actor of a run.   tell: called with a line for each bundle."""
 
-    def __init__(self, run: Run, name: str, clock: Clock, scratch: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, name: str, clock: Clock, scratch: Path, tell: Callable[[str], None], engine: str = ""
+    ) -> None:
         refuse_run(run)
         self._run = run
         self._name = name
@@ -157,24 +159,28 @@ class Actor:
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
         seeds = Seeds(0, derive_seed(run.config.seed, "actor", name))
-        inner = replace(run.config.inner, vllm=None)  # no step of a trainer tells its engine of new weights here
+        inner = replace(run.config.inner, vllm=None) if engine else run.config.inner
         self._loop: Any = build_inner(inner, model, files, seeds, scratch=scratch / "inner")
         refuse_other_base(record.base, self._loop.model)
-        self._sampler = self._new_sampler()
+        self._sampler = self._new_sampler(engine, scratch / "engine")
         self._follower = WeightsFollower(run.store, self._emit)
         self._weights = 0
         self._takes_s = 0.0
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
 
-    def _new_sampler(self) -> "Sampler":
+    def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
+        from inner import use_engine
         from inner.rollouts.acting import Sampler
 
+        if engine not in ("", "transformers"):
+            use_engine(engine, self._loop.trainer, name=self._name, folder=scratch)
         return Sampler(self._loop.trainer)
 
     def act(self) -> bool:
         """Sample for one place, if one is open.   Return whether it did."""
         if (newest := self._follower.poll()) is not None:
             newest.load_into(self._loop.model)
+            self._sampler.load()
             self._weights = newest.step
         store = self._run.store
         places = open_places(
@@ -195,7 +201,7 @@ class Actor:
         made = self._sampler.sample(share_of(self._run.config, slot), generation)
         places = BucketPlaces(
             self._run.store, self._clock, self._emit, run=self._run.record.nonce, slot=slot, by=0,
-            engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._name,
+            engine=self._sampler.engine, staleness=self._run.config.fleet.staleness, actor=self._name,
         )  # fmt: skip
         outer = self._run.record.parent.outer_steps + self._weights
         late = "" if places.deliver(BundlePlace(outer, generation, 0), made) else ", too late"
@@ -224,9 +230,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.actor", description="Sample rollouts for a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--name", default="a00", help="of this actor, in its bundles")
+    parser.add_argument(
+        "--engine", default="", metavar="KIND[:ADDRESS]",
+        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf, transformers; left out: as the run's replicas sample",
+    )  # fmt: skip
     typed = parser.parse_args(argv)
     try:
-        return _run_actor(typed.url, typed.name, SystemClock())
+        return _run_actor(typed.url, typed.name, SystemClock(), typed.engine)
     except (ConfigError, InnerError, RendezvousError) as error:
         print(f"{typed.name}: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
@@ -234,14 +244,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exitcodes.LEFT
 
 
-def _run_actor(url: str, name: str, clock: Clock) -> int:
+def _run_actor(url: str, name: str, clock: Clock, engine: str) -> int:
     if not layout.is_word(name):
         raise ConfigError(f"--name {name!r}: use letters, digits and _")
     run = open_patiently(url, clock)
     run = replace(run, store=PatientStore(run.store, clock, PATIENCE_S))
     tell = lambda text: print(text, flush=True)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="actor-") as scratch:
-        actor = Actor(run, name, clock, Path(scratch), tell)
+        actor = Actor(run, name, clock, Path(scratch), tell, engine)
         pause = IDLE_S
         while (end := too_late(run, clock)) is None:
             if actor.act():

@@ -13,8 +13,8 @@ earlier one.  All else depends on the chain and on verdicts of earlier places, s
 sums on another machine could differ, and the first verdict stands.
 
 Not promised: that a liar is found (inner/extras/rollout_check/check.py says what is not seen).  An actor that puts a
-bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not checked:
-only what may write to the bucket can claim that, and a run key keeps others out.
+bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
+checked: only what may write to the bucket can claim that, and a run key keeps others out.
 """
 
 import hashlib
@@ -23,13 +23,18 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from diloco.model.export import model_record, start_folder
+from diloco.outer.flat import trainable_parameters
 from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import is_truncated
 from rendezvous import layout
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
@@ -37,8 +42,10 @@ from rendezvous.records.records import decode_or_none, new_nonce
 from rendezvous.records.rollouts import LARGE, Rollouts, Verdict
 from rendezvous.store import Store, put_once
 from rendezvous.weights.follower import FollowedWeights, WeightsFollower
+from rendezvous.weights.patch import bf16_bits
 
 if TYPE_CHECKING:
+    from diloco.run.record import Run
     from inner.rollouts.recorded import BundlePlace
 
 MOST = 2  # doubts after which an actor's later bundles are not used
@@ -65,8 +72,8 @@ class Door:
     """
 
     def __init__(
-        self, store: Store, clock: Clock, emit: Emit, check: Check | None, *, run: str, slot: str, by: int, share: float,
-        parent: int,
+        self, store: Store, clock: Clock, emit: Emit, check: Check | None, *, run: str, slot: str, by: int,
+        share: float, parent: int,
     ) -> None:  # fmt: skip
         self._store = store
         self._clock = clock
@@ -135,8 +142,8 @@ class Door:
         if record.actor not in self._refused:
             self._refused.add(record.actor)
             text = (
-                f"the actor {record.actor} was doubted {MOST} times, so its later rollouts are not used. Repair it, and "
-                "start it under another name"
+                f"the actor {record.actor} was doubted {MOST} times, so its later rollouts are not used. Repair it, "
+                "and start it under another name"
             )
             self._emit("rollouts_doubted", step=place.outer, key=key, actor=record.actor, text=text)
 
@@ -146,9 +153,13 @@ def _bounded(number: float) -> float:
 
 
 class ModelCheck:
-    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: of the weights."""
+    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: of the weights.
 
-    def __init__(self, store: Store, trainer: Any, model: nn.Module) -> None:
+    start: returns the run's first weights, of which the bucket has no bf16 copy.
+    """
+
+    def __init__(self, store: Store, trainer: Any, model: nn.Module, start: Callable[[], FollowedWeights]) -> None:
+        self._start = start
         self._follower = WeightsFollower(store, no_emit)
         self._newest: FollowedWeights | None = None
         self._trainer = trainer
@@ -159,9 +170,11 @@ class ModelCheck:
 
         weights = self._weights_of(step)
         if weights is None:
-            return Finding(f"it says that it has the weights of outer step {step}, and the bucket has none that are right")
+            return Finding(
+                f"it says that it has the weights of outer step {step}, and the bucket has none that are right"
+            )
         trainer = self._trainer
-        sigmas = {"sigmas": math.inf} if _is_truncated(trainer) else {}  # tokens are not drawn from all of π then
+        sigmas = {"sigmas": math.inf} if is_truncated(trainer) else {}  # tokens are not drawn from all of π then
         with standing_at(self._model, weights), trainer.accelerator.autocast():
             found = check_rollouts(
                 trainer.model, turns_of(bundle, seed), temperature=trainer.temperature, seed=seed, **sigmas
@@ -171,15 +184,22 @@ class ModelCheck:
     def _weights_of(self, step: int) -> FollowedWeights | None:
         if self._newest is None or self._newest.step != step:
             self._newest = None  # the follower writes over its tensors
-            self._newest = self._follower.weights_of(step)
+            self._newest = self._follower.weights_of(step) if step else self._start()
         return self._newest
 
 
-def _is_truncated(trainer: Any) -> bool:
-    """Whether the run samples otherwise than from the softmax of all tokens."""
-    args = trainer.args
-    kept = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0
-    return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)
+def start_weights(run: "Run") -> FollowedWeights:
+    """Return the start model's weights in bf16."""
+    from inner.train.build import load_start
+
+    with TemporaryDirectory() as scratch:
+        folder = start_folder(run, model_record(run), Path(scratch) / "model")
+        model, _ = load_start(folder, run.config.inner.dtype, run.config.inner.lora)
+    named = trainable_parameters(model)
+    flat = torch.cat([p.detach().float().flatten() for _, p in named]).numpy()
+    starts = accumulate((p.numel() for _, p in named), initial=0)
+    parameters = {name: (at, tuple(p.shape)) for (name, p), at in zip(named, starts, strict=False)}
+    return FollowedWeights(step=0, parameters=parameters, bits=bf16_bits(flat), changed=frozenset(), bytes=0)
 
 
 @contextmanager

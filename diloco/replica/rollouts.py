@@ -58,10 +58,11 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
         by=session.rv.generation, engine=engine, staleness=ahead,
     )  # fmt: skip
     if share := run.config.fleet.check_rollouts:
-        from diloco.replica.door import Door, ModelCheck
+        from diloco.replica.door import Door, ModelCheck, start_weights
 
+        check = ModelCheck(places.store, trainer, loop.model, lambda: start_weights(run))
         places.door = Door(
-            places.store, session.clock, session.emit, ModelCheck(places.store, trainer, loop.model),
+            places.store, session.clock, session.emit, check,
             run=run.record.nonce, slot=session.rv.slot, by=session.rv.generation, share=share,
             parent=run.record.parent.outer_steps,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The check at the door: which of an actor's bundles a replica checks, what a doubt costs, and that all decide alike."""
+"""The check at the door: which of an actor's bundles a replica checks, what a doubt costs, that all decide alike."""
 
 import os
 import subprocess
@@ -81,6 +81,10 @@ def a_check(*found: Finding, asked: list[Any] | None = None) -> Check:
     return check
 
 
+def a_fail() -> Any:
+    raise AssertionError("the start weights are not asked for")
+
+
 def at_door(store: Any, check: Check | None, told: list[Any] | None = None, by: int = 1, share: float = 0.0) -> Any:
     found = places(store, told, by=by, staleness=2)
     emit = found._emit
@@ -115,7 +119,7 @@ def test_an_honest_actors_first_bundle_is_believed_and_the_model_is_as_before(ho
     before = {n: p.detach().clone() for n, p in loop.model.named_parameters()}
     random = torch.random.get_rng_state()
     deliver(store, honest, 42)
-    here = at_door(store, ModelCheck(store, loop.trainer, loop.model), told := list[Any]())
+    here = at_door(store, ModelCheck(store, loop.trainer, loop.model, a_fail), told := list[Any]())
     assert here.find(at(42), FITS) is not None and not told
     ((key, verdict),) = verdicts(store).items()
     assert key == "rollouts/r01/0000000042/0000.0.verdict" and verdict.actor == "a07" and not verdict.doubts
@@ -129,7 +133,7 @@ def test_an_actor_with_other_weights_is_doubted_and_the_replica_makes_the_place(
     round_to_bf16(loop.model)
     put_weights(store, loop.model, 5)
     deliver(store, liar, 42)
-    here = at_door(store, ModelCheck(store, loop.trainer, loop.model), told := list[Any]())
+    here = at_door(store, ModelCheck(store, loop.trainer, loop.model, a_fail), told := list[Any]())
     assert here.find(at(42), FITS) is None and here.put(at(42), honest, FITS) is honest
     ((event, fields),) = told
     assert event == "rollouts_doubted" and fields["actor"] == "a07" and "log-probs are not" in fields["text"]
@@ -146,7 +150,7 @@ def test_an_actor_that_names_weights_which_the_bucket_has_not_is_doubted(honest:
     put_weights(store, loop.model, 4)
     store.put(layout.weights_blob(4, "0"), b"damaged")
     assert places(store, by=0, actor="a07").deliver(BundlePlace(step, 42, 0), honest)
-    here = at_door(store, ModelCheck(store, loop.trainer, loop.model), told := list[Any]())
+    here = at_door(store, ModelCheck(store, loop.trainer, loop.model, a_fail), told := list[Any]())
     assert here.find(at(42, outer=5), FITS) is None
     assert f"weights of outer step {step}, and the bucket has none" in told[0][1]["text"]
 
@@ -325,12 +329,14 @@ def test_a_fleet_finds_the_liar_among_its_actors_and_an_audit_agrees(tmp_path: P
     ]
     fleet.start_all()
     fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 4 for name in ("honest", "liar")))
-    fleet.wait_for(lambda: len(events(fleet, "rollouts_doubted")) >= 2)
+    fleet.wait_for(lambda: len(events(fleet, "rollouts_doubted")) >= 2 and bool(events(fleet, "rollouts_found")))
+    first = [record for record in bundles(fleet).values() if record.actor]
+    assert any(record.step == 0 for record in first), "the start model's weights are checked, too"
     fleet.end_in(1)
     assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
     assert [actor.wait(60) for actor in actors] == [exitcodes.DONE, exitcodes.DONE]
     assert {event["actor"] for event in events(fleet, "rollouts_doubted")} == {"liar"}
     doubted = [key for key, record in bundles(fleet).items() if ".1.bundle" in key and not record.actor]
-    assert doubted and sum(event["bundles"] for event in events(fleet, "rollouts_found")) >= 2
+    assert doubted
     found = recompute_offers(read_run(fleet.url))
     assert not found.off and not found.close and not found.unchecked and found.equal > 2, found
