@@ -39,7 +39,7 @@ from rendezvous import layout
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
 from rendezvous.records.records import decode_or_none, new_nonce
-from rendezvous.records.rollouts import LARGE, Rollouts, Verdict
+from rendezvous.records.rollouts import LARGE, Rollouts, RolloutVerdict
 from rendezvous.store import Store, put_once
 from rendezvous.weights.follower import FollowedWeights, WeightsFollower
 from rendezvous.weights.patch import bf16_bits
@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 
 MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # of a bundle, of each turn: a check's cost has a bound
+POSITIONS = 1 << 20  # all of them, for the median: over 32, one of 20 bundles of an 8-bit engine was doubted
+SIGMAS = 5.0  # of the surprise
 SHOWN = 2000  # characters of the reasons in a verdict
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoorFinding:
     """What a check found.   doubts: reasons not to use the bundle; "": none."""
 
     doubts: str
@@ -62,7 +64,7 @@ class Finding:
     surprise: float = LARGE
 
 
-Check = Callable[[int, Bundle, int], Finding]  # (outer step of the weights, bundle, seed)
+Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights, bundle, seed)
 
 
 class Door:
@@ -84,7 +86,7 @@ class Door:
         self._by = by
         self._share = share
         self._parent = parent
-        self._verdicts: dict[str, Verdict] | None = None
+        self._verdicts: dict[str, RolloutVerdict] | None = None
         self._refused = set[str]()  # actors that were told of
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
@@ -104,15 +106,15 @@ class Door:
 
     def _judge(
         self, check: Check, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle, seed: int
-    ) -> Verdict:
+    ) -> RolloutVerdict:
         """Check, and return the verdict that stands."""
         found = check(record.step - self._parent, bundle, seed)
-        made = Verdict(
+        made = RolloutVerdict(
             of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),
             disagreement=_bounded(found.disagreement), surprise=_bounded(found.surprise), doubts=found.doubts[:SHOWN],
         )  # fmt: skip
         body = put_once(self._store, self._clock, layout.verdict_key(key), made.encode())[1]
-        verdict = decode_or_none(Verdict, body) or made
+        verdict = decode_or_none(RolloutVerdict, body) or made
         self._known()[key] = verdict
         if verdict.doubts:
             text = f"the actor {record.actor}: {verdict.doubts}"
@@ -122,12 +124,12 @@ class Door:
             )  # fmt: skip
         return verdict
 
-    def _known(self) -> dict[str, Verdict]:
+    def _known(self) -> dict[str, RolloutVerdict]:
         """Return the slot's verdicts by their bundles' keys: one LIST for a session, and a GET for each."""
         if self._verdicts is None:
             listed = set(self._store.list(self._prefix))
             judged = [key for key in listed if layout.verdict_key(key) in listed - {key}]
-            found = {key: decode_or_none(Verdict, self._store.get(layout.verdict_key(key))) for key in judged}
+            found = {key: decode_or_none(RolloutVerdict, self._store.get(layout.verdict_key(key))) for key in judged}
             self._verdicts = {key: v for key, v in found.items() if v is not None and v.by <= self._by}
         return self._verdicts
 
@@ -165,21 +167,25 @@ class ModelCheck:
         self._trainer = trainer
         self._model = model
 
-    def __call__(self, step: int, bundle: Bundle, seed: int) -> Finding:
+    def __call__(self, step: int, bundle: Bundle, seed: int) -> DoorFinding:
         from inner import check_rollouts
 
         weights = self._weights_of(step)
         if weights is None:
-            return Finding(
+            return DoorFinding(
                 f"it says that it has the weights of outer step {step}, and the bucket has none that are right"
             )
         trainer = self._trainer
-        sigmas = {"sigmas": math.inf} if is_truncated(trainer) else {}  # tokens are not drawn from all of π then
+        sigmas = math.inf if is_truncated(trainer) else SIGMAS  # with top-p, tokens are not drawn from all of π
         with standing_at(self._model, weights), trainer.accelerator.autocast():
             found = check_rollouts(
-                trainer.model, turns_of(bundle, seed), temperature=trainer.temperature, seed=seed, **sigmas
+                trainer.model,
+                turns_of(bundle, seed),
+                temperature=trainer.temperature,
+                positions=POSITIONS,
+                sigmas=sigmas,
             )
-        return Finding("; ".join(found.doubts), found.disagreement, found.surprise)
+        return DoorFinding("; ".join(found.doubts), found.disagreement, found.surprise)
 
     def _weights_of(self, step: int) -> FollowedWeights | None:
         if self._newest is None or self._newest.step != step:

@@ -71,7 +71,7 @@ def payload_digest(payload: bytes, kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict(Record):
+class RolloutVerdict(Record):
     """A session's check of an actor's bundle, under the bundle's key with another ending.   of: the bundle's nonce.
 
     by: generation of the session.   step: as in the bundle.   disagreement, surprise: as in RolloutCheck; LARGE for

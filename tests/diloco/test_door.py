@@ -13,7 +13,7 @@ import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.replica.door import Check, Door, Finding, ModelCheck, turns_of
+from diloco.replica.door import Check, Door, DoorFinding, ModelCheck, turns_of
 from diloco.run.record import read_run
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
@@ -23,15 +23,16 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.records.digests import digest
 from rendezvous.records.records import Weights, WeightsPart
-from rendezvous.records.rollouts import LARGE, Verdict, payload_digest, read_record, seal_bundle
+from rendezvous.records.rollouts import LARGE, RolloutVerdict, payload_digest, read_record, seal_bundle
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.signed import under_key
 from rendezvous.weights import patch
 from tests.diloco.test_actor import bundles, sampled_by
 from tests.diloco.test_recorded_fleet import PLAIN, Trouble, a_fleet, events, places
 from tests.inner.test_acting import SHARE, a_loop
 
 FITS = lambda bundle: ""  # noqa: E731
-BELIEVED, DOUBTED = Finding("", 0.01, 0.1), Finding("its log-probs are not the model's", 0.9, 7.0)
+BELIEVED, DOUBTED = DoorFinding("", 0.01, 0.1), DoorFinding("its log-probs are not the model's", 0.9, 7.0)
 
 
 def put_weights(store: MemoryStore, model: torch.nn.Module, t: int) -> None:
@@ -70,10 +71,10 @@ def liar() -> Bundle:
     return sampled(model_noise=1.0)
 
 
-def a_check(*found: Finding, asked: list[Any] | None = None) -> Check:
+def a_check(*found: DoorFinding, asked: list[Any] | None = None) -> Check:
     left = iter(found)
 
-    def check(step: int, bundle: Bundle, seed: int) -> Finding:
+    def check(step: int, bundle: Bundle, seed: int) -> DoorFinding:
         if asked is not None:
             asked.append((step, seed))
         return next(left)
@@ -101,9 +102,9 @@ def at(generation: int, outer: int = 5) -> BundlePlace:
     return BundlePlace(outer, generation, 0)
 
 
-def verdicts(store: MemoryStore) -> dict[str, Verdict]:
+def verdicts(store: MemoryStore) -> dict[str, RolloutVerdict]:
     keys = [key for key in store.list("rollouts/") if key.endswith(".verdict")]
-    return {key: Verdict.decode(store.get(key) or b"") for key in keys}
+    return {key: RolloutVerdict.decode(store.get(key) or b"") for key in keys}
 
 
 # ---------------------------------------------------------------------- the model's own check
@@ -201,7 +202,7 @@ def test_of_two_sessions_that_check_at_once_the_first_verdict_counts(honest: Bun
     store = MemoryStore("memory://x")
     deliver(store, honest, 42)
 
-    def slow(step: int, bundle: Bundle, seed: int) -> Finding:
+    def slow(step: int, bundle: Bundle, seed: int) -> DoorFinding:
         assert at_door(store, a_check(DOUBTED), by=1).find(at(42), FITS) is None
         return BELIEVED
 
@@ -226,16 +227,25 @@ def test_the_draw_is_the_share_and_the_same_for_every_session_and_hangs_on_the_c
     assert 70 <= len(first) <= 130 and drawn(b"commit", by=2) == first and drawn(b"another", by=1) != first
 
 
-def a_verdict(actor: str) -> Verdict:
-    return Verdict("x", actor, 1, 5, 0.0, 0.0, "", "n")
+def a_verdict(actor: str) -> RolloutVerdict:
+    return RolloutVerdict("x", actor, 1, 5, 0.0, 0.0, "", "n")
 
 
 def test_numbers_that_are_none_are_written_as_large_ones(honest: Bundle) -> None:
     store = MemoryStore("memory://x")
     deliver(store, honest, 42)
-    at_door(store, a_check(Finding("x" * 9999, float("nan"), float("-inf")))).find(at(42), FITS)
+    at_door(store, a_check(DoorFinding("x" * 9999, float("nan"), float("-inf")))).find(at(42), FITS)
     (found,) = verdicts(store).values()
     assert (found.disagreement, found.surprise, len(found.doubts)) == (LARGE, -LARGE, 2000)
+
+
+def test_under_a_run_key_another_writers_verdict_is_nothing(honest: Bundle) -> None:
+    bucket = MemoryStore("memory://x")
+    sealed: Any = under_key(bucket, SystemClock(), b"k" * 16)
+    deliver(sealed, honest, 42)
+    bucket.put("rollouts/r01/0000000042/0000.0.verdict", replace(a_verdict("a07"), doubts="a lie").encode())
+    sealed.emit = lambda event, **fields: None
+    assert at_door(sealed, None).find(at(42), FITS) is not None
 
 
 # ---------------------------------------------------------------------- other bad input

@@ -1,7 +1,7 @@
-"""The real llama.cpp as an actor's engine: SmolLM2's own file in three precisions, with a LoRA adapter (make test-engines).
+"""The real llama.cpp as an actor's engine: SmolLM2's own file in three precisions, with a LoRA adapter.
 
-    SmolLM2, dequantised ──▶ F32, Q8_0, Q4_0 .gguf ──▶ llama.cpp + adapter.gguf ──▶ ids, log-probs ──▶ check_rollouts
-                        └──▶ transformers + the adapter, fp32 ────────────────────────────────────────────┘
+SmolLM2, dequantised ──▶ F32, Q8_0, Q4_0 .gguf ──▶ llama.cpp + adapter.gguf ──▶ ids, log-probs ──▶ check_rollouts
+                    └──▶ transformers + the adapter, fp32 ────────────────────────────────────────────┘
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from diloco.replica.door import POSITIONS
 from inner import check_rollouts
 from inner.models.gguf import load_gguf
 from inner.models.lora import new_adapter
@@ -53,11 +54,11 @@ def an_engine(made: Made, folder: Path, kind: Kind) -> Any:
 
 
 def a_bundle(engine: Any, tokenizer: Any, seed: int, temperature: float = 1.0) -> list[tuple[Any, Any, Any]]:
-    from inner.extras.engines.sampling import SamplingSettings
+    from inner.extras.engines.sampling import DrawSettings
 
     asked = [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}]
     prompt = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
-    settings = SamplingSettings(temperature, TOKENS, frozenset([tokenizer.eos_token_id]), seed)
+    settings = DrawSettings(temperature, TOKENS, frozenset([tokenizer.eos_token_id]), seed)
     ids, logprobs = engine.sample(prompt, N, settings)
     assert all(len(row) <= TOKENS and all(x <= 0 for x in ps) for row, ps in zip(ids, logprobs, strict=True))
     return [(prompt, row, ps) for row, ps in zip(ids, logprobs, strict=True)]
@@ -66,7 +67,7 @@ def a_bundle(engine: Any, tokenizer: Any, seed: int, temperature: float = 1.0) -
 def checked(made: Made, engine: Any, bundles: int, temperature: float = 1.0) -> list[Any]:
     model, tokenizer = made
     return [
-        check_rollouts(model, a_bundle(engine, tokenizer, i, temperature), seed=i, temperature=temperature)
+        check_rollouts(model, a_bundle(engine, tokenizer, i, temperature), positions=POSITIONS, temperature=temperature)
         for i in range(bundles)
     ]
 
@@ -103,7 +104,7 @@ def test_eight_bits_are_believed_and_four_bits_are_doubted_at_once(made: Made, t
     found = checked(made, an_engine(made, tmp_path, Kind.Q8_0), BUNDLES)
     _print("Q8_0", found)
     assert not any(one.doubts for one in found)
-    found = checked(made, an_engine(made, tmp_path, Kind.Q4_0), BUNDLES)
+    found = checked(made, an_engine(made, tmp_path, Kind.Q4_0), 5)
     _print("Q4_0", found)
     assert found[0].doubts and found[1].doubts
 

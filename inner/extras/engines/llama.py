@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from inner.errors import InnerError
-from inner.extras.engines.sampling import Sampled, SamplingSettings, adapter_tensors
+from inner.extras.engines.sampling import Sampled, DrawSettings, adapter_tensors
 
 ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}  # -> tensors whose rows are permuted
 CONTEXT = 4096  # tokens of a prompt and its completion
+ERROR = 4  # llama.cpp's level of errors
 
 
 class LlamaEngine:
@@ -40,15 +41,25 @@ class LlamaEngine:
 
     def __init__(self, path: Path, config: Any, *, folder: Path, context: int = CONTEXT) -> None:
         self._cpp = _llama_cpp()
+        self._said = ""
+        self._listen = self._cpp.llama_log_callback(self._note)  # kept, because llama.cpp calls it as long as it runs
+        self._cpp.llama_log_set(self._listen, ctypes.c_void_p(0))
         try:
-            self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads(), verbose=False)
+            self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads())
         except (ValueError, OSError) as error:
-            raise InnerError(f"llama.cpp cannot load {path}: {error}. Give the run's start model as .gguf") from error
+            raise InnerError(
+                f"llama.cpp cannot load {path}: {error} ({self._said}). Give the run's start model as .gguf"
+            ) from error
         self._sizes = _Sizes(self._llama.metadata, path)
         self._alpha = float(config.lora_alpha)
         self._file = folder / "adapter.gguf"
         self._context = context
         self._adapter: Any = None
+
+    def _note(self, level: int, text: bytes, _: Any) -> None:
+        """Keep llama.cpp's newest error; it tells much else, 200 lines for each adapter."""
+        if level == ERROR:
+            self._said = text.decode(errors="replace").strip()
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter as a .gguf file, and put it in place of the one before."""
@@ -57,8 +68,8 @@ class LlamaEngine:
         adapter = self._cpp.llama_adapter_lora_init(self._llama.model, str(self._file).encode())
         if not adapter:
             raise InnerError(
-                f"llama.cpp cannot put the run's adapter on {self._sizes.path}. Is it the run's start model? It has "
-                f"{self._sizes.blocks} layers of the kind {self._sizes.architecture}"
+                f"llama.cpp cannot put the run's adapter on {self._sizes.path} ({self._said}). Is it the run's start "
+                f"model? It has {self._sizes.blocks} layers of the kind {self._sizes.architecture}"
             )
         pointers = (self._cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
         self._cpp.llama_set_adapters_lora(self._llama.ctx, pointers, 1, (ctypes.c_float * 1)(1.0))
@@ -66,7 +77,7 @@ class LlamaEngine:
             self._cpp.llama_adapter_lora_free(self._adapter)
         self._adapter = adapter
 
-    def sample(self, prompt: Sequence[int], n: int, settings: SamplingSettings) -> Sampled:
+    def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         if len(prompt) >= self._context:
             raise InnerError(f"a prompt has {len(prompt)} tokens, and llama.cpp was given {self._context}")
         random = torch.Generator().manual_seed(settings.seed)
@@ -77,7 +88,7 @@ class LlamaEngine:
         return [ids for ids, _ in found], [logprobs for _, logprobs in found]
 
     def _complete(
-        self, at: int, logps_V: Tensor, settings: SamplingSettings, random: torch.Generator
+        self, at: int, logps_V: Tensor, settings: DrawSettings, random: torch.Generator
     ) -> tuple[list[int], list[float]]:
         """Return one completion of the prompt, which has the first `at` places of the cache."""
         ids, logprobs = list[int](), list[float]()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ Sampled = tuple[list[list[int]], list[list[float]]]  # ids and log-probs of n co
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
+class DrawSettings:
     """How to sample.   most: tokens of a completion.   ends: ids that end one, as its last token.   seed: of a call."""
 
     temperature: float
@@ -40,7 +40,7 @@ class SamplingEngine(Protocol):
         """Sample with these weights from now on.   parameters: the model's, by name."""
         ...
 
-    def sample(self, prompt: Sequence[int], n: int, settings: SamplingSettings) -> Sampled:
+    def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         """Return n completions of a prompt.   Raise InnerError if the engine gives none."""
         ...
 
@@ -67,10 +67,10 @@ class _Asking(GenerationTrainer):
         ids, logprobs = zip(*answers, strict=True)
         return list(chain(*ids)), list(chain(*logprobs))
 
-    def _settings(self, seed: int) -> SamplingSettings:
+    def _settings(self, seed: int) -> DrawSettings:
         ends: Any = self.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        return SamplingSettings(self.temperature, self.max_completion_length, frozenset(ends), seed)
+        return DrawSettings(self.temperature, cast(int, self.max_completion_length), frozenset(ends), seed)
 
 
 def adapter_tensors(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from inner.errors import InnerError
-from inner.extras.engines.sampling import Sampled, SamplingSettings, adapter_tensors
+from inner.extras.engines.sampling import Sampled, DrawSettings, adapter_tensors
 
 PATIENCE_S, PAUSE_S = 60.0, 2.0  # for a server that does not answer; between two tries
 ANSWER_S = 600.0  # the longest that completions take
@@ -78,7 +78,7 @@ class AdapterServer:
             self._post("/v1/unload_lora_adapter", {"lora_name": before})  # an old one that stays only takes memory
             shutil.rmtree(self._folder / before, ignore_errors=True)
 
-    def sample(self, prompt: Sequence[int], n: int, settings: SamplingSettings) -> Sampled:
+    def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         asked = {
             "model": self._model, "prompt": list(prompt), "n": n, "max_tokens": settings.most,
             "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -95,7 +95,7 @@ class AdapterServer:
         except (ValueError, KeyError, TypeError) as error:
             raise InnerError(
                 f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
-                "needs `return_token_ids` and `logprobs` of /v1/completions, as vLLM 0.10.2 and later have them"
+                "needs `return_token_ids` and `logprobs` of /v1/completions, as vLLM has them"
             ) from error
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
