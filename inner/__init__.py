@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from inner.channels.process_head import ProcessHead, train_process_head
     from inner.channels.process_reward import ProcessReward, turn_states
     from inner.channels.spans import hinted_spans, span_batch
-    from inner.extras.engines import use_engine
+    from inner.extras.engines.choose import use_engine
     from inner.extras.rollout_check.check import RolloutCheck, check_rollouts
     from inner.losses.divergence import generalized_jsd_loss
     from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
@@ -69,7 +69,7 @@ _NAMES = {  # a module -> the public names that it defines
     "inner.channels.process_reward": ("ProcessReward", "turn_states"),
     "inner.channels.spans": ("hinted_spans", "span_batch"),
     "inner.errors": ("InnerError",),
-    "inner.extras.engines": ("use_engine",),
+    "inner.extras.engines.choose": ("use_engine",),
     "inner.extras.rollout_check.check": ("RolloutCheck", "check_rollouts"),
     "inner.losses.divergence": ("generalized_jsd_loss",),
     "inner.losses.opd": ("entropy_aware_opd_loss", "eopd_loss"),

@@ -67,7 +67,7 @@ class DoorFinding:
 Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights, bundle, seed)
 
 
-class Door:
+class RolloutDoor:
     """The verdicts on actors' bundles of one slot.   by: generation of the session; later sessions' do not count.
 
     check: None: read verdicts only (an audit).   parent: outer steps of the runs before this one.

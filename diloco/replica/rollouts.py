@@ -38,7 +38,7 @@ from rendezvous.store import VOID, PatientStore, Store, put_once
 
 if TYPE_CHECKING:
     from diloco.process.session import Session
-    from diloco.replica.door import Door
+    from diloco.replica.door import RolloutDoor
     from diloco.run.record import Run
     from inner import InnerLoop
 
@@ -58,10 +58,10 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
         by=session.rv.generation, engine=engine, staleness=ahead,
     )  # fmt: skip
     if share := run.config.fleet.check_rollouts:
-        from diloco.replica.door import Door, ModelCheck, start_weights
+        from diloco.replica.door import ModelCheck, RolloutDoor, start_weights
 
         check = ModelCheck(places.store, trainer, loop.model, lambda: start_weights(run))
-        places.door = Door(
+        places.door = RolloutDoor(
             places.store, session.clock, session.emit, check,
             run=run.record.nonce, slot=session.rv.slot, by=session.rv.generation, share=share,
             parent=run.record.parent.outer_steps,
@@ -129,7 +129,7 @@ class BucketPlaces:
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
         self._outer, self._found, self._expired = -1, 0, 0  # of the newest place's outer step
-        self.door: Door | None = None
+        self.door: RolloutDoor | None = None
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:

@@ -13,7 +13,7 @@ import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.replica.door import Check, Door, DoorFinding, ModelCheck, turns_of
+from diloco.replica.door import Check, DoorFinding, ModelCheck, RolloutDoor, turns_of
 from diloco.run.record import read_run
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
@@ -89,7 +89,7 @@ def a_fail() -> Any:
 def at_door(store: Any, check: Check | None, told: list[Any] | None = None, by: int = 1, share: float = 0.0) -> Any:
     found = places(store, told, by=by, staleness=2)
     emit = found._emit
-    found.door = Door(store, SystemClock(), emit, check, run="n", slot="r01", by=by, share=share, parent=0)
+    found.door = RolloutDoor(store, SystemClock(), emit, check, run="n", slot="r01", by=by, share=share, parent=0)
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError
-from inner.extras.engines import use_engine
+from inner.extras.engines.choose import use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors
 from inner.extras.engines.server import AdapterServer

@@ -127,7 +127,7 @@ def one_of_each() -> dict[str, records.Record]:
         "rollouts/r00/0000000042/0000.1.bundle": Rollouts(
             "5ea1", "r00", (42, 0), 7, 2, "transformers", 1, 16, 161, "xxh3-128:" + "8" * 32, "n10"
         ),
-        "rollouts/r00/0000000042/0000.0.verdict": RolloutVerdict("n11", "a07", 2, 7, 0.649, -0.5, "another model", "n12"),
+        "rollouts/r00/0000000042/0000.0.verdict": RolloutVerdict("n11", "a07", 2, 7, 0.649, -0.5, "4 bits", "n12"),
         "leave/r00-2.json": records.Leave("r00", 2, 8, "c" * 32, "done", "n3", 2.5),
         "control/000000.json": records.Control(0, "n4", 3.0, replicas=3, steps=40, min_replicas=2, max_usd=12.5),
         "control/000001.json": records.Control(

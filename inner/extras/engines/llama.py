@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from inner.errors import InnerError
-from inner.extras.engines.sampling import Sampled, DrawSettings, adapter_tensors
+from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
 
 ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}  # -> tensors whose rows are permuted
 CONTEXT = 4096  # tokens of a prompt and its completion

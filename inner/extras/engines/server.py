@@ -25,7 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from inner.errors import InnerError
-from inner.extras.engines.sampling import Sampled, DrawSettings, adapter_tensors
+from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
 
 PATIENCE_S, PAUSE_S = 60.0, 2.0  # for a server that does not answer; between two tries
 ANSWER_S = 600.0  # the longest that completions take
