@@ -28,6 +28,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,9 +169,10 @@ class Actor:
 
     session: its name stands in place of a slot.  Its heartbeat has the weights' step, the number of bundles that it
     delivered (inner) and that came too late (data), and the seconds that one takes (rate).
+    engine: as typed (inner/extras/engines/choose.py); "": as the replicas sample.
     """
 
-    def __init__(self, run: Run, session: Session, scratch: Path) -> None:
+    def __init__(self, run: Run, session: Session, scratch: Path, engine: str = "") -> None:
         self._run = run
         self._session = session
         self._status = session.rv.members.status
@@ -180,25 +182,29 @@ class Actor:
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
         seeds = Seeds(0, derive_seed(run.config.seed, "actor", session.rv.name))
-        inner = replace(run.config.inner, vllm=None)  # no step of a trainer tells its engine of new weights here
+        inner = replace(run.config.inner, vllm=None) if engine else run.config.inner
         self._loop: Any = build_inner(inner, model, files, seeds, scratch=scratch / "inner")
         self._loop.report_to(SessionHost(session))
         refuse_other_base(record.base, self._loop.model)
-        self._sampler = self._new_sampler()
+        self._sampler = self._new_sampler(engine, scratch / "engine")
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._status.enter_phase("sample", 0)
 
-    def _new_sampler(self) -> "Sampler":
+    def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
+        from inner import use_engine
         from inner.rollouts.acting import Sampler
 
+        if engine not in ("", "transformers"):
+            use_engine(engine, self._loop.trainer, name=self._session.rv.slot, folder=scratch)
         return Sampler(self._loop.trainer)
 
     def act(self) -> bool:
         """Sample for one place, if one is open.   Return whether it did."""
         if (newest := self._follower.poll()) is not None:
             newest.load_into(self._loop.model)
+            self._sampler.load()
             self._status.step = newest.step
         store = self._run.store
         places = open_places(
@@ -231,7 +237,7 @@ class Actor:
         bucket = self._session.rv.store.store  # the session's own store waits longer than a bundle is worth
         places = BucketPlaces(
             bucket, clock, self._session.emit, run=self._run.record.nonce, slot=slot, by=0,
-            engine="transformers", staleness=self._run.config.fleet.staleness, actor=self._session.rv.slot,
+            engine=self._sampler.engine, staleness=self._run.config.fleet.staleness, actor=self._session.rv.slot,
         )  # fmt: skip
         outer = self._run.record.parent.outer_steps + weights
         stands = places.deliver(BundlePlace(outer, generation, 0), made)
@@ -246,11 +252,11 @@ class Actor:
         )  # fmt: skip
 
 
-def act_in_session(run: Run, session: Session) -> int:
+def act_in_session(run: Run, session: Session, engine: str = "") -> int:
     """Sample until the run is over, or the actor has to leave.   Return the exit code."""
     refuse_actors(run.config)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
-        actor = Actor(run, session, scratch)
+        actor = Actor(run, session, scratch, engine)
         end = _act_to_the_end(actor, run, session)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
     session.rv.members.say_goodbye()
@@ -301,6 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="", help="a00, a01, …: to go on as this actor (default: a new name)")
     parser.add_argument("--slot", default="", help="the same, of an actor that a supervisor keeps")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
+    parser.add_argument(
+        "--engine", default="", metavar="KIND[:ADDRESS]",
+        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf, transformers; left out: as the run's replicas sample",
+    )  # fmt: skip
     typed = parser.parse_args(argv)
     if typed.slot:
         return run_member(typed.url, typed.slot, act_in_session, parent=typed.parent)
@@ -313,7 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RendezvousError) as error:
         print(f"actor: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
-    return run_member(typed.url, name, act_in_session, parent=typed.parent, generation=generation)
+    act = partial(act_in_session, engine=typed.engine)
+    return run_member(typed.url, name, act, parent=typed.parent, generation=generation)
 
 
 if __name__ == "__main__":

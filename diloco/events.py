@@ -172,6 +172,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "sampled": EventKind(DETAIL, "An actor sampled rollouts for a slot."),
     "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
+    "rollouts_doubted": EventKind(WARNING, "An actor's rollouts were not believed; others were made.", "stop it"),
     "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inner.channels.process_head import ProcessHead, train_process_head
     from inner.channels.process_reward import ProcessReward, turn_states
     from inner.channels.spans import hinted_spans, span_batch
+    from inner.extras.engines.choose import use_engine
     from inner.extras.rollout_check.check import RolloutCheck, check_rollouts
     from inner.losses.divergence import generalized_jsd_loss
     from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
@@ -57,7 +58,7 @@ __all__ = [
     "openhands_states", "pair_outcomes", "publish_model", "recorded_answers", "replay_and_normalize_trace",
     "replay_and_normalize_trace_sync", "replay_trace", "save_pairs", "save_states", "sdpo_loss", "sequence_logprobs",
     "simpo_loss", "span_batch", "swe_agent_states", "taid_loss", "tau_bench_states", "train_process_head",
-    "turn_states",
+    "turn_states", "use_engine",
 ]  # fmt: skip
 
 _NAMES = {  # a module -> the public names that it defines
@@ -68,6 +69,7 @@ _NAMES = {  # a module -> the public names that it defines
     "inner.channels.process_reward": ("ProcessReward", "turn_states"),
     "inner.channels.spans": ("hinted_spans", "span_batch"),
     "inner.errors": ("InnerError",),
+    "inner.extras.engines.choose": ("use_engine",),
     "inner.extras.rollout_check.check": ("RolloutCheck", "check_rollouts"),
     "inner.losses.divergence": ("generalized_jsd_loss",),
     "inner.losses.opd": ("entropy_aware_opd_loss", "eopd_loss"),

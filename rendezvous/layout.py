@@ -19,7 +19,7 @@
     ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
     ├── control/{n:06d}.json                       the operator's wishes                           put_once, dense
     ├── rollouts/{slot}/{g:010d}/
-    │   └── {bundle:04d}.{attempt}.bundle          what the slot's generation g gave; kept if asked    put_once
+    │   └── {bundle:04d}.{attempt}.bundle, {bundle:04d}.{attempt}.verdict   a generation's rollouts; a check  put_once
     ├── weights/{t:010d}/
     │   └── manifest.json, {nonce}-{part:04d}.bin  θ_t in bf16, or what differs from θ_{t−1}       put_once
     ├── again/                                     a whole run, which counts instead of this one if this was superseded
@@ -275,6 +275,10 @@ def rollouts_key(slot: str, generation: int, n: int) -> str:
 
 def bundle_key(slot: str, generation: int, bundle: int, attempt: int) -> str:
     return f"{ROLLOUTS}{slot}/{generation:010d}/{bundle:04d}.{attempt}.bundle"
+
+
+def verdict_key(bundle: str) -> str:
+    return bundle.removesuffix(".bundle") + ".verdict"
 
 
 def is_rollouts(key: str) -> bool:

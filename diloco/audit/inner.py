@@ -33,6 +33,7 @@ from diloco.model.start_model import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.rounds import Work, is_alone
 from diloco.process.watchdog import Watchdog
+from diloco.replica.door import RolloutDoor
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces
 from diloco.run.config import ConfigError
@@ -335,6 +336,10 @@ class _Recorded(BucketPlaces):
             staleness=run.config.fleet.staleness,
         )
         self._to = to
+        self.door = RolloutDoor(
+            store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
+            share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
+        )  # fmt: skip
 
     def _note(self, event: str, **fields: Any) -> None:
         if event == "rollouts_refused":

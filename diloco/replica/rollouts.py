@@ -7,8 +7,8 @@
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
 trains them.  A bundle of an earlier t has older weights: an actor's, which has log-probs, is used if it is at most
-fleet.staleness outer steps older; a session's is not.  This depends only on the chain, so every session of a slot
-decides alike.
+fleet.staleness outer steps older; a session's is not.  An actor's has to pass the door (door.py), too.  This depends
+only on the chain and on records, so every session of a slot decides alike.
 
 A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
 
@@ -29,7 +29,7 @@ from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.background import Background, Emit, Worker, submit_reported
 from rendezvous.clock import Clock
-from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
+from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import read_reach
 from rendezvous.records.digests import required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
@@ -38,6 +38,7 @@ from rendezvous.store import VOID, PatientStore, Store, put_once
 
 if TYPE_CHECKING:
     from diloco.process.session import Session
+    from diloco.replica.door import RolloutDoor
     from diloco.run.record import Run
     from inner import InnerLoop
 
@@ -56,6 +57,15 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
         bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
         by=session.rv.generation, engine=engine, staleness=ahead,
     )  # fmt: skip
+    if share := run.config.fleet.check_rollouts:
+        from diloco.replica.door import ModelCheck, RolloutDoor, start_weights
+
+        check = ModelCheck(places.store, trainer, loop.model, lambda: start_weights(run))
+        places.door = RolloutDoor(
+            places.store, session.clock, session.emit, check,
+            run=run.record.nonce, slot=session.rv.slot, by=session.rv.generation, share=share,
+            parent=run.record.parent.outer_steps,
+        )  # fmt: skip
     if keep_bytes(run.config.fleet.keep) is not None:
         places.after_put = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
     record_rollouts(trainer, places)
@@ -100,14 +110,14 @@ class BucketPlaces:
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
     staleness: outer steps by which an actor's bundle may be older.   actor: the name of an actor that puts.
-    after_put: called when a place has its bundle.
+    after_put: called when a place has its bundle.   door: says which bundles of actors are believed; None: all.
     """
 
     def __init__(
         self, store: Store, clock: Clock, emit: Emit, *, run: str, slot: str, by: int, engine: str, staleness: int = 0,
         actor: str = "",
     ) -> None:  # fmt: skip
-        self._store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
+        self.store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
         self._clock = clock
         self._emit = emit
         self._run = run
@@ -119,6 +129,7 @@ class BucketPlaces:
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
         self._outer, self._found, self._expired = -1, 0, 0  # of the newest place's outer step
+        self.door: RolloutDoor | None = None
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
@@ -143,7 +154,7 @@ class BucketPlaces:
 
     def _look(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         self._attempt = 0
-        while (body := self._store.get(self._key(place))) is not None:
+        while (body := self.store.get(self._key(place))) is not None:
             if (found := self._usable(place, body, unfit)) is not None:
                 return found
             self._attempt += 1
@@ -160,11 +171,16 @@ class BucketPlaces:
             return made
 
     def deliver(self, place: BundlePlace, made: Bundle) -> bool:
-        """Record an actor's bundle, if its place has none yet.   Return whether it stands."""
+        """Record an actor's bundle, if its place has none yet.   Return whether it stands.
+
+        Raise StoreRefused if the actor may not write, because then all that it samples is lost.
+        """
         body = self._sealed(place, made)
         try:
             return self._create(self._key(place), body) == body
         except RendezvousError as error:
+            if isinstance(error, StoreRefused) and not isinstance(error, StoreFull):
+                raise
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {error}")
             return False
 
@@ -190,10 +206,10 @@ class BucketPlaces:
     def _create(self, key: str, body: bytes) -> bytes:
         """Return the object that stands under `key`.  `find` has seen none there, so no GET comes first."""
         try:
-            self._store.create(key, body)
+            self.store.create(key, body)
             return body
         except (KeyExists, StoreUnclear):
-            return put_once(self._store, self._clock, key, body)[1]
+            return put_once(self.store, self._clock, key, body)[1]
 
     def _key(self, place: BundlePlace) -> str:
         return layout.bundle_key(self._slot, place.generation, place.bundle, self._attempt)
@@ -226,4 +242,7 @@ class BucketPlaces:
         bundle = Bundle.unpack(bytes(payload))
         if record.actor and bundle.logprobs is None:
             return None, f"the actor {record.actor} left out their log-probs"
-        return bundle, unfit(bundle)
+        why = unfit(bundle)
+        if not why and record.actor and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
+            return None, ""  # the door has told of it
+        return bundle, why

@@ -55,11 +55,7 @@ class FleetConfig(Table):
         'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
         '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
     )
-    broadcast_weights: bool = setting(
-        False,
-        "Write each outer step's weights in bf16 for engines that generate rollouts (docs/weights.md): what changed, "
-        "and all of it every 30 steps.",
-    )
+    broadcast_weights: bool = setting(False, "Write each step's weights in bf16 for rollout engines (docs/weights.md).")
     give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)
     start_patience_s: float = setting(
         30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them.",
@@ -79,10 +75,8 @@ class FleetConfig(Table):
         "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
         "--inner` computes pseudogradients again.",
     )
-    staleness: int = setting(
-        2, "Outer steps by which the weights of an actor's rollouts may be older than those that train on them.",
-        least=0, most=64,
-    )  # fmt: skip
+    staleness: int = setting(2, "Outer steps by which an actor's weights may be old.", least=0, most=64)
+    check_rollouts: float = setting(0.02, "Share of actors' bundles that replicas check.", least=0, most=1)
 
     def check(self) -> None:
         keep_bytes(self.keep)

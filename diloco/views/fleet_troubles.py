@@ -163,18 +163,17 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers and pseudogradients of the newest RECENT_STEPS outer steps that no session of this run wrote.
+    """Find invalid offers, pseudogradients and rollouts of RECENT_STEPS outer steps that no session of this run wrote.
 
     `diverged` finds those of a session."""
     names = [f"/delta/{session.name}-" for session in report.sessions]
-    found = [
-        e for e in _recent(report, "bad_offer", "poisoned") if not any(name in str(e.get("blob", "")) for name in names)
-    ]
+    recent = _recent(report, "bad_offer", "poisoned", "rollouts_doubted")
+    found = [e for e in recent if not any(name in str(e.get("blob", "")) for name in names)]
     if not found:
         return []
     newest = found[-1]
     what = newest.get("key") or newest.get("blob")
-    text = f"{_several(found, 'offer')} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
+    text = f"{_several(found, 'record')} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
     advice = "`diloco explain RUN --step T` has all offers of a step; another program may write into the bucket"
     return [trouble("bad_records", text, advice, step=_step_of(report, found[0]["at"]))]
 

@@ -1,9 +1,11 @@
 """Sample rollouts for another process's slot: an inner loop that never steps.
 
     (share, generation) ──▶ the slot's rows ──▶ TRL's generation, tools and rewards ──▶ log-probs ──▶ Bundle
+                                                     └ or an engine's (inner/extras/engines), or vLLM's
 
 Rows are a function of the share and the generation (inner/data/order.py), so an actor needs no message from the slot.
-The log-probs are those of the weights that sampled, as TRL computes them for a loss: temperature inside, no top-p.
+The log-probs are those of the weights that sampled, as TRL computes them for a loss: temperature inside, no top-p.  If
+an engine samples, they are the engine's own, because its weights may be rounded otherwise.
 
 Not promised: dynamic sampling; images.
 """
@@ -47,10 +49,25 @@ class Sampler:
             )
         record_rollouts(trainer, NoPlaces())
         self._trainer: Any = trainer
+        self.load()
         arguments: Any = trainer.args
         self._group: int = arguments.num_generations
         self._prompts: int = arguments.generation_batch_size // self._group
         self.served: int = arguments.steps_per_generation * trainer.num_iterations  # micro-batches of one generation
+
+    def load(self) -> None:
+        """Tell the engine, if there is one, that the model has other weights."""
+        trainer = self._trainer
+        if (engine := getattr(trainer, "engine", None)) is not None:
+            engine.load(trainer.model.named_parameters())
+        elif trainer.use_vllm:
+            trainer._last_loaded_step = -1  # TRL sends the weights to vLLM before it samples next
+
+    @property
+    def engine(self) -> str:
+        """The name of what samples, for the bundles' records."""
+        engine = getattr(self._trainer, "engine", None)
+        return engine.name if engine is not None else "vllm" if self._trainer.use_vllm else "transformers"
 
     def sample(self, share: Share, generation: int) -> Bundle:
         """Return the rollouts of a slot's generation, sampled from the present weights."""
@@ -58,11 +75,13 @@ class Sampler:
         trainer.model.train()
         made, batch = trainer._make_bundle(self.rows(share, generation))
         trainer._metrics["train"].clear()
-        logps = token_log_probs(
-            trainer, batch["prompt_ids"], batch["prompt_mask"],
-            completion_ids=batch["completion_ids"], completion_mask=batch["completion_mask"],
-        ).tolist()  # fmt: skip
-        logprobs = [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
+        logprobs = made.logprobs
+        if logprobs is None:
+            logps = token_log_probs(
+                trainer, batch["prompt_ids"], batch["prompt_mask"],
+                completion_ids=batch["completion_ids"], completion_mask=batch["completion_mask"],
+            ).tolist()  # fmt: skip
+            logprobs = [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
         return replace(made, logprobs=logprobs, random=_other_states())
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:

@@ -195,6 +195,13 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
     return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
 
 
+def is_truncated(trainer: Any) -> bool:
+    """Whether a trainer samples otherwise than from the softmax of all tokens."""
+    args = trainer.args
+    kept = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0
+    return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)
+
+
 def _is_log_prob(x: float, trainer: Any) -> bool:
     return -1e9 < x < 1e-3 or (x != x and trainer.use_vllm)  # vLLM has none for some tokens, and TRL leaves those alone
 

@@ -5,13 +5,18 @@
 The record has no line end, so the last but one line end of the object is before it.  One object costs one GET to find
 and one PUT to write, and its record can be sealed as a log is.
 
-The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that it is true.
+The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that it is true.  A verdict
+about it (diloco/replica/door.py) is a record of its own.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rendezvous.records.digests import digest, has_digest
 from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, WireError, Word
+from rendezvous.records.schema import Longest, Within
+
+LARGE = 1e9  # a number in a verdict that was above, or none
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,22 @@ def is_whole(record: Rollouts, payload: memoryview, kind: str) -> bool:
 
 def payload_digest(payload: bytes, kind: str) -> str:
     return digest(payload, kind)
+
+
+@dataclass(frozen=True)
+class RolloutVerdict(Record):
+    """A session's check of an actor's bundle, under the bundle's key with another ending.   of: the bundle's nonce.
+
+    by: generation of the session.   step: as in the bundle.   disagreement, surprise: as in RolloutCheck; LARGE for
+    what is no number.   doubts: the reasons not to use the bundle; "": it is believed.
+    """
+
+    kind = "verdict"
+    of: Word
+    actor: Word
+    by: Count
+    step: Step
+    disagreement: Annotated[float, Within(-LARGE, LARGE)]
+    surprise: Annotated[float, Within(-LARGE, LARGE)]
+    doubts: Annotated[str, Longest(2000)]
+    nonce: Word

@@ -111,6 +111,11 @@ class WeightsFollower:
                 return found
         return None
 
+    def weights_of(self, t: int) -> FollowedWeights | None:
+        """Return the weights of outer step t; None if the bucket has none, or none that are right."""
+        weights = self._read(t)
+        return None if weights is None or not self._is_right(weights) else self._reach(weights)
+
     # ------------------------------------------------------------------ weights in the bucket
 
     def _look_for_head(self) -> None:

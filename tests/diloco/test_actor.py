@@ -147,7 +147,8 @@ def start_actor(fleet: Fleet, name: str) -> subprocess.Popen[str]:
 def bundles(fleet: Fleet) -> dict[str, Rollouts]:
     root = Path(fleet.url)
     return {
-        path.relative_to(root).as_posix(): read_record(path.read_bytes())[0] for path in root.glob("rollouts/*/*/*")
+        path.relative_to(root).as_posix(): read_record(path.read_bytes())[0]
+        for path in root.glob("rollouts/*/*/*.bundle")
     }
 
 

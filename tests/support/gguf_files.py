@@ -61,3 +61,23 @@ def _weights(tokens: int) -> dict[str, np.ndarray]:
     found = {f"{name}.weight": draw.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
     norms = ["blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"]
     return found | {f"{name}.weight": np.ones(WIDTH, np.float32) for name in norms}
+
+
+def requantise(source: Path, to: Path, kind: Kind) -> None:
+    """Write a .gguf file again with its matrices in another precision, from their dequantised values."""
+    reader: Any = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer: Any = gguf.GGUFWriter(str(to), architecture)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            element = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], element)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        exact = values.ndim == 1 or kind == Kind.F32
+        body = values if exact else gguf.quants.quantize(values, kind)
+        writer.add_tensor(tensor.name, body, raw_dtype=Kind.F32 if exact else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,247 @@
+"""Check actors' rollouts before a replica trains on them ([fleet] check_rollouts).
+
+    an actor's bundle ── has it a verdict? ──▶ the verdict counts
+          │ no
+          ├── its actor was doubted at MOST earlier places of this slot ──▶ not used, not checked
+          ├── the actor's first here, or drawn, or doubted once ──▶ one forward with weights/{t} ──▶ verdict, put_once
+          └── else ──▶ used
+
+    drawn    SHA-256(commit T−1 ‖ key ‖ nonce) is below the share; T: the outer step that trains it
+
+A verdict binds this session, its replacements and an audit.  A later session's verdict does not bind an audit of an
+earlier one.  All else depends on the chain and on verdicts of earlier places, so every session decides alike; only
+sums on another machine could differ, and the first verdict stands.
+
+Not promised: that a liar is found (inner/extras/rollout_check/check.py says what is not seen).  An actor that puts a
+bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
+checked: only what may write to the bucket can claim that, and a run key keeps others out.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from diloco.model.export import model_record, start_folder
+from diloco.outer.flat import trainable_parameters
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import is_truncated
+from rendezvous import layout
+from rendezvous.background import Emit, no_emit
+from rendezvous.clock import Clock
+from rendezvous.records.records import decode_or_none, new_nonce
+from rendezvous.records.rollouts import LARGE, Rollouts, RolloutVerdict
+from rendezvous.store import Store, put_once
+from rendezvous.weights.follower import FollowedWeights, WeightsFollower
+from rendezvous.weights.patch import bf16_bits
+
+if TYPE_CHECKING:
+    from diloco.run.record import Run
+    from inner.rollouts.recorded import BundlePlace
+
+MOST = 2  # doubts after which an actor's later bundles are not used
+ROLLOUTS, TOKENS = 16, 256  # of a bundle, of each turn: a check's cost has a bound
+POSITIONS = 1 << 20  # all of them, for the median: over 32, one of 20 bundles of an 8-bit engine was doubted
+SIGMAS = 5.0  # of the surprise
+SHOWN = 2000  # characters of the reasons in a verdict
+
+
+@dataclass(frozen=True)
+class DoorFinding:
+    """What a check found.   doubts: reasons not to use the bundle; "": none."""
+
+    doubts: str
+    disagreement: float = LARGE
+    surprise: float = LARGE
+
+
+Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights, bundle, seed)
+
+
+class RolloutDoor:
+    """The verdicts on actors' bundles of one slot.   by: generation of the session; later sessions' do not count.
+
+    check: None: read verdicts only (an audit).   parent: outer steps of the runs before this one.
+    """
+
+    def __init__(
+        self, store: Store, clock: Clock, emit: Emit, check: Check | None, *, run: str, slot: str, by: int,
+        share: float, parent: int,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._clock = clock
+        self._emit = emit
+        self._check = check
+        self._run = run
+        self._prefix = f"{layout.ROLLOUTS}{slot}/"
+        self._by = by
+        self._share = share
+        self._parent = parent
+        self._verdicts: dict[str, RolloutVerdict] | None = None
+        self._refused = set[str]()  # actors that were told of
+
+    def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
+        """Whether the slot may train on an actor's bundle.   key: the bundle's.   Raise RendezvousError."""
+        verdicts = self._known()
+        if (verdict := verdicts.get(key)) is not None and verdict.of == record.nonce:
+            return not verdict.doubts
+        earlier = [v for at, v in verdicts.items() if at < key and v.actor == record.actor]
+        doubted = sum(bool(v.doubts) for v in earlier)
+        if doubted >= MOST:
+            self._tell_once(place, key, record)
+            return False
+        seed = self._seed(place, key, record)
+        if self._check is None or not (not earlier or doubted or seed / 2**64 < self._share):
+            return True
+        return not self._judge(self._check, place, key, record, bundle, seed).doubts
+
+    def _judge(
+        self, check: Check, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle, seed: int
+    ) -> RolloutVerdict:
+        """Check, and return the verdict that stands."""
+        found = check(record.step - self._parent, bundle, seed)
+        made = RolloutVerdict(
+            of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),
+            disagreement=_bounded(found.disagreement), surprise=_bounded(found.surprise), doubts=found.doubts[:SHOWN],
+        )  # fmt: skip
+        body = put_once(self._store, self._clock, layout.verdict_key(key), made.encode())[1]
+        verdict = decode_or_none(RolloutVerdict, body) or made
+        self._known()[key] = verdict
+        if verdict.doubts:
+            text = f"the actor {record.actor}: {verdict.doubts}"
+            self._emit(
+                "rollouts_doubted", step=place.outer, key=key, actor=record.actor, text=text,
+                disagreement=verdict.disagreement, surprise=verdict.surprise,
+            )  # fmt: skip
+        return verdict
+
+    def _known(self) -> dict[str, RolloutVerdict]:
+        """Return the slot's verdicts by their bundles' keys: one LIST for a session, and a GET for each."""
+        if self._verdicts is None:
+            listed = set(self._store.list(self._prefix))
+            judged = [key for key in listed if layout.verdict_key(key) in listed - {key}]
+            found = {key: decode_or_none(RolloutVerdict, self._store.get(layout.verdict_key(key))) for key in judged}
+            self._verdicts = {key: v for key, v in found.items() if v is not None and v.by <= self._by}
+        return self._verdicts
+
+    def _seed(self, place: "BundlePlace", key: str, record: Rollouts) -> int:
+        """Return 64 bits that the actor could not know while outer step T − 1 was open."""
+        first = place.outer - self._parent
+        before = self._store.get(layout.commit_key(first - 1)) if first > 0 else None
+        parts = (before or self._run.encode(), key.encode(), record.nonce.encode())
+        return int.from_bytes(hashlib.sha256(b"\0".join(parts)).digest()[:8], "big")
+
+    def _tell_once(self, place: "BundlePlace", key: str, record: Rollouts) -> None:
+        if record.actor not in self._refused:
+            self._refused.add(record.actor)
+            text = (
+                f"the actor {record.actor} was doubted {MOST} times, so its later rollouts are not used. Repair it, "
+                "and start it under another name"
+            )
+            self._emit("rollouts_doubted", step=place.outer, key=key, actor=record.actor, text=text)
+
+
+def _bounded(number: float) -> float:
+    return max(-LARGE, min(LARGE, number)) if not math.isnan(number) else LARGE
+
+
+class ModelCheck:
+    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: of the weights.
+
+    start: returns the run's first weights, of which the bucket has no bf16 copy.
+    """
+
+    def __init__(self, store: Store, trainer: Any, model: nn.Module, start: Callable[[], FollowedWeights]) -> None:
+        self._start = start
+        self._follower = WeightsFollower(store, no_emit)
+        self._newest: FollowedWeights | None = None
+        self._trainer = trainer
+        self._model = model
+
+    def __call__(self, step: int, bundle: Bundle, seed: int) -> DoorFinding:
+        from inner import check_rollouts
+
+        weights = self._weights_of(step)
+        if weights is None:
+            return DoorFinding(
+                f"it says that it has the weights of outer step {step}, and the bucket has none that are right"
+            )
+        trainer = self._trainer
+        sigmas = math.inf if is_truncated(trainer) else SIGMAS  # with top-p, tokens are not drawn from all of π
+        with standing_at(self._model, weights), trainer.accelerator.autocast():
+            found = check_rollouts(
+                trainer.model,
+                turns_of(bundle, seed),
+                temperature=trainer.temperature,
+                positions=POSITIONS,
+                sigmas=sigmas,
+            )
+        return DoorFinding("; ".join(found.doubts), found.disagreement, found.surprise)
+
+    def _weights_of(self, step: int) -> FollowedWeights | None:
+        if self._newest is None or self._newest.step != step:
+            self._newest = None  # the follower writes over its tensors
+            self._newest = self._follower.weights_of(step) if step else self._start()
+        return self._newest
+
+
+def start_weights(run: "Run") -> FollowedWeights:
+    """Return the start model's weights in bf16."""
+    from inner.train.build import load_start
+
+    with TemporaryDirectory() as scratch:
+        folder = start_folder(run, model_record(run), Path(scratch) / "model")
+        model, _ = load_start(folder, run.config.inner.dtype, run.config.inner.lora)
+    named = trainable_parameters(model)
+    flat = torch.cat([p.detach().float().flatten() for _, p in named]).numpy()
+    starts = accumulate((p.numel() for _, p in named), initial=0)
+    parameters = {name: (at, tuple(p.shape)) for (name, p), at in zip(named, starts, strict=False)}
+    return FollowedWeights(step=0, parameters=parameters, bits=bf16_bits(flat), changed=frozenset(), bytes=0)
+
+
+@contextmanager
+def standing_at(model: nn.Module, weights: FollowedWeights) -> Iterator[None]:
+    """Give the model other weights, and evaluation mode, inside a `with`; then the same bits as before.
+
+    The model's own values wait in host memory.   Raise WrongRun, and change nothing, for weights that do not fit.
+    """
+    own = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if n in weights.parameters}
+    modes = {module: module.training for module in model.modules()}
+    weights.load_into(model)
+    try:
+        model.eval()
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in own:
+                    parameter.copy_(own[name])
+        for module, training in modes.items():
+            module.training = training
+
+
+def turns_of(bundle: Bundle, seed: int) -> list[tuple[Sequence[int], Sequence[int], Sequence[float]]]:
+    """Return (context, the model's tokens, log-probs) of the turns of some rollouts, which the seed chooses."""
+    assert bundle.logprobs is not None
+    chosen = random.Random(seed).sample(range(len(bundle.ids)), min(ROLLOUTS, len(bundle.ids)))
+    found = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
+    for i in chosen:
+        ids, logprobs = list(bundle.ids[i]), bundle.logprobs[i]
+        mask = [1] * len(ids) if bundle.mask is None else bundle.mask[i]
+        at = 0
+        for is_own, tokens in groupby(mask):
+            end = at + len(list(tokens))
+            if is_own:
+                last = min(end, at + TOKENS)
+                found.append(([*bundle.prompt_ids[i], *ids[:at]], ids[at:last], logprobs[at:last]))
+            at = end
+    return found

@@ -1,0 +1,130 @@
+"""A vLLM server (or one that speaks as it does) as an actor's engine.
+
+    load      adapter files in a folder ──▶ POST /v1/load_lora_adapter {lora_name, lora_path} ──▶ unload the one before
+    sample    POST /v1/completions {prompt: ids, return_token_ids, logprobs: 0} ──▶ choices[i].token_ids,
+                                                                                    choices[i].logprobs.token_logprobs
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --logprobs-mode processed_logprobs
+
+The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs have
+the temperature inside only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
+1 (fleet.check_rollouts).
+
+A server that is silent is asked again for PATIENCE_S seconds.  Not promised: an API key.
+"""
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import safetensors.torch
+from torch import Tensor
+
+from inner.errors import InnerError
+from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+
+PATIENCE_S, PAUSE_S = 60.0, 2.0  # for a server that does not answer; between two tries
+ANSWER_S = 600.0  # the longest that completions take
+SHOWN = 300  # characters of an answer in an error
+
+
+class AdapterServer:
+    """A server at `address`.   config: PEFT's, of the adapter.   folder: for adapter files.
+
+    patience_s: for a server that does not answer.   sleep: waits seconds.
+    """
+
+    name, together = "openai", 16
+
+    def __init__(
+        self,
+        address: str,
+        config: Any,
+        *,
+        name: str,
+        folder: Path,
+        patience_s: float = PATIENCE_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._address = address.rstrip("/").removesuffix("/v1")
+        self._config = config
+        self._prefix = f"{name}-{secrets.token_hex(4)}"
+        self._folder = folder
+        self._tries = 1 + int(patience_s / PAUSE_S)
+        self._sleep = sleep
+        self._loaded = 0
+        self._model = ""
+
+    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the adapter's files, and let the server load them."""
+        before, self._loaded = self._model, self._loaded + 1
+        model = f"{self._prefix}-{self._loaded}"
+        folder = self._folder / model
+        self._config.save_pretrained(folder)
+        safetensors.torch.save_file(adapter_tensors(parameters), folder / "adapter_model.safetensors")
+        said = self._post("/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder.resolve())})
+        if said.is_error:
+            raise InnerError(
+                f"{self._address} does not load the adapter in {folder} ({_shown(said)}). Start it on this machine "
+                "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and --max-lora-rank of at least "
+                f"{self._config.r}"
+            )
+        self._model = model
+        if before:
+            self._post("/v1/unload_lora_adapter", {"lora_name": before})  # an old one that stays only takes memory
+            shutil.rmtree(self._folder / before, ignore_errors=True)
+
+    def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
+        asked = {
+            "model": self._model, "prompt": list(prompt), "n": n, "max_tokens": settings.most,
+            "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+            "stop_token_ids": sorted(settings.ends), "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
+        }  # fmt: skip
+        said = self._post("/v1/completions", asked)
+        try:
+            if said.is_error:
+                raise ValueError("an error")
+            choices = sorted(said.json()["choices"], key=lambda choice: choice["index"])
+            if len(choices) != n:
+                raise ValueError(f"{len(choices)} completions of {n}")
+            read = [_read_choice(choice, settings.ends) for choice in choices]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InnerError(
+                f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
+                "needs `return_token_ids` and `logprobs` of /v1/completions, as vLLM has them"
+            ) from error
+        return [ids for ids, _ in read], [logprobs for _, logprobs in read]
+
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        error: Exception | None = None
+        for again in range(self._tries):
+            if again:
+                self._sleep(PAUSE_S)
+            try:
+                return httpx.post(self._address + path, json=body, timeout=httpx.Timeout(10.0, read=ANSWER_S))
+            except httpx.TransportError as found:
+                error = found
+        raise InnerError(
+            f"{self._address} did not answer {self._tries} times ({error!r}). Start the server, and then this "
+            "actor again"
+        )
+
+
+def _read_choice(choice: Any, ends: frozenset[int]) -> tuple[list[int], list[float]]:
+    """Return ids and log-probs of one completion.   Raise ValueError, KeyError or TypeError if it lacks them."""
+    ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if not ids or len(ids) != len(logprobs):
+        raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")
+    if not all(type(token) is int for token in ids):
+        raise ValueError("token ids that are no whole numbers")
+    if choice["finish_reason"] == "stop" and ids[-1] not in ends:
+        raise ValueError("the token that ended a completion is left out")
+    return ids, [float(logprob) for logprob in logprobs]
+
+
+def _shown(said: httpx.Response) -> str:
+    return f"HTTP {said.status_code}: {said.text[:SHOWN]}"

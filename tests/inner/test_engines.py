@@ -1,0 +1,326 @@
+"""Engines of an actor: what they are told and what they tell, and each way in which one can fail."""
+
+import atexit
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from inner.errors import InnerError
+from inner.extras.engines.choose import use_engine
+from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
+from inner.extras.engines.sampling import DrawSettings, adapter_tensors
+from inner.extras.engines.server import AdapterServer
+from inner.rollouts.acting import Sampler
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner, publish_model
+from tests.inner.test_acting import SHARE
+from tests.inner.test_toolworld import SMALL, small_folder
+from tests.support.engine_server import EngineState, serve_engine
+from tests.support.fake_vllm import FakeLLM, fake_vllm
+from tests.support.tables import merge_tables
+
+torch.set_num_threads(1)
+LORA = {"lora": {"r": 4, "targets": ["q_proj", "k_proj", "v_proj"]}, "sampling": {"temperature": 0.8}}
+Served = tuple[str, EngineState]
+
+
+@cache
+def start() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="test-engines-")
+    atexit.register(folder.cleanup)
+    publish_model(InnerConfig(**merge_tables(SMALL, LORA)), Path(folder.name))
+    return Path(folder.name)
+
+
+def a_loop(**settings: Any) -> Any:
+    config = InnerConfig(**merge_tables(merge_tables(SMALL, LORA), settings))
+    return build_inner(config, start(), {}, Seeds(data=0, noise=0, share=SHARE))
+
+
+def move_adapter(loop: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in loop.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve_engine(start()) as found:
+        yield found
+
+
+@pytest.fixture
+def server(served: Served) -> Iterator[Served]:
+    address, state = served
+    state.change, state.asked = (lambda answer: answer), []
+    yield address, state
+
+
+def own_log_probs(loop: Any, bundle: Any) -> list[torch.Tensor]:
+    """Return the log-probs of the model's tokens in each rollout, from the loop's own model."""
+    found = []
+    for prompt, ids, mask in zip(bundle.prompt_ids, bundle.ids, bundle.mask, strict=True):
+        with torch.no_grad():
+            logits = loop.model.eval()(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        logps = logits.div(loop.trainer.temperature).log_softmax(-1)[range(len(ids)), ids]
+        found.append(logps[torch.tensor(mask) == 1])
+    return found
+
+
+def assert_behaviour(loop: Any, bundle: Any, tolerance: float = 1e-4) -> None:
+    for ours, told, mask in zip(own_log_probs(loop, bundle), bundle.logprobs, bundle.mask, strict=True):
+        told = torch.tensor(told)[torch.tensor(mask) == 1]
+        torch.testing.assert_close(told, ours, atol=tolerance, rtol=0)
+
+
+def test_a_server_samples_with_the_newest_adapter_through_the_tool_loop(server: Served, tmp_path: Path) -> None:
+    address, state = server
+    loop = a_loop()
+    move_adapter(loop, 1)
+    use_engine(f"openai:{address}/v1", loop.trainer, name="a07", folder=tmp_path)
+    sampler = Sampler(loop.trainer)
+    assert sampler.engine == "openai"
+    made = sampler.sample(SHARE, 0)
+    assert made.mask is not None and any(0 in mask for mask in made.mask), "tools were called"
+    assert_behaviour(loop, made)
+    move_adapter(loop, 2)
+    sampler.load()
+    assert_behaviour(loop, sampler.sample(SHARE, 1))
+    assert len(state.models) == 1 and len(list(tmp_path.iterdir())) == 1, "the old adapter is gone"
+    asked = [body for path, body in state.asked if path == "/v1/completions"]
+    assert max(body["n"] for body in asked) == loop.trainer.args.num_generations
+    assert all(body["temperature"] == 0.8 and body["return_token_ids"] for body in asked)
+    assert len({body["seed"] for body in asked}) == len(asked)
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], Any]:
+    def change(answer: dict[str, Any]) -> Any:
+        for choice in answer["choices"]:
+            at = choice
+            for name in path[:-1]:
+                at = at[name]
+            del at[path[-1]]
+        return answer
+
+    return change
+
+
+def setting(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda answer: {"choices": [{**choice, **values} for choice in answer["choices"]]}
+
+
+def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]:
+    loop = a_loop()
+    return loop, AdapterServer(address, loop.model.peft_config["default"], name="a07", folder=folder, **named)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("token_ids"), "'token_ids'"),
+        (setting(token_ids=None), "0 token ids"),
+        (without("logprobs"), "'logprobs'"),
+        (setting(logprobs=None), "NoneType"),
+        (setting(token_ids=["token_id:5"], logprobs={"token_logprobs": [-1.0]}), "no whole numbers"),
+        (setting(token_ids=[5, 6]), "2 token ids and"),
+        (setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"), "ended a completion"),
+        (setting(token_ids=[5], logprobs={"token_logprobs": [None]}, finish_reason="length"), "float"),
+        (lambda answer: {"choices": answer["choices"][:1]}, "1 completions of 2"),
+        (lambda answer: {"error": "no"}, "'choices'"),
+        (lambda answer: [], "list indices"),
+    ],
+)
+def test_answers_without_ids_or_log_probs_end_the_actor_with_a_sentence(
+    server: Served, tmp_path: Path, change: Any, words: str
+) -> None:
+    address, state = server
+    loop, engine = a_server_engine(address, tmp_path)
+    engine.load(loop.model.named_parameters())
+    state.change = change
+    with pytest.raises(InnerError, match=f"(?s){words}.*An actor needs `return_token_ids`"):
+        engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))
+
+
+def test_an_adapter_that_the_server_does_not_load_is_told_with_the_flags_that_it_needs(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, state = server
+    loop, engine = a_server_engine(address, tmp_path)
+    monkeypatch.setattr(state, "answer", lambda path, body: (404, {"detail": "Not Found"}))
+    with pytest.raises(InnerError, match=r"HTTP 404.*--enable-lora"):
+        engine.load(loop.model.named_parameters())
+
+
+def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: Path) -> None:
+    waited = list[float]()
+    loop, engine = a_server_engine("http://127.0.0.1:9", tmp_path, patience_s=6.0, sleep=waited.append)
+    with pytest.raises(InnerError, match=r"did not answer 4 times.*Start the server"):
+        engine.load(loop.model.named_parameters())
+    assert waited == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "settings", "words"),
+    [
+        ("sglang:x", {}, "use openai:http"),
+        ("openai", {}, "use openai:http"),
+        ("openai:http://x", {"trl": {"top_p": 0.9}}, "samples from all tokens"),
+        ("llama_cpp:/no/such.gguf", {}, "llama"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(typed: str, settings: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InnerError, match=words):
+        use_engine(typed, a_loop(**settings).trainer, name="a07", folder=tmp_path)
+
+
+def test_a_run_of_all_weights_has_no_such_engine_and_says_what_to_do(tmp_path: Path) -> None:
+    loop = build_inner(InnerConfig(**SMALL), small_folder(), {}, Seeds(data=0, noise=0, share=SHARE))
+    with pytest.raises(InnerError, match=r"trains all weights.*\[inner.vllm\]"):
+        use_engine("openai:http://x", loop.trainer, name="a07", folder=tmp_path)
+
+
+# ---------------------------------------------------------------------- vLLM in process
+
+
+def test_vllm_in_process_gets_the_weights_whenever_the_actor_has_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[FakeLLM] = fake_vllm(monkeypatch)
+    loop = a_loop(vllm={})
+    sampler = Sampler(loop.trainer)
+    assert sampler.engine == "vllm"
+    move_adapter(loop, 1)
+    sampler.load()
+    assert_behaviour(loop, sampler.sample(SHARE, 0))
+    (engine,) = engines
+    pushed = engine.resets
+    sampler.sample(SHARE, 1)
+    assert engine.resets == pushed, "no new weights, no push"
+    move_adapter(loop, 2)
+    sampler.load()
+    assert_behaviour(loop, sampler.sample(SHARE, 2))
+    assert engine.resets == pushed + 1
+
+
+# ---------------------------------------------------------------------- llama.cpp, without llama.cpp
+
+
+class Sizes:
+    path, architecture, blocks = Path("x.gguf"), "llama", 2
+    heads = {"attn_q": 4, "attn_k": 2}  # noqa: RUF012
+
+
+def test_an_adapters_file_has_llama_cpps_names_scale_and_order_of_rows(tmp_path: Path) -> None:
+    stem = "base_model.model.model.layers.1.self_attn"
+    tensors = {
+        f"{stem}.{layer}.lora_{part}.default.weight": torch.randn(*shape)
+        for layer, rows in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8))
+        for part, shape in (("A", (3, 16)), ("B", (rows, 3)))
+    }
+    named: Any = Sizes
+    write_adapter(tmp_path / "a.gguf", adapter_tensors(tensors.items()), named, alpha=6.0)
+    read = gguf.GGUFReader(tmp_path / "a.gguf")
+    found = {t.name: t.data for t in read.tensors}
+    assert sorted(found) == [f"blk.1.attn_{x}.weight.lora_{p}" for x in "kqv" for p in "ab"]
+    assert read.fields["adapter.lora.alpha"].contents() == 6.0 and read.fields["general.type"].contents() == "adapter"
+    b = tensors[f"{stem}.q_proj.lora_B.default.weight"].numpy()
+    assert np.array_equal(found["blk.1.attn_q.weight.lora_b"][:4], b[[0, 2, 1, 3]])
+    assert np.array_equal(found["blk.1.attn_v.weight.lora_b"], tensors[f"{stem}.v_proj.lora_B.default.weight"].numpy())
+    with pytest.raises(InnerError, match=r"no name for .*odd.*inner.lora.targets"):
+        write_adapter(tmp_path / "b.gguf", {"base_model.model.odd.lora_A.weight": torch.ones(1, 1)}, named, alpha=1.0)
+
+
+def test_rows_are_permuted_as_llama_cpps_converter_does() -> None:
+    rows = np.arange(12.0)[:, None]
+    assert permuted(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+class FakeLlama:
+    """llama.cpp with logits that depend on the newest token."""
+
+    metadata: dict[str, str] = {  # noqa: RUF012
+        "general.architecture": "llama", "llama.block_count": "2", "llama.attention.head_count": "4",
+    }  # fmt: skip
+    model = ctx = None
+
+    def __init__(self, path: str, **asked: Any) -> None:
+        if "missing" in path:
+            raise ValueError(f"Model path does not exist: {path}")
+        self.n_tokens, self.cache = 0, [0] * 64
+
+    def reset(self) -> None:
+        self.n_tokens = 0
+
+    def eval(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.cache[self.n_tokens] = token
+            self.n_tokens += 1
+
+    def n_vocab(self) -> int:
+        return 8
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
+    import ctypes
+    from types import SimpleNamespace
+
+    made = list[FakeLlama]()
+
+    def make(path: str, **asked: Any) -> FakeLlama:
+        made.append(FakeLlama(path))
+        return made[-1]
+
+    def logits(ctx: Any) -> Any:
+        last = made[-1].cache[made[-1].n_tokens - 1]
+        return (ctypes.c_float * 8)(*(0.5 * ((last * 3 + i) % 5) for i in range(8)))
+
+    fake = SimpleNamespace(
+        Llama=make, llama_get_logits=logits, llama_log_callback=lambda note: note,
+        llama_log_set=lambda note, _: note(4, b"it said why", None),
+        llama_adapter_lora_init=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    return fake
+
+
+def test_llama_cpps_draws_come_with_their_log_probs_and_end_where_they_should(llama: Any, tmp_path: Path) -> None:
+    config = a_loop().model.peft_config["default"]
+    engine = LlamaEngine(tmp_path / "x.gguf", config, folder=tmp_path, context=20)
+    ids, logprobs = engine.sample([1, 2, 3], 300, DrawSettings(0.5, 9, frozenset([7]), seed=3))
+    assert {len(row) for row in ids} >= {1, 2, 9} and all(7 not in row[:-1] for row in ids)
+    assert all(len(row) == 9 or row[-1] == 7 for row in ids)
+    for row, told in zip(ids, logprobs, strict=True):
+        last = 3
+        for token, logprob in zip(row, told, strict=True):
+            expected = torch.tensor([((last * 3 + i) % 5) for i in range(8)]).float().log_softmax(-1)[token]
+            assert math.isclose(logprob, float(expected), abs_tol=1e-6)
+            last = token
+    with pytest.raises(InnerError, match="a prompt has 20 tokens"):
+        engine.sample([1] * 20, 1, DrawSettings(1.0, 9, frozenset([7]), seed=3))
+    with pytest.raises(InnerError, match=r"cannot put the run's adapter on .*it said why"):
+        engine.load(a_loop().model.named_parameters())
+
+
+def test_files_that_are_no_base_are_refused(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_loop().model.peft_config["default"]
+    with pytest.raises(InnerError, match=r"cannot load .*missing"):
+        LlamaEngine(tmp_path / "missing.gguf", config, folder=tmp_path)
+    monkeypatch.setitem(FakeLlama.metadata, "general.architecture", "mamba")
+    with pytest.raises(InnerError, match="of the kind mamba"):
+        LlamaEngine(tmp_path / "x.gguf", config, folder=tmp_path)
+
+
+def test_without_the_package_the_next_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(InnerError, match="pip install llama-cpp-python"):
+        LlamaEngine(tmp_path / "x.gguf", None, folder=tmp_path)
