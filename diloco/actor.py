@@ -158,7 +158,7 @@ def filled_places(store: Readable) -> Callable[[str, int], bool]:
         hundred = slot, generation // 100
         if hundred not in seen:
             keys = store.list(f"{layout.ROLLOUTS}{slot}/{hundred[1]:08d}")
-            seen[hundred] = {int(key.split("/")[2]) for key in keys if key.count("/") == 3}
+            seen[hundred] = {g for key in keys if (g := layout.bundle_generation(key)) is not None}
         return generation in seen[hundred]
 
     return is_filled

@@ -80,13 +80,8 @@ MOST_OF_OTHERS = 16 * _KIB  # bytes of any other record: a few numbers and names
 MOST_OF_FILES = 1 << 40  # bytes of a file that a record names by its digest: the user's, θ₀'s, residuals
 _SEALED = 256  # bytes that a tag adds
 _FOLDERS = {
-    "replicas": "claim",
-    "alive": "beat",
-    "leave": "leave",
-    "control": "control",
-    "log": "log",
-    "rollouts": "rollouts",
-}
+    "replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log", "rollouts": "rollouts",
+}  # fmt: skip
 
 
 def is_plain(name: str) -> bool:
@@ -279,6 +274,12 @@ def bundle_key(slot: str, generation: int, bundle: int, attempt: int) -> str:
 
 def verdict_key(bundle: str) -> str:
     return bundle.removesuffix(".bundle") + ".verdict"
+
+
+def bundle_generation(key: str) -> int | None:
+    """Return the generation of a bundle's key: rollouts/r01/0000000042/0003.0.bundle -> 42; None for any other key."""
+    parts = key.split("/")
+    return int(parts[2]) if len(parts) == 4 and _is_number(parts[2]) and key.endswith(".bundle") else None
 
 
 def is_rollouts(key: str) -> bool:

@@ -243,6 +243,7 @@ class BucketPlaces:
         if record.actor and bundle.logprobs is None:
             return None, f"the actor {record.actor} left out their log-probs"
         why = unfit(bundle)
-        if not why and record.actor and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
+        may_lie = record.actor and (not why or isinstance(why, TooFar))  # wrong weights are far away, too
+        if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
             return None, ""  # the door has told of it
         return bundle, why

@@ -17,7 +17,7 @@ from diloco.replica.door import Check, DoorFinding, ModelCheck, RolloutDoor, tur
 from diloco.run.record import read_run
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace
+from inner.rollouts.recorded import BundlePlace, TooFar
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
@@ -143,6 +143,16 @@ def test_an_actor_with_other_weights_is_doubted_and_the_replica_makes_the_place(
     for other in (at_door(store, a_check(), by=2), at_door(store, None, by=1)):
         found = other.find(at(42), FITS)
         assert found is not None and found.pack() == honest.pack(), "a replacement and an audit decide alike"
+
+
+def test_a_liar_that_is_too_far_from_the_policy_is_doubted_all_the_same(honest: Bundle) -> None:
+    """The replica would not have trained on it; but its actor is to be repaired."""
+    store, told = MemoryStore("memory://x"), list[Any]()
+    deliver(store, honest, 42, 43)
+    here = at_door(store, a_check(DoorFinding("wrong"), DoorFinding("")), told)
+    far = lambda bundle: TooFar("0.50 nats per token from the present weights")  # noqa: E731
+    assert here.find(at(42), far) is None and here.find(at(43), far) is None
+    assert [(event, fields["actor"]) for event, fields in told] == [("rollouts_doubted", "a07")]
 
 
 @pytest.mark.parametrize("step", [3, 4])
@@ -334,18 +344,18 @@ def test_a_fleet_finds_the_liar_among_its_actors_and_an_audit_agrees(tmp_path: P
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     begin: Callable[..., Any] = lambda *words: subprocess.Popen([sys.executable, *words], env=environ)  # noqa: E731
     actors = [
-        begin("-m", "diloco.actor", fleet.url, "--name", "honest"),
-        begin("-c", LIE, fleet.url, "--name", "liar"),
+        begin("-m", "diloco.actor", fleet.url, "--name", "a01"),
+        begin("-c", LIE, fleet.url, "--name", "a02"),
     ]
     fleet.start_all()
-    fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 4 for name in ("honest", "liar")))
+    fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 4 for name in ("a01", "a02")))
     fleet.wait_for(lambda: len(events(fleet, "rollouts_doubted")) >= 2 and bool(events(fleet, "rollouts_found")))
     first = [record for record in bundles(fleet).values() if record.actor]
     assert any(record.step == 0 for record in first), "the start model's weights are checked, too"
     fleet.end_in(1)
     assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
     assert [actor.wait(60) for actor in actors] == [exitcodes.DONE, exitcodes.DONE]
-    assert {event["actor"] for event in events(fleet, "rollouts_doubted")} == {"liar"}
+    assert {event["actor"] for event in events(fleet, "rollouts_doubted")} == {"a02"}
     doubted = [key for key, record in bundles(fleet).items() if ".1.bundle" in key and not record.actor]
     assert doubted
     found = recompute_offers(read_run(fleet.url))
