@@ -35,6 +35,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "seal": ("", "a run without a key"),
     "snapshot": ("100 1 3", "a step without a snapshot"),
     "recorded": ("", "the same steps without recording"),
+    "actors": ("--minutes 3", "a fleet whose actors are killed 120 times an hour"),
     "overlap": ("", "a sync that training waits for"),
     "scale": ("", "prices of requests"),
     "kill": ("3", "torchft, tuned"),

@@ -1,0 +1,131 @@
+"""A fleet whose actors are killed all the time, and what actors do to the learning.
+
+    python -m tests.benchmarks.bench_actors --minutes 30 --kills 120     a storm: 2 replicas, 4 actors, kills per hour
+    python -m tests.benchmarks.bench_actors --pairs 8 --steps 20         seeds with and without actors, in turns
+
+    storm   rounds above twice the median · bundles of actors · too late · every pseudogradient computed again
+    pairs   mean reward over the run and at its end, with − without ± standard error
+
+The places of counted work follow from the chain, so a pseudogradient that is equal to the byte when it is computed
+again was trained on exactly its slot's places, each once.
+
+Not promised: a machine's speed; all processes share this machine's cores, so actors take time from the replicas.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from diloco.audit.inner import recompute_offers
+from diloco.run.record import read_run
+from diloco.runlog.reader import Report, read_report
+from diloco.runlog.summary import actor_words
+from rendezvous.agreement.membership import read_beat, write_control
+from rendezvous.clock import SystemClock
+from rendezvous.layout import is_actor
+
+CONFIG = """[inner]
+model = "toolworld"
+batch_size = 32
+lr = 1e-3
+[inner.sdpo]
+weight = 0.1
+[outer]
+sync_every = 6
+[fleet]
+record_rollouts = true
+broadcast_weights = true
+"""
+
+
+def start(folder: Path, *, seed: int, steps: int, actors: int) -> "subprocess.Popen[bytes]":
+    """Start a fleet of two replicas and some actors below `folder`."""
+    (folder / "run.toml").write_text(CONFIG)
+    command = ["train", "run.toml", "--run", "run", "--replicas", "2", "--min-replicas", "1", "--steps", str(steps)]
+    command += ["--set", f"seed={seed}", "--no-preflight", "--yes", *(["--actors", str(actors)] if actors else [])]
+    code = f"import sys; from executors.cli.main import main; sys.exit(main({command!r}))"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    log = (folder / "train.log").open("wb")
+    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=env, stdout=log, stderr=log)
+
+
+def storm(folder: Path, *, minutes: float, kills_per_hour: float, actors: int) -> Report:
+    """Kill an actor at a time for so many minutes; then end the run, and return its report."""
+    fleet = start(folder, seed=0, steps=1_000_000, actors=actors)
+    run_folder = folder / "run"
+    while not (run_folder / "steps" / f"{0:010d}" / "commit.json").exists():
+        assert fleet.poll() is None, (folder / "train.log").read_text()
+        time.sleep(0.5)
+    run, killed, began = read_run(str(run_folder)), 0, time.monotonic()
+    while time.monotonic() - began < 60 * minutes:
+        time.sleep(3600 / kills_per_hour)
+        beat = read_beat(run.store, f"a{killed % actors:02d}")
+        killed += 1
+        if beat is not None and beat.phase == "sample":
+            os.kill(beat.pid, signal.SIGKILL)
+    write_control(run.store, SystemClock(), steps=read_report(run.store).head + 2)
+    assert fleet.wait(300) == 0, (folder / "train.log").read_text()[-3000:]
+    return read_report(run.store)
+
+
+def tell_storm(report: Report, folder: Path) -> None:
+    rounds = [b.at - a.at for a, b in zip(report.steps, report.steps[1:], strict=False)]
+    slow = [seconds for seconds in rounds if seconds > 2 * median(rounds)]
+    lost = [e for e in report.of_kind("lost") if is_actor(e["slot"])]
+    print(
+        f"{report.head} outer steps, median {median(rounds):.2f} s, {len(slow)} above twice that ({max(rounds):.2f} s)"
+    )
+    print(f"actors: {actor_words(report)[0]}; {len(lost)} lost")
+    found = recompute_offers(read_run(str(folder / "run")))
+    print(f"computed again: {found.equal} equal to the byte, off {found.off}, unchecked {found.unchecked}")
+
+
+def learned(folder: Path, *, seed: int, steps: int, actors: int) -> tuple[float, float]:
+    """Return the mean reward over a run, and over its last quarter."""
+    fleet = start(folder, seed=seed, steps=steps, actors=actors)
+    assert fleet.wait(1800) == 0, (folder / "train.log").read_text()[-3000:]
+    report = read_report(read_run(str(folder / "run")).store)
+    rewards = [step.mean_reward or 0.0 for step in report.steps]
+    return mean(rewards), mean(rewards[-max(1, steps // 4) :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--kills", type=float, default=120.0, help="per hour")
+    parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    typed = parser.parse_args()
+    if not typed.pairs:
+        with tempfile.TemporaryDirectory() as scratch:
+            tell_storm(
+                storm(Path(scratch), minutes=typed.minutes, kills_per_hour=typed.kills, actors=typed.actors),
+                Path(scratch),
+            )
+        return
+    differences: list[tuple[float, float]] = []
+    for seed in range(1, typed.pairs + 1):
+        runs = []
+        for actors in (0, typed.actors):
+            with tempfile.TemporaryDirectory() as scratch:
+                runs.append(learned(Path(scratch), seed=seed, steps=typed.steps, actors=actors))
+        (alone, alone_end), (helped, helped_end) = runs
+        differences.append((helped - alone, helped_end - alone_end))
+        print(
+            f"seed {seed}: over the run {alone:.3f} {helped:.3f}, at its end {alone_end:.3f} {helped_end:.3f}",
+            flush=True,
+        )
+    for name, column in zip(("over the run", "at its end"), zip(*differences, strict=True), strict=True):
+        error = stdev(column) / len(column) ** 0.5 if len(column) > 1 else float("nan")
+        print(f"with actors − without, {name}: {mean(column):+.3f} ± {error:.3f} ({len(column)} pairs)")
+
+
+if __name__ == "__main__":
+    main()
