@@ -30,6 +30,7 @@ from rendezvous.weights import patch
 from tests.diloco.test_actor import bundles, sampled_by
 from tests.diloco.test_recorded_fleet import PLAIN, Trouble, a_fleet, events, places
 from tests.inner.test_acting import SHARE, a_loop
+from tests.support import independent_reader
 
 FITS = lambda bundle: ""  # noqa: E731
 BELIEVED, DOUBTED = DoorFinding("", 0.01, 0.1), DoorFinding("its log-probs are not the model's", 0.9, 7.0)
@@ -317,6 +318,26 @@ def test_without_the_run_key_an_actor_ends_before_it_reads_anything(
     monkeypatch.delenv("DILOCO_RUN_KEY")
     assert main([fleet.url, "--name", "a01"]) == exitcodes.USER_ERROR
     assert "DILOCO_RUN_KEY" in capsys.readouterr().err
+
+
+def test_a_second_reader_finds_the_same_rollouts(honest: Bundle) -> None:
+    """It is written from docs/formats.md, and imports nothing of ours."""
+    store = MemoryStore("memory://x")
+    deliver(store, honest, 42)
+    body = store.get(KEY) or b""
+    record, rollouts = independent_reader.bundle(body, "n", ("r01", 42, 0))
+    assert record["actor"] == "a07" and record["step"] == 5 and record["by"] == 0
+    for name in ("ids", "mask", "prompt_ids", "prompts", "completions", "names", "weights"):
+        ours = list(getattr(honest, name))
+        assert rollouts[name] == (list(map(list, ours)) if name in ("ids", "mask", "prompt_ids") else ours), name
+    assert [len(row) for row in rollouts["logprobs"]] == [len(row) for row in rollouts["ids"]]
+    assert rollouts["logprobs"][3] == pytest.approx((honest.logprobs or [])[3], abs=1e-6)
+    assert rollouts["rewards"] == honest.rewards.tolist()
+    at_payload = body.index(b"completions")
+    damaged = body[:at_payload] + b"C" + body[at_payload + 1 :]
+    for wrong, place in ((damaged, ("r01", 42, 0)), (body, ("r01", 43, 0)), (body[:-1], ("r01", 42, 0))):
+        with pytest.raises(independent_reader.Unsound):
+            independent_reader.bundle(wrong, "n", place)
 
 
 # ---------------------------------------------------------------------- a fleet

@@ -75,6 +75,29 @@ def safetensors(body: bytes) -> dict[str, np.ndarray]:
     return arrays
 
 
+def bundle(body: bytes, run: str, place: tuple[str, int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record of a bundle of recorded rollouts, and its rollouts.   Raises Unsound."""
+    payload, mark, line = body.removesuffix(b"\n").rpartition(b"\n")
+    if not mark or not body.endswith(b"\n"):
+        raise Unsound("no record in the last line")
+    record = json.loads(line)
+    if record["kind"] != "rollouts" or record["run"] != run or (record["slot"], *record["place"]) != place:
+        raise Unsound(f"of another place: {record}")
+    if not is_named(payload, record["digest"]):
+        raise Unsound("another payload than the record names")
+    (length,) = struct.unpack_from("<Q", payload)
+    said = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["bundle"])
+    arrays = safetensors(payload)
+    cut = lambda name, sizes: [a.tolist() for a in np.split(arrays[name], np.cumsum(arrays[sizes])[:-1])]  # noqa: E731
+    rollouts = {name: cut(name, "lengths") for name in ("ids", "mask", "logprobs") if name in arrays}
+    rollouts |= {"prompt_ids": cut("prompt_ids", "prompt_lengths"), "rewards": arrays["rewards"].tolist()}
+    rollouts |= {name: said[name] for name in ("completions", "names", "weights", "environments", "calls")}
+    rollouts["prompts"] = [said["prompts"][i] for i in said["prompt_of"]]
+    if (record["rollouts"], record["tokens"]) != (len(rollouts["ids"]), sum(map(len, rollouts["ids"]))):
+        raise Unsound("not so many rollouts or tokens as the record says")
+    return record, rollouts
+
+
 def base_of(fragments: list[list[np.ndarray]]) -> str:
     """fragments: of each one its arrays in order (θ, momentum, …).  Bare hexadecimal digits, no kind."""
     xxh3 = xxhash.xxh3_128_hexdigest
