@@ -1,6 +1,6 @@
 """The settings that a run over a lighthouse cannot have, and those that actors need.
 
-    rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor.py)
+    rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
 Not promised: that the lighthouse answers; a replica tells when it connects.
 """

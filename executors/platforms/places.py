@@ -5,7 +5,7 @@
 
     build_executor(places) ──▶ the executor of the only place, or a Mixed of several (mixed.py)
 
-Places get slots in their order; the last place gets all remaining slots.  Actors (diloco/actor.py) have places of
+Places get slots in their order; the last place gets all remaining slots.  Actors (diloco/actor/) have places of
 their own.  The run's control records list the places,
 so that a supervisor on any machine can rebuild the executors.
 

@@ -49,7 +49,7 @@ class Wanted:
 
     universe: the number of slots that can exist: the largest `replicas` of any record, or all slots up to a guest's.
     guests: slots that take part and that no supervisor keeps.
-    actors: the number of actors to keep (diloco/actor.py).   most_actors: the largest `actors` of any record.
+    actors: the number of actors to keep (diloco/actor/).   most_actors: the largest `actors` of any record.
     former: places of earlier records.   highest_quorum: the largest `min_replicas` of any record.
     places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """

@@ -424,7 +424,7 @@ class Beat(Record):
     """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
-    data: the inner step of its slot's data that it trains on, for actors (diloco/actor.py).
+    data: the inner step of its slot's data that it trains on, for actors (diloco/actor/).
     """
 
     kind = "beat"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.actor import Pace, Standing, _hash, chosen_place, filled_places, main, open_places, read_standings
+from diloco.actor import main
+from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.record import read_run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.actor import take_name
+from diloco.actor.actor import take_name
 from diloco.process import exitcodes
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report

@@ -23,16 +23,15 @@ Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a b
 """
 
 import argparse
-import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.actor.places import Pace, chosen_place, filled_places, open_places, read_standings
 from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
@@ -45,11 +44,11 @@ from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import Seeds, build_inner
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat, read_control, write_control
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError, StoreError
 from rendezvous.records.records import Claim, new_nonce
-from rendezvous.store import Readable, put_once
+from rendezvous.store import put_once
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
@@ -58,110 +57,6 @@ if TYPE_CHECKING:
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
 SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
-SPREAD = 8  # places of others among which an actor chooses
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round.
-
-    rate: seconds per inner step, 0 if unknown.
-    """
-
-    slot: str
-    step: int
-    data: int
-    inner: int
-    rate: float = 0.0
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The arithmetic of places.   sync_every: H.   accumulated, served: micro-batches per inner step, generation."""
-
-    sync_every: int
-    accumulated: int
-    served: int
-
-    def generation_at(self, inner_step: int) -> int:
-        return inner_step * self.accumulated // self.served
-
-    def outer_step_of(self, at: Standing, generation: int) -> int:
-        """Return the outer step that will train a generation, if every round has H inner steps."""
-        first = generation * self.served // self.accumulated
-        return at.step + max(0, first - (at.data - at.inner)) // self.sync_every
-
-
-def open_places(
-    standings: Iterable[Standing],
-    is_filled: Callable[[str, int], bool],
-    pace: Pace,
-    *,
-    weights: int,
-    staleness: int,
-    takes_s: float = 0.0,
-) -> list[tuple[int, str, int]]:
-    """Return the open places as (distance, slot, generation), the nearest first.
-
-    is_filled(slot, generation): whether it has a bundle.   weights: the outer step of the actor's weights.
-    takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
-    by then; below 0 for places that it will probably fill itself, which come last.
-    """
-    found = list[tuple[int, str, int]]()
-    for at in standings:
-        now = pace.generation_at(at.data)
-        lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
-        generation = now + 1
-        while pace.outer_step_of(at, generation) - weights <= staleness:
-            if not is_filled(at.slot, generation):
-                found.append((generation - now - lead, at.slot, generation))
-            generation += 1
-    return sorted(found, key=lambda place: (place[0] < 0, abs(place[0]), *place[1:]))
-
-
-def chosen_place(
-    places: Sequence[tuple[int, str, int]], name: str, names: Collection[str] = (), overdue: Collection[Any] = ()
-) -> tuple[str, int] | None:
-    """Return this actor's place: the nearest of its own that it can fill in time; without one, an overdue one.
-
-    names: of all actors.   overdue: (slot, generation) of places whose owners had the time to fill them.
-    """
-    in_time = [place for place in places if place[0] >= 0]
-    own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]
-    others = [place for place in in_time or places[:1] if place[1:] in overdue][:SPREAD]
-    chosen = own[0] if own else max(others, key=lambda place: _hash(name, place), default=None)
-    return chosen[1:] if chosen else None
-
-
-def _hash(name: str, place: tuple[int, str, int]) -> bytes:
-    return hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()
-
-
-def read_standings(store: Readable) -> list[Standing]:
-    """Return where the slots are, by their heartbeats."""
-    beats = (read_beat(store, slot) for slot in read_control(store).slot_names)
-    return [
-        Standing(b.slot, b.step, b.data, b.inner, b.rate)
-        for b in beats
-        if b is not None and b.phase in ("train", "wait")
-    ]
-
-
-def filled_places(store: Readable) -> Callable[[str, int], bool]:
-    """Return a function: (slot, generation) -> whether it has a bundle, as LIST shows it now.
-
-    It lists a hundred generations at a time, so that a long run costs no more than a short one.
-    """
-    seen: dict[tuple[str, int], set[int]] = {}
-
-    def is_filled(slot: str, generation: int) -> bool:
-        hundred = slot, generation // 100
-        if hundred not in seen:
-            keys = store.list(f"{layout.ROLLOUTS}{slot}/{hundred[1]:08d}")
-            seen[hundred] = {g for key in keys if (g := layout.bundle_generation(key)) is not None}
-        return generation in seen[hundred]
-
-    return is_filled
 
 
 class Actor:
@@ -325,7 +220,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
     act = partial(act_in_session, engine=typed.engine)
     return run_member(typed.url, name, act, parent=typed.parent, generation=generation)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

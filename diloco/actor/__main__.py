@@ -1,0 +1,5 @@
+import sys
+
+from diloco.actor import main
+
+sys.exit(main())
