@@ -44,20 +44,28 @@ broadcast_weights = true
 """
 
 
-def start(folder: Path, *, seed: int, steps: int, actors: int) -> "subprocess.Popen[bytes]":
+def start(folder: Path, *, seed: int, steps: int, actors: int, staleness: int) -> "subprocess.Popen[bytes]":
     """Start a fleet of two replicas and some actors below `folder`."""
     (folder / "run.toml").write_text(CONFIG)
     command = ["train", "run.toml", "--run", "run", "--replicas", "2", "--min-replicas", "1", "--steps", str(steps)]
-    command += ["--set", f"seed={seed}", "--no-preflight", "--yes", *(["--actors", str(actors)] if actors else [])]
+    command += [
+        "--set",
+        f"seed={seed}",
+        "--set",
+        f"fleet.staleness={staleness}",
+        "--no-preflight",
+        "--yes",
+        *(["--actors", str(actors)] if actors else []),
+    ]
     code = f"import sys; from executors.cli.main import main; sys.exit(main({command!r}))"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     log = (folder / "train.log").open("wb")
     return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=env, stdout=log, stderr=log)
 
 
-def storm(folder: Path, *, minutes: float, kills_per_hour: float, actors: int) -> Report:
+def storm(folder: Path, *, minutes: float, kills_per_hour: float, actors: int, staleness: int) -> Report:
     """Kill an actor at a time for so many minutes; then end the run, and return its report."""
-    fleet = start(folder, seed=0, steps=1_000_000, actors=actors)
+    fleet = start(folder, seed=0, steps=1_000_000, actors=actors, staleness=staleness)
     run_folder = folder / "run"
     while not (run_folder / "steps" / f"{0:010d}" / "commit.json").exists():
         assert fleet.poll() is None, (folder / "train.log").read_text()
@@ -86,9 +94,9 @@ def tell_storm(report: Report, folder: Path) -> None:
     print(f"computed again: {found.equal} equal to the byte, off {found.off}, unchecked {found.unchecked}")
 
 
-def learned(folder: Path, *, seed: int, steps: int, actors: int) -> tuple[float, float]:
+def learned(folder: Path, *, seed: int, steps: int, actors: int, staleness: int) -> tuple[float, float]:
     """Return the mean reward over a run, and over its last quarter."""
-    fleet = start(folder, seed=seed, steps=steps, actors=actors)
+    fleet = start(folder, seed=seed, steps=steps, actors=actors, staleness=staleness)
     assert fleet.wait(1800) == 0, (folder / "train.log").read_text()[-3000:]
     report = read_report(read_run(str(folder / "run")).store)
     rewards = [step.mean_reward or 0.0 for step in report.steps]
@@ -100,22 +108,22 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--kills", type=float, default=120.0, help="per hour")
     parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--staleness", type=int, default=2, help="fleet.staleness, in outer steps")
     parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     typed = parser.parse_args()
     if not typed.pairs:
         with tempfile.TemporaryDirectory() as scratch:
-            tell_storm(
-                storm(Path(scratch), minutes=typed.minutes, kills_per_hour=typed.kills, actors=typed.actors),
-                Path(scratch),
-            )
+            how = {"minutes": typed.minutes, "kills_per_hour": typed.kills, "actors": typed.actors}
+            tell_storm(storm(Path(scratch), **how, staleness=typed.staleness), Path(scratch))
         return
     differences: list[tuple[float, float]] = []
     for seed in range(1, typed.pairs + 1):
         runs = []
         for actors in (0, typed.actors):
             with tempfile.TemporaryDirectory() as scratch:
-                runs.append(learned(Path(scratch), seed=seed, steps=typed.steps, actors=actors))
+                how = {"seed": seed, "steps": typed.steps, "actors": actors, "staleness": typed.staleness}
+                runs.append(learned(Path(scratch), **how))
         (alone, alone_end), (helped, helped_end) = runs
         differences.append((helped - alone, helped_end - alone_end))
         print(
