@@ -170,7 +170,7 @@ def test_a_sweep_that_cannot_stop_all_says_so() -> None:
     provider = Stuck(VirtualClock())
     starter = BoxStarter(provider)
     starter.start(OWNER, BoxRecipe())
-    with pytest.raises(ProviderFailed, match="1 boxes with .* still run"):
+    with pytest.raises(ProviderFailed, match=r"1 boxes with .* still run"):
         starter.sweep({"run": "run"})
 
 
@@ -181,6 +181,22 @@ def test_a_run_sweeps_only_its_own() -> None:
         starter.start(BoxOwner(run, "0", 1, "7"), BoxRecipe())
     assert starter.sweep({"run": "a"}) == 1
     assert [box.owner.run for box in provider.alive.values()] == ["b"]
+
+
+def test_a_new_box_that_dies_is_replaced() -> None:
+    class Fragile(PlantedBox):
+        def write(self, path: str, data: bytes) -> None:
+            if self.number == 0:
+                raise BoxGone("lost")
+
+    class Provider(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Fragile(self, owner, None)
+
+    clock = VirtualClock()
+    provider = Provider(clock)
+    box = _starter(provider, clock).start(OWNER, BoxRecipe(files={"/work/a": b""}))
+    assert list(provider.alive.values()) == [box] and len(provider.made) == 2
 
 
 # -------------------------------------------------------------------- blame
@@ -254,7 +270,7 @@ def boxes(tmp_path: Path) -> LocalBoxes:
 
 @real
 def test_the_five_verbs(boxes: LocalBoxes) -> None:
-    box = boxes.start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}), timeout_s=1)
+    box = BoxStarter(boxes).start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
     ran = box.exec("cat a.txt; echo two >&2; exit 3", user="user", timeout_s=30)
     assert ran == Ran(3, "onetwo\n") and not ran.timed_out
     box.write("b/c.bin", b"\x00\xff")
@@ -310,7 +326,7 @@ def test_late_boxes_go_with_the_next_start(tmp_path: Path) -> None:
 
 
 def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(InnerError, match="no provider of boxes 'nowhere'. Name"):
+    with pytest.raises(InnerError, match=r"no provider of boxes 'nowhere'\. Name"):
         open_provider("nowhere")
     monkeypatch.setattr(local.shutil, "which", lambda name: None)
     with pytest.raises(SandboxMissing, match="local boxes need `bwrap`"):

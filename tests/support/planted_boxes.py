@@ -101,6 +101,8 @@ class PlantedBox:
         provider.alive[self.number] = self
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+        if command.startswith("mkdir -p /work"):
+            return Ran(0, "")
         if self.calls == self.dies_at:
             self._die("provider")
         if command == "break":

@@ -1,7 +1,7 @@
 """A box: a machine for one episode, with five verbs.
 
-    provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read(path)   write(path, data)
-    provider.find(labels) ──▶ boxes            stop()                                     labels: run, slot, generation, place
+    provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read   write
+    provider.find(labels) ──▶ boxes            stop()                              labels: run, slot, generation, place
 
     in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ head -c 4096, then tail -c 4096 ──▶ at most 8 KiB leave the box
 
@@ -24,9 +24,7 @@ CUT = "\n[… the middle of the output is cut …]\n"
 KILL_AFTER_S = 5  # seconds between TERM and KILL
 ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
-WRAPPED = (
-    'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {{ head -c {half}; tail -c {half}; }}; exit ${{PIPESTATUS[0]}}'
-).format(half=HALF_OUTPUT)
+WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}; exit ${{PIPESTATUS[0]}}'
 
 
 class ProviderFailed(RuntimeError):
@@ -99,7 +97,9 @@ class BoxProvider(Protocol):
     price_per_hour: float | None
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
-        """Create a box.   Raises ProviderFailed; InnerError for what will not change by itself."""
+        """Create a box without the files, which BoxStarter writes.   Raises ProviderFailed.
+
+        InnerError: the create was refused, and would be again."""
         ...
 
     def find(self, labels: Mapping[str, str]) -> Sequence[Box]:

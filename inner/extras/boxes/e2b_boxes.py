@@ -49,19 +49,11 @@ class E2bBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
         with _as_ours(self._sdk, ProviderFailed):
             made = self._sdk.Sandbox.create(
-                template=recipe.image or None, timeout=int(recipe.ttl_s), metadata={**MADE_BY, **owner.labels},
-                idempotency_key=owner.key, request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
+                template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=owner.key,
+                metadata={**MADE_BY, **owner.labels, "folder": recipe.folder},
+                request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
             )  # fmt: skip
-            box = E2bBox(self._sdk, made, recipe.folder)
-        folder = shlex.quote(recipe.folder)
-        try:
-            for path, data in recipe.files.items():
-                box.write(path, data)
-            made.commands.run(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root")
-        except (BoxGone, self._sdk.SandboxException) as error:
-            box.stop()  # half of a box is not adopted
-            raise ProviderFailed(str(error)) from error
-        return box
+            return E2bBox(self._sdk, made, recipe.folder)
 
     def find(self, labels: Mapping[str, str]) -> Sequence["E2bBox"]:
         with _as_ours(self._sdk, ProviderFailed):
@@ -69,7 +61,7 @@ class E2bBoxes:
             found = list[Any]()
             while pages.has_next:
                 found += pages.next_items()
-            return [_Listed(self._sdk, one.sandbox_id, self._opts) for one in found]
+            return [_Listed(self._sdk, one, self._opts) for one in found]
 
 
 class E2bBox:
@@ -79,11 +71,12 @@ class E2bBox:
         self._sdk, self._made, self._folder = sdk, made, folder
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        words = shlex.join(wrapped_command(command, timeout_s))
+        there = f"cd {shlex.quote(self._folder)} 2>/dev/null\n{command}"  # the first command makes the folder
+        words = shlex.join(wrapped_command(there, timeout_s))
         with _as_ours(self._sdk, BoxGone):
             try:
                 limit = timeout_s + KILL_AFTER_S + ANSWER_S
-                ended = self._made.commands.run(words, user=user, cwd=self._folder, timeout=limit)
+                ended = self._made.commands.run(words, user=user, timeout=limit)
             except self._sdk.CommandExitException as error:
                 ended = error
             return Ran(ended.exit_code, read_output(ended.stdout.encode()))
@@ -107,9 +100,9 @@ class E2bBox:
 class _Listed(E2bBox):
     """A sandbox of the server's list. It is connected to when it is used; a stop needs only its id."""
 
-    def __init__(self, sdk: Any, sandbox_id: str, opts: Mapping[str, Any]) -> None:
-        self._sdk, self._id, self._opts = sdk, sandbox_id, opts
-        self._folder = "/work"
+    def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any]) -> None:
+        self._sdk, self._id, self._opts = sdk, told.sandbox_id, opts
+        self._folder = told.metadata["folder"]
 
     def __getattr__(self, name: str) -> Any:
         if name != "_made":

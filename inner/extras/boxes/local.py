@@ -76,11 +76,8 @@ class LocalBoxes:
         (home / "box.json").write_text(json.dumps(told))
         for name in {*FOLDERS, PurePosixPath(recipe.folder).parts[1]}:
             (home / "root" / name).mkdir(parents=True)
-        box = LocalBox(home, recipe.folder, self._wrap)
         (home / "root" / recipe.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        for path, data in recipe.files.items():
-            box.write(path, data)
-        return box
+        return LocalBox(home, recipe.folder, self._wrap)
 
     def find(self, labels: Mapping[str, str]) -> Sequence["LocalBox"]:
         """Return the boxes of this machine that have these labels."""

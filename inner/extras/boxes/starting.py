@@ -14,6 +14,7 @@ stops both, and the provider's time limit stops what no process releases.
 """
 
 import random
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +62,7 @@ class BoxStarter:
                 with self._place(left):
                     box = self._adopt(owner) if ambiguous else None
                     box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self._clock()))
+                    _furnish(box, recipe)
                 self._note(failed=False)
                 return box
             except ProviderFailed as error:
@@ -129,3 +131,15 @@ class BoxStarter:
     def _count(self, name: str) -> None:
         with self._lock:
             self.counts[name] += 1
+
+
+def _furnish(box: Box, recipe: BoxRecipe) -> None:
+    """Write the recipe's files. An adopted box gets all of them, too.   Raises ProviderFailed."""
+    folder = shlex.quote(recipe.folder)
+    try:
+        for path, data in recipe.files.items():
+            box.write(path, data)
+        box.exec(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root", timeout_s=60.0)
+    except BoxGone as error:
+        box.stop()
+        raise ProviderFailed(f"a new box died: {error}") from error

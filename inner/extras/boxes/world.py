@@ -26,7 +26,7 @@ from typing import Any
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed, open_provider
 from inner.extras.boxes.harbor import HarborTask, load_harbor, unpack
 from inner.extras.boxes.starting import BoxStarter
-from inner.extras.boxes.verdict import BoxAction, Blamed, blame
+from inner.extras.boxes.verdict import Blamed, BoxAction, blame
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 GONE, OVER = "the box is gone", "the episode is over"
