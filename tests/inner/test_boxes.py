@@ -4,7 +4,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ def _starter(provider: Any, clock: VirtualClock, **settings: Any) -> BoxStarter:
 def _play(provider: PlantedBoxes, plans: list[list[str]]) -> tuple[list[float | None], BoxStarter]:
     starter = _starter(provider, provider.clock)
     Harbor = harbor_environment(starter, run="run")
-    Harbor._clock = staticmethod(lambda: 0.0)
     rewards = list[float | None]()
     for i, plan in enumerate(plans):
         env = Harbor()
@@ -106,7 +105,7 @@ def test_the_mean_is_that_of_a_world_without_faults_and_both_wrong_rules_are_not
     assert _mean(nones) > truth + noise
 
 
-def _mean(rewards: list[float | None]) -> float:
+def _mean(rewards: Sequence[float | None]) -> float:
     counted = [r for r in rewards if r is not None]
     return sum(counted) / len(counted)
 
@@ -249,7 +248,6 @@ def test_a_provider_without_any_box_gives_none_and_the_tools_say_so() -> None:
 def test_after_submit_and_after_the_time_limit_nothing_runs() -> None:
     clock = VirtualClock()
     Harbor = harbor_environment(_starter(PlantedBoxes(clock), clock), run="run")
-    Harbor._clock = clock
     env = Harbor()
     env.reset(TASK)
     clock.sleep(601)
@@ -386,6 +384,23 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
     env.bash("rm -rf /work/*")
     assert isinstance(env.get_reward(), AtMostWorst)
     assert boxes.find({}) == []
+
+
+@real
+def test_what_the_episode_puts_into_the_verifiers_place_is_removed(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env.bash("mkfifo /tests/test.sh; mkdir -p /logs/verifier; mkfifo /logs/verifier/reward.txt; echo 42 > answer")
+    assert env.get_reward() == 1.0
+
+
+@real
+def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    box.exec("mkfifo pipe", user="user", timeout_s=30)
+    with pytest.raises(FileNotFoundError):
+        box.read("pipe")
+    with pytest.raises(FileExistsError):
+        box.write("pipe", b"")
 
 
 @real

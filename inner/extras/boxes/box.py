@@ -24,7 +24,8 @@ CUT = "\n[… the middle of the output is cut …]\n"
 KILL_AFTER_S = 5  # seconds between TERM and KILL
 ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
-WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}; exit ${{PIPESTATUS[0]}}'
+HALVES = f"{{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}"
+WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
 
 
 class ProviderFailed(RuntimeError):
@@ -94,7 +95,8 @@ class Box(Protocol):
 class BoxProvider(Protocol):
     """Where boxes run.   price_per_hour: dollars for one box; None where it depends on the account."""
 
-    price_per_hour: float | None
+    @property
+    def price_per_hour(self) -> float | None: ...
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
         """Create a box without the files, which BoxStarter writes.   Raises ProviderFailed.

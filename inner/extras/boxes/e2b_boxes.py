@@ -7,8 +7,8 @@
 A create has the owner's key as its Idempotency-Key, and the owner's labels as its metadata. `timeout` is the box's time
 to live at the server. recipe.image is a template's name.
 
-Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 against a
-server of the tests' own, not against E2B.
+Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
+server of the tests, not with E2B.
 """
 
 import os

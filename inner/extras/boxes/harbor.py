@@ -1,13 +1,13 @@
 """Read Harbor task folders, and write them as rows of a prompts file.
 
-    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml [agent] [verifier] timeout_sec, [environment] docker_image
+    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
                   environment/Dockerfile             FROM, COPY of folders and WORKDIR are read; with another line, the
                                                      task needs an image that you have built: image = "…"
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
 
     python -m inner.extras.boxes.harbor FOLDER --to prompts.jsonl          a row has its whole task, in column `harbor`
 
-Not promised: solution/ (it is never read), several containers, services, health checks; files of more than 16 MiB in all.
+Not promised: solution/ (it is never read), several containers, services, health checks; files of more than 16 MiB.
 """
 
 import argparse

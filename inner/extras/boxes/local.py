@@ -1,12 +1,13 @@
 """Boxes on this machine: a folder per box, and bubblewrap around every command.
 
-    ROOT/NAME/box.json    labels, deadline; written before the box is used      start also removes boxes past their deadline
+    ROOT/NAME/box.json    labels, deadline; written before the box is used    start also removes late boxes
     ROOT/NAME/root/       work/ tests/ logs/ tmp/ …  are bound to /work /tests /logs /tmp, writable
     /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
 
 `wrap` makes the words in front of a command; the tests give one that needs no bubblewrap.
 
-Not promised: an image (the box has this machine's programs); users apart (both are this one, with other numbers); limits for memory, processes and disk beyond each
+Not promised: an image (the box has this machine's programs); users apart (both are
+this one, with other numbers); limits for memory, processes and disk beyond each
 command's time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provider raises SandboxMissing.
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -38,7 +40,7 @@ Wrap = Callable[[Path, str, str], list[str]]
 
 
 def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
-    """Return the words of bwrap for a box.   root: its folder here.   folder: where commands begin.   user: or "root"."""
+    """Return the words of bwrap for a box.   root: its folder here.   folder: where commands begin."""
     number = "0" if user == "root" else "1000"
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--uid", number, "--gid", number, "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
@@ -121,11 +123,16 @@ class LocalBox:
             _kill_group(child)
 
     def read(self, path: str) -> bytes:
-        return self._inside(path).read_bytes()
+        found = self._inside(path)
+        if not found.is_file():  # a FIFO would never end
+            raise FileNotFoundError(f"{path!r} is no file of the box.")
+        return found.read_bytes()
 
     def write(self, path: str, data: bytes) -> None:
         target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a FIFO would wait for a reader
+            raise FileExistsError(f"{path!r} is no plain file in the box. Remove it.")
         target.write_bytes(data)
 
     def stop(self) -> None:
@@ -146,10 +153,8 @@ class LocalBox:
 
 
 def _kill_group(child: "subprocess.Popen[bytes]") -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
     if child.stdout is not None:
         child.stdout.close()

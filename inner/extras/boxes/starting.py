@@ -44,7 +44,7 @@ class BoxStarter:
         self.provider = provider
         self._starting = threading.Semaphore(at_once)
         self._budget_s, self._failures, self._pause_s = budget_s, failures, pause_s
-        self._clock, self._sleep = clock, sleep
+        self.clock, self._sleep = clock, sleep
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
@@ -52,23 +52,23 @@ class BoxStarter:
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
         """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
-        end, pause, last = self._clock() + self._budget_s, FIRST_PAUSE_S, "the starts were paused"
+        end, pause, last = self.clock() + self._budget_s, FIRST_PAUSE_S, "the starts were paused"
         ambiguous = False
-        while (left := end - self._clock()) > 0:
-            if (shut := self._shut_until - self._clock()) > 0:
+        while (left := end - self.clock()) > 0:
+            if (shut := self._shut_until - self.clock()) > 0:
                 self._sleep(min(shut, left))
                 continue
             try:
                 with self._place(left):
                     box = self._adopt(owner) if ambiguous else None
-                    box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self._clock()))
+                    box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self.clock()))
                     _furnish(box, recipe)
                 self._note(failed=False)
                 return box
             except ProviderFailed as error:
                 ambiguous, last = True, str(error)
                 self._note(failed=True)
-            left = max(0.0, end - self._clock())
+            left = max(0.0, end - self.clock())
             self._sleep(min(left, self._random.uniform(0.5, 1.0) * pause))
             pause = min(2 * pause, LONGEST_PAUSE_S)
         raise ProviderFailed(
@@ -125,7 +125,7 @@ class BoxStarter:
             self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
             self.counts["failed"] += failed
             if self._failed_in_a_row >= self._failures:
-                self._failed_in_a_row, self._shut_until = 0, self._clock() + self._pause_s
+                self._failed_in_a_row, self._shut_until = 0, self.clock() + self._pause_s
                 self.counts["pauses"] += 1
 
     def _count(self, name: str) -> None:

@@ -5,7 +5,7 @@
     row["harbor"] ──reset──▶ box with the task's files ── bash read write ──▶ … ── submit, or the last turn
                                                                 │ BoxGone                      │
     get_reward   provider's fault (verdict.py) ──▶ None         ▼                              ▼
-                 the episode broke its box     ──▶ 0.0, AtMostWorst          tests/ copied in, test.sh as root ──▶ reward
+                 the episode broke its box     ──▶ 0.0, AtMostWorst         tests/ copied in, test.sh as root ──▶ reward
                  test.sh gives no number: it does so in a fresh box ──▶ 0.0, AtMostWorst; else ──▶ None
 
 A box belongs to (run, slot, generation, place); place names this process, this instance and its episode.
@@ -19,7 +19,6 @@ import json
 import math
 import os
 import shlex
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,7 +43,6 @@ class HarborEnvironment:
     _run, _slot, _generation = "local", "0", 0
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
-    _clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self) -> None:
         self._place = f"{os.getpid()}-{next(_numbers)}"
@@ -59,7 +57,7 @@ class HarborEnvironment:
         self._actions = list[BoxAction]()
         self._submitted = self._known = False
         self._blamed: Blamed | None = None
-        self._until = self._clock() + self._task.agent_s
+        self._until = self._starter.clock() + self._task.agent_s
         COUNTS["episodes"] += 1
         try:
             self._box = self._starter.start(self._owner(), _recipe(self._task))
@@ -72,7 +70,7 @@ class HarborEnvironment:
         Args:
             command: the command, for bash
         """
-        limit = min(self._command_s, max(1.0, self._until - self._clock()))
+        limit = min(self._command_s, max(1.0, self._until - self._starter.clock()))
         ran = self._act(lambda box: box.exec(command, user=self._user, timeout_s=limit))
         if isinstance(ran, str):
             return ran
@@ -116,7 +114,7 @@ class HarborEnvironment:
     def _act(self, run: Callable[[Box], Any]) -> Any:
         if self._box is None or self._blamed:
             return GONE
-        if self._submitted or self._clock() >= self._until:
+        if self._submitted or self._starter.clock() >= self._until:
             return OVER
         self._actions.append(BoxAction(run))
         try:
@@ -190,8 +188,12 @@ def _recipe(task: HarborTask) -> BoxRecipe:
 
 def _verify(box: Box, task: HarborTask) -> float | None:
     """Return the reward that the task's test.sh writes; None if it writes no number."""
-    for path, data in unpack(task.tests).items():
-        box.write(path, data)
+    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # what the episode may have put there
+    try:
+        for path, data in unpack(task.tests).items():
+            box.write(path, data)
+    except OSError:
+        return None
     box.exec(VERIFIER, user="root", timeout_s=task.verifier_s)
     for path in REWARDS:
         try:
