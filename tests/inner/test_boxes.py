@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter
 from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
+from inner.extras.deletion.harbor import write_harbor
+from inner.extras.deletion.judge import DeletionTask, HiddenTest
 from inner.usercode.attempts import AtMostWorst
 from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, namespaces, namespaces_work
 
@@ -76,6 +79,9 @@ def test_planted_faults_leave_no_orphan_no_double_and_exact_marks(n: int) -> Non
     rewards, starter = _play(provider, plans)
     assert provider.alive == {}
     assert starter.sweep({"run": "run"}) == 0
+    marks = (starter.counts["episodes"], starter.counts["provider"], starter.counts["policy"])
+    print(starter.counts)
+    assert marks == (n, rewards.count(None), sum(isinstance(r, AtMostWorst) for r in rewards))
     assert starter.counts["adopted"] > 0 and starter.counts["failed"] > starter.counts["adopted"]
     for i, plan in enumerate(plans):
         own = [box for box in provider.made if box.owner.place == f"e{i}-1"]
@@ -135,7 +141,7 @@ def test_failures_in_a_row_pause_the_starts_of_all() -> None:
     starter = _starter(PlantedBoxes(clock, hung=1.0), clock, failures=2, pause_s=1000.0)
     with pytest.raises(ProviderFailed):
         starter.start(OWNER, BoxRecipe())
-    assert starter.counts == {"started": 0, "adopted": 0, "failed": 2, "pauses": 1}
+    assert (starter.counts["started"], starter.counts["failed"], starter.counts["pauses"]) == (0, 2, 1)
     with pytest.raises(ProviderFailed, match="the starts were paused"):
         starter.start(BoxOwner("run", "0", 1, "8"), BoxRecipe())
 
@@ -407,6 +413,29 @@ def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
 def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_path: Path) -> None:
     env = _harbor(boxes, _write_task(tmp_path / "task", test="echo broken > /logs/verifier/reward.txt\n"))
     assert env.get_reward() is None
+
+
+SUM = "def add(a, b):\n    return {}\n\ndef one():\n    return 1\n"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.parametrize(("body", "expected"), [("a + b", 1.0), ("7", 0.0), ("None", 0.0)])
+def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, expected: float) -> None:
+    tests = [
+        HiddenTest(name="add", run="from calc import add\nresult = add(2, 3)", expect=5),
+        HiddenTest(name="one", run="from calc import one\nresult = one()", expect=1),
+    ]
+    files = {"calc.py": SUM.format("None")}
+    task = DeletionTask(
+        name="add", instruction="Write add.", files=files, solution={}, tests=tests, fail_to_pass=["add"]
+    )
+    write_harbor(task, tmp_path / "task")
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), tmp_path / "task")
+    assert env.bash("id -u; ls; echo no > /usr/x") == (
+        "1000\ncalc.py\nbash: line 1: /usr/x: Read-only file system\n\n[exit code 1]"
+    )
+    env.write("calc.py", SUM.format(body))
+    assert env.get_reward() == expected
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@
 
 `wrap` makes the words in front of a command; the tests give one that needs no bubblewrap.
 
-Not promised: an image (the box has this machine's programs); users apart (both are
-this one, with other numbers); limits for memory, processes and disk beyond each
-command's time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provider raises SandboxMissing.
+Not promised: an image (the box has this machine's programs); several users (every command is uid 1000, so
+the episode's code can read tests/ while the verifier runs); limits for memory, processes and disk beyond each command's
+time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provider raises SandboxMissing.
 """
 
 import json
@@ -41,9 +41,8 @@ Wrap = Callable[[Path, str, str], list[str]]
 
 def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
     """Return the words of bwrap for a box.   root: its folder here.   folder: where commands begin."""
-    number = "0" if user == "root" else "1000"
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    words += ["--uid", number, "--gid", number, "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
     words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
     for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives"):
         words += ["--ro-bind-try", path, path]

@@ -17,6 +17,7 @@ import random
 import shlex
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -48,7 +49,7 @@ class BoxStarter:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
-        self.counts = {"started": 0, "adopted": 0, "failed": 0, "pauses": 0}
+        self.counts = Counter[str]()
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
         """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
@@ -109,7 +110,7 @@ class BoxStarter:
 
     def _create(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
         box = self.provider.start(owner, recipe, timeout_s=timeout_s)
-        self._count("started")
+        self.count("started")
         return box
 
     def _adopt(self, owner: BoxOwner) -> Box | None:
@@ -117,7 +118,7 @@ class BoxStarter:
         for extra in found[1:]:
             extra.stop()
         if found:
-            self._count("adopted")
+            self.count("adopted")
         return found[0] if found else None
 
     def _note(self, *, failed: bool) -> None:
@@ -128,7 +129,8 @@ class BoxStarter:
                 self._failed_in_a_row, self._shut_until = 0, self.clock() + self._pause_s
                 self.counts["pauses"] += 1
 
-    def _count(self, name: str) -> None:
+    def count(self, name: str) -> None:
+        """Add one to `counts[name]`; episodes are counted here, too, with the verdicts on their boxes."""
         with self._lock:
             self.counts[name] += 1
 

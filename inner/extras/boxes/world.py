@@ -32,7 +32,6 @@ GONE, OVER = "the box is gone", "the episode is over"
 MOST_READ = 8192  # characters that `read` shows
 VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
-COUNTS = {"episodes": 0, "provider": 0, "policy": 0}  # of this process
 _numbers = itertools.count()
 
 
@@ -58,7 +57,7 @@ class HarborEnvironment:
         self._submitted = self._known = False
         self._blamed: Blamed | None = None
         self._until = self._starter.clock() + self._task.agent_s
-        COUNTS["episodes"] += 1
+        self._starter.count("episodes")
         try:
             self._box = self._starter.start(self._owner(), _recipe(self._task))
         except ProviderFailed:
@@ -148,7 +147,7 @@ class HarborEnvironment:
 
     def _settle(self, found: Blamed) -> None:
         self._blamed = found
-        COUNTS[found] += 1
+        self._starter.count(found)
 
     def _fresh(self, n: int) -> Box:
         return self._starter.start(self._owner(f"-fresh{n}"), _recipe(self._task))
