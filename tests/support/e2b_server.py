@@ -134,10 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
         return {**told, **times, **size, "metadata": self.server.boxes[name][1]}
 
     def _chunks(self) -> bytes:
-        found = b""
-        while self.headers.get("Transfer-Encoding") == "chunked" and (n := int(self.rfile.readline(), 16)):
+        found, chunked = b"", self.headers.get("Transfer-Encoding") == "chunked"
+        while chunked:
+            n = int(self.rfile.readline(), 16)
             found += self.rfile.read(n)
-            self.rfile.readline()
+            self.rfile.readline()  # after the last chunk, too, or it begins the next request
+            chunked = n > 0
         return found
 
     def _json(self, code: int, told: Any) -> None:
