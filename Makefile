@@ -13,6 +13,7 @@
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
 # make test-openenv  servers and clients of OpenEnv against ours, openenv in an environment of its own; test-backends does it too
 # make test-engines  SmolLM2 in the real llama.cpp as an actor's engine; llama-cpp-python, compiled, in an environment of its own
+# make test-boxes    boxes through E2B's own SDK, in an environment of its own
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make dist     wheel and sdist into dist/, checked with twine, and `diloco demo` of the wheel in an environment of its own
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
@@ -39,12 +40,13 @@ MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
 OPENENV := $(VENV)/openenv
 ENGINES := $(VENV)/engines
+BOXES := $(VENV)/boxes
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -181,6 +183,15 @@ $(ENGINES)/.installed: | install
 	  > $$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS="-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF" \
 	  $(ENGINES)/bin/pip install -q --disable-pip-version-check --no-deps llama-cpp-python==0.3.36 diskcache==5.6.3
+	@touch $@
+
+# e2b's attrs and httpx are others than ours; the tests need nothing else of .venv
+test-boxes: $(BOXES)/.installed
+	PYTHONPATH=. $(BOXES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -q tests/inner/test_boxes_e2b.py
+
+$(BOXES)/.installed:
+	$(PYTHON) -m venv $(BOXES)
+	$(BOXES)/bin/pip install -q --disable-pip-version-check e2b==2.63.0 pytest==9.2.0
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there

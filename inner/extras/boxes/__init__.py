@@ -1,0 +1,1 @@
+"""Rented or local boxes in which an episode's commands run."""

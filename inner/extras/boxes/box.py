@@ -1,0 +1,134 @@
+"""A box: a machine for one episode, with five verbs.
+
+    provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read   write
+    provider.find(labels) ──▶ boxes            stop()                              labels: run, slot, generation, place
+
+    in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ head -c 4096, then tail -c 4096 ──▶ at most 8 KiB leave the box
+
+Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of it
+fill no memory.
+
+Not promised: to tell a command that itself exits with 124 or 137 from the time limit. A process that stays in the
+background and keeps the output open is waited for until the limit.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from inner.errors import InnerError
+
+HALF_OUTPUT = 4096  # bytes kept of the output's beginning, and of its end
+CUT = "\n[… the middle of the output is cut …]\n"
+KILL_AFTER_S = 5  # seconds between TERM and KILL
+ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
+TTL_S = 3600.0  # seconds after which the provider itself stops a box
+HALVES = f"{{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}"
+WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
+
+
+class ProviderFailed(RuntimeError):
+    """A provider gave no answer, or no box. Whether the box exists is not known: look it up by its labels."""
+
+
+class BoxGone(RuntimeError):
+    """A box does not answer any more: the provider lost it, or its episode broke it (verdict.py decides)."""
+
+
+@dataclass(frozen=True)
+class BoxOwner:
+    """The one owner of a box.   run: the run's name.   slot, generation: of the session.   place: of the rollout."""
+
+    run: str
+    slot: str
+    generation: int
+    place: str
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels that the box has at its provider."""
+        return {"run": self.run, "slot": self.slot, "generation": str(self.generation), "place": self.place}
+
+    @property
+    def key(self) -> str:
+        """Return a name for one create call: lowercase letters, digits and hyphens."""
+        return re.sub(r"[^a-z0-9-]+", "-", "-".join(self.labels.values()).lower()).strip("-")[-200:]
+
+
+@dataclass(frozen=True)
+class BoxRecipe:
+    """What a box begins with.   image: the provider's name for it; "" for its default.   files: path -> content."""
+
+    image: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    folder: str = "/work"
+    ttl_s: float = TTL_S
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command's end.   code: its exit code.   output: at most 8 KiB and the mark of a cut."""
+
+    code: int
+    output: str
+
+    @property
+    def timed_out(self) -> bool:
+        return self.code in (124, 137)
+
+
+class Box(Protocol):
+    """One box. Every verb raises BoxGone if the box does not answer; `stop` succeeds for a box that is gone."""
+
+    def exec(self, command: str, *, user: str, timeout_s: float) -> Ran: ...
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content.   Raises FileNotFoundError."""
+        ...
+
+    def write(self, path: str, data: bytes) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class BoxProvider(Protocol):
+    """Where boxes run.   price_per_hour: dollars for one box; None where it depends on the account."""
+
+    @property
+    def price_per_hour(self) -> float | None: ...
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
+        """Create a box without the files, which BoxStarter writes.   Raises ProviderFailed.
+
+        InnerError: the create was refused, and would be again."""
+        ...
+
+    def find(self, labels: Mapping[str, str]) -> Sequence[Box]:
+        """Return the boxes that have all these labels.   Raises ProviderFailed."""
+        ...
+
+
+def wrapped_command(command: str, timeout_s: float) -> list[str]:
+    """Return the words that run a command inside a box with its limits."""
+    return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command]
+
+
+def read_output(raw: bytes) -> str:
+    """Return the text of what left the box, with a mark where its middle is missing."""
+    if len(raw) < 2 * HALF_OUTPUT:
+        return raw.decode(errors="replace")
+    return CUT.join(half.decode(errors="replace") for half in (raw[:HALF_OUTPUT], raw[-HALF_OUTPUT:]))
+
+
+def open_provider(name: str, **options: Any) -> BoxProvider:
+    """Return the provider "local" or "e2b".   Raises InnerError for another name.   options: its constructor's."""
+    if name == "local":
+        from inner.extras.boxes.local import LocalBoxes
+
+        return LocalBoxes(**options)
+    if name == "e2b":
+        from inner.extras.boxes.e2b_boxes import E2bBoxes
+
+        return E2bBoxes(**options)
+    raise InnerError(f'there is no provider of boxes {name!r}. Name "local" (bubblewrap) or "e2b".')

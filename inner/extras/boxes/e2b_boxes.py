@@ -1,0 +1,140 @@
+"""Boxes of any server that speaks E2B's API, through E2B's own SDK (`pip install e2b`).
+
+    E2bBoxes()                                         E2B itself; the key is in E2B_API_KEY
+    E2bBoxes(domain="boxes.example.org")               another server: https://api.DOMAIN
+    E2bBoxes(api_url="http://…", sandbox_url="http://…")
+
+A create has the owner's key as its Idempotency-Key, and the owner's labels as its metadata. `timeout` is the box's time
+to live at the server. recipe.image is a template's name.
+
+Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
+server of the tests, not with E2B.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from inner.errors import InnerError
+from inner.extras.boxes.box import (
+    ANSWER_S,
+    KILL_AFTER_S,
+    BoxGone,
+    BoxOwner,
+    BoxRecipe,
+    ProviderFailed,
+    Ran,
+    read_output,
+    wrapped_command,
+)
+
+MADE_BY = {
+    "made-by": "serverless-diloco"
+}  # in front of the owner's labels: other boxes of the account are never listed
+
+
+class E2bBoxes:
+    """The provider.   api_key, domain, api_url, sandbox_url: as in E2B's SDK, which reads E2B_… for those left out."""
+
+    price_per_hour = None
+
+    def __init__(self, **opts: Any) -> None:
+        self._sdk = _sdk()
+        if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
+            raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
+        self._opts = opts
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
+        with _as_ours(self._sdk, ProviderFailed):
+            made = self._sdk.Sandbox.create(
+                template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=owner.key,
+                metadata={**MADE_BY, **owner.labels, "folder": recipe.folder},
+                request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
+            )  # fmt: skip
+            return E2bBox(self._sdk, made, recipe.folder)
+
+    def find(self, labels: Mapping[str, str]) -> Sequence["E2bBox"]:
+        with _as_ours(self._sdk, ProviderFailed):
+            pages = self._sdk.Sandbox.list(query=self._sdk.SandboxQuery(metadata={**MADE_BY, **labels}), **self._opts)
+            found = list[Any]()
+            while pages.has_next:
+                found += pages.next_items()
+            return [_Listed(self._sdk, one, self._opts) for one in found]
+
+
+class E2bBox:
+    """One sandbox.   made: the SDK's object.   folder: where commands begin."""
+
+    def __init__(self, sdk: Any, made: Any, folder: str) -> None:
+        self._sdk, self._made, self._folder = sdk, made, folder
+
+    def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+        there = f"cd {shlex.quote(self._folder)} 2>/dev/null\n{command}"  # the first command makes the folder
+        words = shlex.join(wrapped_command(there, timeout_s))
+        with _as_ours(self._sdk, BoxGone):
+            try:
+                limit = timeout_s + KILL_AFTER_S + ANSWER_S
+                ended = self._made.commands.run(words, user=user, timeout=limit)
+            except self._sdk.CommandExitException as error:
+                ended = error
+            return Ran(ended.exit_code, read_output(ended.stdout.encode()))
+
+    def read(self, path: str) -> bytes:
+        with _as_ours(self._sdk, BoxGone):
+            return bytes(self._made.files.read(self._place(path), format="bytes", user="root"))
+
+    def write(self, path: str, data: bytes) -> None:
+        with _as_ours(self._sdk, BoxGone):
+            self._made.files.write(self._place(path), data, user="root")
+
+    def stop(self) -> None:
+        with _as_ours(self._sdk, ProviderFailed):
+            self._made.kill()
+
+    def _place(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self._folder}/{path}"
+
+
+class _Listed(E2bBox):
+    """A sandbox of the server's list. It is connected to when it is used; a stop needs only its id."""
+
+    def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any]) -> None:
+        self._sdk, self._id, self._opts = sdk, told.sandbox_id, opts
+        self._folder = told.metadata["folder"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_made":
+            raise AttributeError(name)
+        self._made = self._sdk.Sandbox.connect(self._id, **self._opts)
+        return self._made
+
+    def stop(self) -> None:
+        with _as_ours(self._sdk, ProviderFailed):
+            self._sdk.Sandbox.kill(self._id, **self._opts)
+
+
+@contextmanager
+def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
+    """Raise the SDK's errors as ours: FileNotFoundError, InnerError for a refused key, else `kind`."""
+    import httpx
+
+    try:
+        yield
+    except sdk.AuthenticationException as error:
+        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to a key of it.") from error
+    except sdk.FileNotFoundException as error:
+        raise FileNotFoundError(str(error)) from error
+    except sdk.RateLimitException as error:
+        raise kind(f"the quota of boxes is reached: {error}. Use fewer rollouts at once, or ask for more") from error
+    except (sdk.SandboxException, httpx.HTTPError, OSError) as error:
+        raise kind(f"{type(error).__name__}: {error}") from error
+
+
+def _sdk() -> Any:
+    try:
+        import e2b  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as missing:
+        raise InnerError("boxes of E2B need its SDK, which is not installed. `pip install e2b`") from missing
+    return e2b

@@ -1,0 +1,141 @@
+"""Read Harbor task folders, and write them as rows of a prompts file.
+
+    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
+                  environment/Dockerfile             FROM, COPY of folders and WORKDIR are read; with another line, the
+                                                     task needs an image that you have built: image = "…"
+                  tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
+
+    python -m inner.extras.boxes.harbor FOLDER --to prompts.jsonl          a row has its whole task, in column `harbor`
+
+Not promised: solution/ (it is never read), several containers, services, health checks; files of more than 16 MiB.
+"""
+
+import argparse
+import base64
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from inner.errors import InnerError
+
+MOST_BYTES = 16 << 20
+TEST = "tests/test.sh"
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds."""
+
+    name: str
+    instruction: str
+    image: str
+    folder: str
+    files: dict[str, str]
+    tests: dict[str, str]
+    agent_s: float
+    verifier_s: float
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def load_harbor(text: str) -> HarborTask:
+    """Parse a row's column `harbor`.   Raises InnerError."""
+    try:
+        return HarborTask(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise InnerError(
+            f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the prompts with "
+            "`python -m inner.extras.boxes.harbor FOLDER --to prompts.jsonl`."
+        ) from error
+
+
+def unpack(files: dict[str, str]) -> dict[str, bytes]:
+    """Return path -> content."""
+    return {path: base64.b64decode(text) for path, text in files.items()}
+
+
+def read_tasks(folder: Path, *, image: str = "") -> list[HarborTask]:
+    """Return the tasks below `folder`, or the one that it is.   image: for all of them.   Raises InnerError."""
+    found = [folder] if (folder / "task.toml").is_file() else sorted(p.parent for p in folder.glob("*/task.toml"))
+    if not found:
+        raise InnerError(
+            f"{folder} has no Harbor task: neither it nor a folder in it has a task.toml. Give another one."
+        )
+    return [_read_task(one, image) for one in found]
+
+
+def _read_task(folder: Path, image: str) -> HarborTask:
+    for name in ("instruction.md", TEST):
+        if not (folder / name).is_file():
+            what = "no verifier" if name == TEST else "no instruction"
+            raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
+    try:
+        told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text())
+    except ValueError as error:
+        raise InnerError(f"{folder}/task.toml cannot be read: {error}. Correct it.") from error
+    image = image or str(told.get("environment", {}).get("docker_image", ""))
+    work, files = ("/work", {}) if image else _read_dockerfile(folder / "environment")
+    return HarborTask(
+        name=folder.name, instruction=(folder / "instruction.md").read_text(), image=image, folder=work, files=files,
+        tests=_pack(folder / "tests", "/tests"), agent_s=float(told.get("agent", {}).get("timeout_sec", 600)),
+        verifier_s=float(told.get("verifier", {}).get("timeout_sec", 600)),
+    )  # fmt: skip
+
+
+def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR."""
+    work, files = "/work", dict[str, str]()
+    for line in (folder / "Dockerfile").read_text().splitlines() if (folder / "Dockerfile").is_file() else ():
+        words = line.split()
+        match words[:1], words[1:]:
+            case (([] | ["FROM"]), _):
+                continue
+            case ["COPY"], [source, target] if not source.startswith("-"):
+                files |= _pack(folder / source, str(Path(work, target)))
+            case ["WORKDIR"], [target]:
+                work = target
+            case [first], _ if first.startswith("#"):
+                continue
+            case _:
+                raise InnerError(
+                    f"{folder}/Dockerfile has the line {line[:60]!r}, and no image is built here. Build it at your "
+                    "provider, and name it: `--image NAME`."
+                )
+    return work, files
+
+
+def _pack(source: Path, target: str) -> dict[str, str]:
+    """Return path in the box -> base64.   source: a file or a folder; its links are not followed."""
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink())
+    if not paths or sum(p.stat().st_size for p in paths) > MOST_BYTES:
+        raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
+    names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]
+    return {name: base64.b64encode(p.read_bytes()).decode() for name, p in zip(names, paths, strict=True)}
+
+
+def harbor_rows(tasks: list[HarborTask]) -> Iterator[dict[str, Any]]:
+    """Yield a row {"prompt", "harbor"} for each task."""
+    for task in tasks:
+        yield {"prompt": [{"role": "user", "content": task.instruction}], "harbor": task.dump()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m inner.extras.boxes.harbor", description="Harbor tasks as rows")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--to", type=Path, required=True, help="the prompts file that is written")
+    parser.add_argument("--image", default="", help="the provider's image or template for all tasks")
+    asked = parser.parse_args()
+    rows = [json.dumps(row) for row in harbor_rows(read_tasks(asked.folder, image=asked.image))]
+    asked.to.write_text("\n".join(rows) + "\n")
+    print(f"{asked.to}: {len(rows)} tasks")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InnerError as error:
+        raise SystemExit(f"error: {error}") from error

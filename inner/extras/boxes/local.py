@@ -1,0 +1,159 @@
+"""Boxes on this machine: a folder per box, and bubblewrap around every command.
+
+    ROOT/NAME/box.json    labels, deadline; written before the box is used    start also removes late boxes
+    ROOT/NAME/root/       work/ tests/ logs/ tmp/ …  are bound to /work /tests /logs /tmp, writable
+    /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
+
+`wrap` makes the words in front of a command; the tests give one that needs no bubblewrap.
+
+Not promised: an image (the box has this machine's programs); several users (every command is uid 1000, so
+the episode's code can read tests/ while the verifier runs); limits for memory, processes and disk beyond each command's
+time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provider raises SandboxMissing.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from inner.errors import InnerError, SandboxMissing
+from inner.extras.boxes.box import (
+    ANSWER_S,
+    KILL_AFTER_S,
+    BoxGone,
+    BoxOwner,
+    BoxRecipe,
+    Ran,
+    read_output,
+    wrapped_command,
+)
+
+FOLDERS = ("work", "tests", "logs", "tmp", "solution")
+Wrap = Callable[[Path, str, str], list[str]]
+
+
+def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
+    """Return the words of bwrap for a box.   root: its folder here.   folder: where commands begin."""
+    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
+    for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives"):
+        words += ["--ro-bind-try", path, path]
+    for path in sorted(root.iterdir()):
+        words += ["--bind", str(path), f"/{path.name}"]
+    return [*words, "--chdir", folder, "--"]
+
+
+class LocalBoxes:
+    """The provider.   root: the folder of all boxes here.   clock: seconds since 1970, for deadlines."""
+
+    price_per_hour = 0.0
+
+    def __init__(
+        self, root: Path | None = None, *, wrap: Wrap = bubblewrap, clock: Callable[[], float] = time.time
+    ) -> None:
+        if wrap is bubblewrap and shutil.which("bwrap") is None:
+            raise SandboxMissing("local boxes need `bwrap`, which is not on the PATH. `apt-get install bubblewrap`.")
+        self._root = root or Path(tempfile.gettempdir()) / f"diloco-boxes-{os.getuid()}"
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._wrap, self._clock = wrap, clock
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
+        """Make the box's folder.   timeout_s: not used, for nothing here waits."""
+        self._remove_late()
+        if recipe.image:
+            raise InnerError(
+                f"a local box has no images, found {recipe.image!r}. Use another provider, or leave it out."
+            )
+        home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
+        told = {"labels": owner.labels, "until": self._clock() + recipe.ttl_s, "folder": recipe.folder}
+        (home / "box.json").write_text(json.dumps(told))
+        for name in {*FOLDERS, PurePosixPath(recipe.folder).parts[1]}:
+            (home / "root" / name).mkdir(parents=True)
+        (home / "root" / recipe.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        return LocalBox(home, recipe.folder, self._wrap)
+
+    def find(self, labels: Mapping[str, str]) -> Sequence["LocalBox"]:
+        """Return the boxes of this machine that have these labels."""
+        found = [(home, told) for home, told in self._told() if labels.items() <= told["labels"].items()]
+        return [LocalBox(home, told["folder"], self._wrap) for home, told in found]
+
+    def _told(self) -> list[tuple[Path, dict[str, Any]]]:
+        found = list[tuple[Path, dict[str, Any]]]()
+        for path in sorted(self._root.glob("*/box.json")):
+            try:
+                found.append((path.parent, json.loads(path.read_text())))
+            except (OSError, ValueError):  # another process removes it, or has not written it whole
+                continue
+        return found
+
+    def _remove_late(self) -> None:
+        for home, told in self._told():
+            if told["until"] < self._clock():
+                shutil.rmtree(home, ignore_errors=True)
+
+
+class LocalBox:
+    """One folder.   home: its folder here.   folder: where its commands begin, inside."""
+
+    def __init__(self, home: Path, folder: str, wrap: Wrap) -> None:
+        self._home, self._folder, self._wrap = home, folder, wrap
+
+    def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+        """Run a command; its whole process group ends with it."""
+        root = self._root()
+        words = [*self._wrap(root, self._folder, user), *wrapped_command(command, timeout_s)]
+        child = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            raw, _ = child.communicate(timeout=timeout_s + KILL_AFTER_S + ANSWER_S)
+            return Ran(child.returncode, read_output(raw))
+        except subprocess.TimeoutExpired:
+            return Ran(137, "")
+        finally:
+            _kill_group(child)
+
+    def read(self, path: str) -> bytes:
+        found = self._inside(path)
+        if not found.is_file():  # a FIFO would never end
+            raise FileNotFoundError(f"{path!r} is no file of the box.")
+        return found.read_bytes()
+
+    def write(self, path: str, data: bytes) -> None:
+        target = self._inside(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a FIFO would wait for a reader
+            raise FileExistsError(f"{path!r} is no plain file in the box. Remove it.")
+        target.write_bytes(data)
+
+    def stop(self) -> None:
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _root(self) -> Path:
+        if not (self._home / "box.json").is_file():
+            raise BoxGone(f"the local box {self._home.name} is not there any more.")
+        return self._home / "root"
+
+    def _inside(self, path: str) -> Path:
+        """Return a path's place here. A link that the episode made may not lead out of the box."""
+        root = self._root().resolve()
+        found = (root / str(PurePosixPath(self._folder, path)).lstrip("/")).resolve()
+        if not found.is_relative_to(root):
+            raise FileNotFoundError(f"{path!r} is not in the box. Give a path like {self._folder}/file.")
+        return found
+
+
+def _kill_group(child: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    if child.stdout is not None:
+        child.stdout.close()

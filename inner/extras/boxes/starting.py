@@ -1,0 +1,147 @@
+"""Start boxes: few at a time, one per owner, and none while the provider fails.
+
+    start(owner) ── breaker shut? ──▶ a place among `at_once` STARTING ──▶ provider.start ──▶ Box
+                        ▲                                                     │ ProviderFailed
+                        └── jittered pause ◀── none ── find(labels) ◀─────────┘ one ──▶ adopted, no second create
+
+    breaker: `failures` of the provider in a row, over all episodes, pause every start for `pause_s`
+
+The labels are known before the create, so `sweep({"run": …})` reaches a box whose create reply was lost and which no
+process remembers. It looks again until nothing is found.
+
+Not promised: a limit over several processes. A create that takes effect after its look-up makes a second box; `release`
+stops both, and the provider's time limit stops what no process releases.
+"""
+
+import random
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecipe, ProviderFailed
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+SWEEPS = 5  # looks until the provider's list is empty
+
+
+class BoxStarter:
+    """Start and stop boxes of one provider.   budget_s: wall time of one start.   clock: seconds, monotonic."""
+
+    def __init__(
+        self,
+        provider: BoxProvider,
+        *,
+        at_once: int = 8,
+        budget_s: float = 300.0,
+        failures: int = 5,
+        pause_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        seed: int | None = None,
+    ) -> None:
+        self.provider = provider
+        self._starting = threading.Semaphore(at_once)
+        self._budget_s, self._failures, self._pause_s = budget_s, failures, pause_s
+        self.clock, self._sleep = clock, sleep
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._failed_in_a_row, self._shut_until = 0, float("-inf")
+        self.counts = Counter[str]()
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
+        """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
+        end, pause, last = self.clock() + self._budget_s, FIRST_PAUSE_S, "the starts were paused"
+        ambiguous = False
+        while (left := end - self.clock()) > 0:
+            if (shut := self._shut_until - self.clock()) > 0:
+                self._sleep(min(shut, left))
+                continue
+            try:
+                with self._place(left):
+                    box = self._adopt(owner) if ambiguous else None
+                    box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self.clock()))
+                    _furnish(box, recipe)
+                self._note(failed=False)
+                return box
+            except ProviderFailed as error:
+                ambiguous, last = True, str(error)
+                self._note(failed=True)
+            left = max(0.0, end - self.clock())
+            self._sleep(min(left, self._random.uniform(0.5, 1.0) * pause))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        raise ProviderFailed(
+            f"no box within {self._budget_s:g} s: {last.rstrip('.')}. See the provider's status and quota."
+        )
+
+    def release(self, owner: BoxOwner) -> None:
+        """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
+        self.sweep(owner.labels)
+
+    def sweep(self, labels: Mapping[str, str]) -> int:
+        """Stop all boxes with these labels; return how many.   Raises ProviderFailed if some are still there."""
+        stopped = 0
+        for _ in range(SWEEPS):
+            found = self.provider.find(labels)
+            if not found:
+                return stopped
+            for box in found:
+                try:
+                    box.stop()
+                    stopped += 1
+                except BoxGone:
+                    continue
+        if left := len(self.provider.find(labels)):
+            raise ProviderFailed(
+                f"{left} boxes with {dict(labels)} still run after {SWEEPS} sweeps. Stop them by hand."
+            )
+        return stopped
+
+    @contextmanager
+    def _place(self, left_s: float) -> Iterator[None]:
+        if not self._starting.acquire(timeout=left_s):
+            raise ProviderFailed("other starts took the whole budget. Raise at_once, or use fewer rollouts")
+        try:
+            yield
+        finally:
+            self._starting.release()
+
+    def _create(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
+        box = self.provider.start(owner, recipe, timeout_s=timeout_s)
+        self.count("started")
+        return box
+
+    def _adopt(self, owner: BoxOwner) -> Box | None:
+        found = self.provider.find(owner.labels)
+        for extra in found[1:]:
+            extra.stop()
+        if found:
+            self.count("adopted")
+        return found[0] if found else None
+
+    def _note(self, *, failed: bool) -> None:
+        with self._lock:
+            self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
+            self.counts["failed"] += failed
+            if self._failed_in_a_row >= self._failures:
+                self._failed_in_a_row, self._shut_until = 0, self.clock() + self._pause_s
+                self.counts["pauses"] += 1
+
+    def count(self, name: str) -> None:
+        """Add one to `counts[name]`; episodes are counted here, too, with the verdicts on their boxes."""
+        with self._lock:
+            self.counts[name] += 1
+
+
+def _furnish(box: Box, recipe: BoxRecipe) -> None:
+    """Write the recipe's files. An adopted box gets all of them, too.   Raises ProviderFailed."""
+    folder = shlex.quote(recipe.folder)
+    try:
+        for path, data in recipe.files.items():
+            box.write(path, data)
+        box.exec(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root", timeout_s=60.0)
+    except BoxGone as error:
+        box.stop()
+        raise ProviderFailed(f"a new box died: {error}") from error

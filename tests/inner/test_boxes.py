@@ -1,0 +1,461 @@
+"""Boxes: starts, owners, blame, Harbor tasks. Local boxes run real processes in namespaces of unshare."""
+
+import json
+import math
+import random
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inner.errors import InnerError, SandboxMissing
+from inner.extras.boxes import local
+from inner.extras.boxes.box import (
+    CUT,
+    Box,
+    BoxGone,
+    BoxOwner,
+    BoxRecipe,
+    ProviderFailed,
+    Ran,
+    open_provider,
+    read_output,
+)
+from inner.extras.boxes.harbor import HarborTask, harbor_rows, load_harbor, read_tasks
+from inner.extras.boxes.local import LocalBoxes
+from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.verdict import BoxAction, blame
+from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
+from inner.extras.deletion.harbor import write_harbor
+from inner.extras.deletion.judge import DeletionTask, HiddenTest
+from inner.usercode.attempts import AtMostWorst
+from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, namespaces, namespaces_work
+
+OWNER = BoxOwner("run", "0", 1, "7")
+TASK = HarborTask(
+    name="t", instruction="answer", image="", folder="/work", files={}, tests={}, agent_s=600, verifier_s=60
+).dump()
+real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
+
+
+def _starter(provider: Any, clock: VirtualClock, **settings: Any) -> BoxStarter:
+    return BoxStarter(provider, clock=clock, sleep=clock.sleep, seed=0, **settings)
+
+
+# -------------------------------------------------------------------- 64 episodes of 20 turns
+
+
+def _play(provider: PlantedBoxes, plans: list[list[str]]) -> tuple[list[float | None], BoxStarter]:
+    starter = _starter(provider, provider.clock)
+    Harbor = harbor_environment(starter, run="run")
+    rewards = list[float | None]()
+    for i, plan in enumerate(plans):
+        env = Harbor()
+        env._place = f"e{i}"
+        env.reset(TASK)
+        for command in plan:
+            env.bash(command)
+        rewards.append(env.get_reward())
+    return rewards, starter
+
+
+def _plans(n: int) -> list[list[str]]:
+    chance = random.Random(5)
+    plans = [["turn"] * 19 + [f"answer {int(chance.random() < 0.875)}"] for _ in range(n)]
+    for plan in plans:
+        if chance.random() < 0.2:
+            plan[chance.randrange(19)] = "break"
+    return plans
+
+
+@pytest.mark.parametrize("n", [64, 512])
+def test_planted_faults_leave_no_orphan_no_double_and_exact_marks(n: int) -> None:
+    provider = PlantedBoxes(VirtualClock(), seed=3, deaths=0.15, hung=0.05, lost=0.1)
+    plans = _plans(n)
+    rewards, starter = _play(provider, plans)
+    assert provider.alive == {}
+    assert starter.sweep({"run": "run"}) == 0
+    marks = (starter.counts["episodes"], starter.counts["provider"], starter.counts["policy"])
+    print(starter.counts)
+    assert marks == (n, rewards.count(None), sum(isinstance(r, AtMostWorst) for r in rewards))
+    assert starter.counts["adopted"] > 0 and starter.counts["failed"] > starter.counts["adopted"]
+    for i, plan in enumerate(plans):
+        own = [box for box in provider.made if box.owner.place == f"e{i}-1"]
+        assert len(own) == 1, "one create that worked per episode"
+        if own[0].died == "provider":
+            assert rewards[i] is None
+        elif "break" in plan:
+            assert isinstance(rewards[i], AtMostWorst)
+        else:
+            assert rewards[i] == float(plan[-1].split()[1])
+
+
+def test_the_mean_is_that_of_a_world_without_faults_and_both_wrong_rules_are_not() -> None:
+    plans = _plans(512)
+    clean, _ = _play(PlantedBoxes(VirtualClock()), plans)
+    found, _ = _play(PlantedBoxes(VirtualClock(), seed=3, deaths=0.15, hung=0.05, lost=0.1), plans)
+    assert None not in clean
+    truth = _mean(clean)
+    noise = 2 * math.sqrt(truth * (1 - truth) / len(plans))
+    zeros = [0.0 if r is None else r for r in found]
+    nones = [None if isinstance(r, AtMostWorst) else r for r in found]
+    print(
+        f"truth {truth:.3f} ± {noise:.3f}  ours {_mean(found):.3f}  zeros {_mean(zeros):.3f}  nones {_mean(nones):.3f}"
+    )
+    assert abs(_mean(found) - truth) < noise
+    assert _mean(zeros) < truth - noise
+    assert _mean(nones) > truth + noise
+
+
+def _mean(rewards: Sequence[float | None]) -> float:
+    counted = [r for r in rewards if r is not None]
+    return sum(counted) / len(counted)
+
+
+# -------------------------------------------------------------------- starts
+
+
+def test_a_lost_reply_is_adopted() -> None:
+    clock = VirtualClock()
+    provider = PlantedBoxes(clock, lost=1.0)
+    starter = _starter(provider, clock)
+    box = starter.start(OWNER, BoxRecipe())
+    assert isinstance(box, PlantedBox) and provider.made == [box] and starter.counts["adopted"] == 1
+    starter.release(OWNER)
+    assert provider.alive == {}
+
+
+def test_a_start_ends_at_its_budget_and_says_so() -> None:
+    clock = VirtualClock()
+    with pytest.raises(ProviderFailed, match="no box within 300 s: the start hung for 60 s"):
+        _starter(PlantedBoxes(clock, hung=1.0), clock).start(OWNER, BoxRecipe())
+    assert clock.now == pytest.approx(300)
+
+
+def test_failures_in_a_row_pause_the_starts_of_all() -> None:
+    clock = VirtualClock()
+    starter = _starter(PlantedBoxes(clock, hung=1.0), clock, failures=2, pause_s=1000.0)
+    with pytest.raises(ProviderFailed):
+        starter.start(OWNER, BoxRecipe())
+    assert (starter.counts["started"], starter.counts["failed"], starter.counts["pauses"]) == (0, 2, 1)
+    with pytest.raises(ProviderFailed, match="the starts were paused"):
+        starter.start(BoxOwner("run", "0", 1, "8"), BoxRecipe())
+
+
+def test_only_so_many_boxes_are_starting_while_any_number_runs() -> None:
+    class Slow(PlantedBoxes):
+        now, most = 0, 0
+
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            with lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+            full.wait(120)  # three starts are in here together, or this fails
+            with lock:
+                self.now -= 1
+                return super().start(owner, recipe, timeout_s=timeout_s)
+
+    lock, full, provider = threading.Lock(), threading.Barrier(3), Slow(VirtualClock())
+    starter = BoxStarter(provider, at_once=3)
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda i: starter.start(BoxOwner("run", "0", 1, str(i)), BoxRecipe()), range(12)))
+    assert provider.most == 3 and len(provider.alive) == 12
+    assert starter.sweep({"run": "run"}) == 12 and provider.alive == {}
+
+
+def test_a_sweep_that_cannot_stop_all_says_so() -> None:
+    class Stuck(PlantedBoxes):
+        def find(self, labels: Mapping[str, str]) -> list[PlantedBox]:
+            return self.made
+
+    provider = Stuck(VirtualClock())
+    starter = BoxStarter(provider)
+    starter.start(OWNER, BoxRecipe())
+    with pytest.raises(ProviderFailed, match=r"1 boxes with .* still run"):
+        starter.sweep({"run": "run"})
+
+
+def test_a_run_sweeps_only_its_own() -> None:
+    provider = PlantedBoxes(VirtualClock())
+    starter = BoxStarter(provider)
+    for run in ("a", "b"):
+        starter.start(BoxOwner(run, "0", 1, "7"), BoxRecipe())
+    assert starter.sweep({"run": "a"}) == 1
+    assert [box.owner.run for box in provider.alive.values()] == ["b"]
+
+
+def test_a_new_box_that_dies_is_replaced() -> None:
+    class Fragile(PlantedBox):
+        def write(self, path: str, data: bytes) -> None:
+            if self.number == 0:
+                raise BoxGone("lost")
+
+    class Provider(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Fragile(self, owner, None)
+
+    clock = VirtualClock()
+    provider = Provider(clock)
+    box = _starter(provider, clock).start(OWNER, BoxRecipe(files={"/work/a": b""}))
+    assert list(provider.alive.values()) == [box] and len(provider.made) == 2
+
+
+# -------------------------------------------------------------------- blame
+
+
+class _Dies:
+    """A box that dies at one of its calls."""
+
+    def __init__(self, at: int | None) -> None:
+        self.left = at
+
+    def call(self) -> None:
+        if self.left == 0:
+            raise BoxGone("died")
+        self.left = None if self.left is None else self.left - 1
+
+
+@pytest.mark.parametrize(
+    ("fresh", "expected"),
+    [
+        ([None], "provider"),  # survives the command that killed the first
+        ([2, 2], "policy"),  # two die at the same one
+        ([2, None], "provider"),  # one death there may be chance
+        ([1, 2, "no box", 2], "policy"),  # an earlier death says nothing
+        ([0, 1, 0, 2], "provider"),  # no answer: not the policy's
+        (["no box"] * 4, "provider"),
+    ],
+)
+def test_a_fresh_box_decides(fresh: list[Any], expected: str) -> None:
+    released = list[int]()
+
+    def open_fresh(n: int) -> Box:
+        if fresh[n] == "no box":
+            raise ProviderFailed("no box")
+        return _Dies(fresh[n])  # pyright: ignore[reportReturnType]
+
+    actions = [BoxAction(lambda box: box.call())] * 3  # pyright: ignore
+    assert blame(actions, open_fresh, released.append) == expected
+    assert released == list(range(len(fresh)))
+
+
+def test_a_provider_without_any_box_gives_none_and_the_tools_say_so() -> None:
+    clock = VirtualClock()
+    env = harbor_environment(_starter(PlantedBoxes(clock, hung=1.0), clock), run="run")()
+    env.reset(TASK)
+    assert env.bash("turn") == GONE
+    assert env.get_reward() is None
+
+
+def test_after_submit_and_after_the_time_limit_nothing_runs() -> None:
+    clock = VirtualClock()
+    Harbor = harbor_environment(_starter(PlantedBoxes(clock), clock), run="run")
+    env = Harbor()
+    env.reset(TASK)
+    clock.sleep(601)
+    assert env.bash("answer 1") == OVER and env.get_reward() == 0.0
+    env.reset(TASK)
+    env.bash("answer 1")
+    env.submit()
+    assert env.bash("answer 0") == OVER and env.get_reward() == 1.0
+
+
+# -------------------------------------------------------------------- local boxes
+
+
+@pytest.fixture
+def boxes(tmp_path: Path) -> LocalBoxes:
+    return LocalBoxes(tmp_path / "boxes", wrap=namespaces)
+
+
+@real
+def test_the_five_verbs(boxes: LocalBoxes) -> None:
+    box = BoxStarter(boxes).start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    ran = box.exec("cat a.txt; echo two >&2; exit 3", user="user", timeout_s=30)
+    assert ran == Ran(3, "onetwo\n") and not ran.timed_out
+    box.write("b/c.bin", b"\x00\xff")
+    assert box.exec("wc -c < /work/b/c.bin", user="user", timeout_s=30).output == "2\n"
+    assert box.read("/work/a.txt") == b"one"
+    with pytest.raises(FileNotFoundError):
+        box.read("absent")
+    assert len(boxes.find({"run": "run", "place": "7"})) == 1 and boxes.find({"run": "other"}) == []
+    box.stop()
+    assert boxes.find({"run": "run"}) == []
+    with pytest.raises(BoxGone):
+        box.exec("true", user="user", timeout_s=1)
+    box.stop()
+
+
+@real
+def test_a_command_that_never_returns_is_a_timeout_and_the_box_lives(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec("echo begun; sleep 1000", user="user", timeout_s=0.5)
+    assert ran.timed_out and ran.code == 124 and ran.output == "begun\n"
+    assert box.exec("echo alive", user="user", timeout_s=30).output == "alive\n"
+
+
+@real
+def test_much_output_is_cut_in_the_box(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec("echo first; head -c 200000000 /dev/zero | tr '\\0' x; echo last", user="user", timeout_s=120)
+    assert ran.output.startswith("first\n") and ran.output.endswith("last\n") and CUT in ran.output
+    assert len(ran.output) < 8300
+
+
+def test_output_is_text_whatever_its_bytes_are() -> None:
+    assert read_output(b"\xff") == "\ufffd"
+    assert read_output(b"x" * 8191) == "x" * 8191
+
+
+@real
+def test_a_link_leads_out_of_no_box(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    box.exec("ln -s /etc/passwd p; ln -s /etc e", user="user", timeout_s=30)
+    for path in ("p", "e/passwd", "../../../etc/passwd"):
+        with pytest.raises(FileNotFoundError):
+            box.read(path)
+
+
+def test_late_boxes_go_with_the_next_start(tmp_path: Path) -> None:
+    now = 1000.0
+    boxes = LocalBoxes(tmp_path, wrap=namespaces, clock=lambda: now)
+    boxes.start(OWNER, BoxRecipe(ttl_s=10), timeout_s=1)
+    now = 1011.0
+    boxes.start(BoxOwner("run", "0", 1, "8"), BoxRecipe(), timeout_s=1)
+    assert len(boxes.find({"run": "run"})) == 1
+
+
+def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InnerError, match=r"no provider of boxes 'nowhere'\. Name"):
+        open_provider("nowhere")
+    monkeypatch.setattr(local.shutil, "which", lambda name: None)
+    with pytest.raises(SandboxMissing, match="local boxes need `bwrap`"):
+        open_provider("local", root=tmp_path)
+
+
+# -------------------------------------------------------------------- Harbor's folders
+
+TEST_SH = '[ "$(cat /work/answer 2>/dev/null)" = 42 ] && R=1 || R=0; echo $R > /logs/verifier/reward.txt\n'
+
+
+def _write_task(
+    folder: Path, *, test: str | None = TEST_SH, docker: str = "FROM x\nCOPY repo /work\nWORKDIR /work\n"
+) -> Path:
+    (folder / "environment/repo").mkdir(parents=True)
+    (folder / "tests").mkdir()
+    (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 60.0\n")
+    (folder / "instruction.md").write_text("Write 42 into /work/answer.\n")
+    (folder / "environment/Dockerfile").write_text(docker)
+    (folder / "environment/repo/given.txt").write_text("given")
+    if test is not None:
+        (folder / "tests/test.sh").write_text(test)
+    return folder
+
+
+def _harbor(boxes: LocalBoxes, folder: Path) -> HarborEnvironment:
+    env = harbor_environment(BoxStarter(boxes), run="run")()
+    (row,) = harbor_rows(read_tasks(folder))
+    env.reset(**row)
+    return env
+
+
+@real
+def test_a_task_is_solved_with_the_tools(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    assert env.bash("pwd; cat given.txt; ls /tests") == "/work\ngiven"
+    assert env.bash("exit 5") == "\n[exit code 5]"
+    assert env.write("answer", "42") == "answer: 2 characters"
+    assert env.read("answer") == "42"
+    assert "[exit code 1]" in env.read("absent")
+    env.submit()
+    assert env.get_reward() == 1.0 and env.get_reward() == 1.0
+    assert boxes.find({}) == []
+
+
+@real
+def test_a_wrong_answer_is_a_zero_that_counts(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env.write("answer", "41")
+    assert env.get_reward() == 0.0
+
+
+@real
+def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_path: Path) -> None:
+    needs = "cp /work/given.txt /tmp/x && echo 1 > /logs/verifier/reward.txt\n"
+    env = _harbor(boxes, _write_task(tmp_path / "task", test=needs))
+    env.bash("rm -rf /work/*")
+    assert isinstance(env.get_reward(), AtMostWorst)
+    assert boxes.find({}) == []
+
+
+@real
+def test_what_the_episode_puts_into_the_verifiers_place_is_removed(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env.bash("mkfifo /tests/test.sh; mkdir -p /logs/verifier; mkfifo /logs/verifier/reward.txt; echo 42 > answer")
+    assert env.get_reward() == 1.0
+
+
+@real
+def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    box.exec("mkfifo pipe", user="user", timeout_s=30)
+    with pytest.raises(FileNotFoundError):
+        box.read("pipe")
+    with pytest.raises(FileExistsError):
+        box.write("pipe", b"")
+
+
+@real
+def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, _write_task(tmp_path / "task", test="echo broken > /logs/verifier/reward.txt\n"))
+    assert env.get_reward() is None
+
+
+SUM = "def add(a, b):\n    return {}\n\ndef one():\n    return 1\n"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.parametrize(("body", "expected"), [("a + b", 1.0), ("7", 0.0), ("None", 0.0)])
+def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, expected: float) -> None:
+    tests = [
+        HiddenTest(name="add", run="from calc import add\nresult = add(2, 3)", expect=5),
+        HiddenTest(name="one", run="from calc import one\nresult = one()", expect=1),
+    ]
+    files = {"calc.py": SUM.format("None")}
+    task = DeletionTask(
+        name="add", instruction="Write add.", files=files, solution={}, tests=tests, fail_to_pass=["add"]
+    )
+    write_harbor(task, tmp_path / "task")
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), tmp_path / "task")
+    assert env.bash("id -u; ls; echo no > /usr/x") == (
+        "1000\ncalc.py\nbash: line 1: /usr/x: Read-only file system\n\n[exit code 1]"
+    )
+    env.write("calc.py", SUM.format(body))
+    assert env.get_reward() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test": None}, "has no verifier: tests/test.sh is missing"),
+        ({"docker": "FROM x\nRUN apt-get update\n"}, "no image is built here"),
+        ({"docker": "FROM x\nCOPY absent /work\n"}, "has no files"),
+    ],
+)
+def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InnerError, match=message):
+        read_tasks(_write_task(tmp_path / "task", **change))
+
+
+def test_an_image_replaces_the_dockerfile(tmp_path: Path) -> None:
+    (task,) = read_tasks(_write_task(tmp_path / "task", docker="FROM x\nRUN y\n").parent, image="built")
+    assert task.image == "built" and task.files == {}
+    assert load_harbor(task.dump()) == task
+    with pytest.raises(InnerError, match="no Harbor task"):
+        read_tasks(tmp_path / "task/tests")
+    with pytest.raises(InnerError, match="is not a Harbor task"):
+        load_harbor(json.dumps({"name": "x"}))

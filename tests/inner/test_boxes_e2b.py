@@ -1,0 +1,88 @@
+"""E2B's own SDK against a server of the tests. `make test-boxes` has the SDK; without it, one test runs."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inner.errors import InnerError
+from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran, open_provider
+from inner.extras.boxes.starting import BoxStarter
+from tests.support.e2b_server import E2bServer
+from tests.support.planted_boxes import VirtualClock, namespaces_work
+
+OWNER = BoxOwner("my run", "0", 1, "g1/k2")
+HERE = importlib.util.find_spec("e2b") is not None
+sdk = pytest.mark.skipif(not HERE or not namespaces_work(), reason="needs e2b (make test-boxes) and unshare")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[E2bServer]:
+    with E2bServer(tmp_path) as server:
+        yield server
+        server.shutdown()
+
+
+def _starter(server: E2bServer) -> BoxStarter:
+    clock = VirtualClock()
+    return BoxStarter(open_provider("e2b", **server.options), clock=clock, sleep=clock.sleep, seed=0)
+
+
+@pytest.mark.skipif(HERE, reason="e2b is installed")
+def test_without_the_sdk_it_says_what_to_install() -> None:
+    with pytest.raises(InnerError, match="pip install e2b"):
+        open_provider("e2b", api_key="k")
+
+
+@sdk
+def test_the_five_verbs(server: E2bServer) -> None:
+    starter = _starter(server)
+    box = starter.start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    assert box.exec("cat a.txt; echo two >&2; exit 3", user="someone", timeout_s=30) == Ran(3, "onetwo\n")
+    assert server.users[-1] == "someone"
+    assert box.exec("sleep 100", user="user", timeout_s=0.5).timed_out
+    box.write("b/c.bin", b"\x00\xff")
+    assert box.read("/work/b/c.bin") == b"\x00\xff"
+    with pytest.raises(FileNotFoundError):
+        box.read("absent")
+    assert starter.sweep({"run": "other"}) == 0
+    assert starter.sweep({"run": "my run"}) == 1 and server.boxes == {}
+
+
+@sdk
+def test_a_lost_reply_is_adopted_and_has_all_verbs(server: E2bServer) -> None:
+    server.lose_replies = 1
+    starter = _starter(server)
+    box = starter.start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    assert len(server.boxes) == 1 and starter.counts["adopted"] == 1
+    assert box.exec("cat /work/a.txt", user="user", timeout_s=30).output == "one"
+    starter.release(OWNER)
+    assert server.boxes == {}
+
+
+@sdk
+def test_a_dead_box_is_gone(server: E2bServer) -> None:
+    box = _starter(server).start(OWNER, BoxRecipe())
+    server.dead = set(server.boxes)
+    with pytest.raises(BoxGone):
+        box.exec("true", user="user", timeout_s=5)
+    with pytest.raises(BoxGone):
+        box.write("a", b"")
+
+
+@sdk
+def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.refuse = 1
+    starter = _starter(server)
+    with pytest.raises(ProviderFailed, match=r"the quota of boxes is reached.*quota of 20 sandboxes"):
+        starter.provider.start(OWNER, BoxRecipe(), timeout_s=5)
+    server.refuse = 2
+    starter.start(OWNER, BoxRecipe())
+    assert starter.counts["failed"] == 2
+    wrong = open_provider("e2b", **{**server.options, "api_key": "e2b_" + "1" * 40})
+    with pytest.raises(InnerError, match="refuses the key"):
+        wrong.start(BoxOwner("r", "0", 0, "1"), BoxRecipe(), timeout_s=5)
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(InnerError, match="E2B_API_KEY is not set"):
+        open_provider("e2b")
