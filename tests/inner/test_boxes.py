@@ -24,12 +24,11 @@ from inner.extras.boxes.box import (
     BoxRecipe,
     ProviderFailed,
     Ran,
-    open_provider,
     read_output,
 )
 from inner.extras.boxes.harbor import HarborTask, harbor_rows, load_harbor, read_tasks
 from inner.extras.boxes.local import LocalBoxes
-from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
