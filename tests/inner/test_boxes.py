@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inner.errors import InnerError, SandboxMissing
 from inner.extras.boxes import local
@@ -22,17 +24,19 @@ from inner.extras.boxes.box import (
     BoxRecipe,
     ProviderFailed,
     Ran,
-    open_provider,
     read_output,
 )
 from inner.extras.boxes.harbor import HarborTask, harbor_rows, load_harbor, read_tasks
 from inner.extras.boxes.local import LocalBoxes
-from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
+from tests.inner.test_toolworld import WORLD, small_folder
 from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, namespaces, namespaces_work
 
 OWNER = BoxOwner("run", "0", 1, "7")
@@ -459,3 +463,59 @@ def test_an_image_replaces_the_dockerfile(tmp_path: Path) -> None:
         read_tasks(tmp_path / "task/tests")
     with pytest.raises(InnerError, match="is not a Harbor task"):
         load_harbor(json.dumps({"name": "x"}))
+
+
+# -------------------------------------------------------------------- a training step
+
+WORLD_FILE = f'''
+from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.world import harbor_environment
+from tests.support.planted_boxes import PlantedBoxes, VirtualClock
+
+clock = VirtualClock()
+starter = BoxStarter(PlantedBoxes(clock, deaths=0.4, turns=1), clock=clock, sleep=clock.sleep, seed=0)
+seen = []
+
+class World(harbor_environment(starter, run="run")):
+    numbers = iter(range(1000))
+
+    def __init__(self):
+        super().__init__()
+        self._place = str(next(World.numbers))
+
+    def {WORLD.right_name(0)}(self, a: int, b: int) -> str:
+        """The one.
+
+        Args:
+            a: first
+            b: second
+        """
+        return self.bash(f"answer {{(a + b) % 2}}")
+
+    def get_reward(self):
+        seen.append(super().get_reward())
+        return seen[-1]
+'''
+
+
+def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text(WORLD_FILE)
+    row = {"prompt": [{"role": "user", "content": "op0 3 4"}], "harbor": TASK}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    config = InnerConfig(
+        model=str(small_folder()),
+        data={"prompts": "rows.jsonl"},
+        sampling={"environment": "world.py:World"},
+        batch_size=16,
+    )
+    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
+    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    stops = iter((False, True))
+    loop.train(lambda: next(stops))
+    after = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    world = sys.modules[type(loop.trainer.environments[0]).__module__]
+    print(world.seen, loop.pop_metrics())
+    assert None in world.seen and {0.0, 1.0} <= set(world.seen)
+    assert world.starter.provider.alive == {}
+    assert torch.isfinite(after).all() and not torch.equal(before, after)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from inner.errors import InnerError
-from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran, open_provider
-from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
+from inner.extras.boxes.starting import BoxStarter, open_provider
 from tests.support.e2b_server import E2bServer
 from tests.support.planted_boxes import VirtualClock, namespaces_work
 

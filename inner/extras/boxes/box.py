@@ -15,9 +15,7 @@ background and keeps the output open is waited for until the limit.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from inner.errors import InnerError
+from typing import Protocol
 
 HALF_OUTPUT = 4096  # bytes kept of the output's beginning, and of its end
 CUT = "\n[… the middle of the output is cut …]\n"
@@ -119,16 +117,3 @@ def read_output(raw: bytes) -> str:
     if len(raw) < 2 * HALF_OUTPUT:
         return raw.decode(errors="replace")
     return CUT.join(half.decode(errors="replace") for half in (raw[:HALF_OUTPUT], raw[-HALF_OUTPUT:]))
-
-
-def open_provider(name: str, **options: Any) -> BoxProvider:
-    """Return the provider "local" or "e2b".   Raises InnerError for another name.   options: its constructor's."""
-    if name == "local":
-        from inner.extras.boxes.local import LocalBoxes
-
-        return LocalBoxes(**options)
-    if name == "e2b":
-        from inner.extras.boxes.e2b_boxes import E2bBoxes
-
-        return E2bBoxes(**options)
-    raise InnerError(f'there is no provider of boxes {name!r}. Name "local" (bubblewrap) or "e2b".')

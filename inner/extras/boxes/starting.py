@@ -20,7 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from inner.errors import InnerError
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecipe, ProviderFailed
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -145,3 +147,16 @@ def _furnish(box: Box, recipe: BoxRecipe) -> None:
     except BoxGone as error:
         box.stop()
         raise ProviderFailed(f"a new box died: {error}") from error
+
+
+def open_provider(name: str, **options: Any) -> BoxProvider:
+    """Return the provider "local" or "e2b".   Raises InnerError for another name.   options: its constructor's."""
+    if name == "local":
+        from inner.extras.boxes.local import LocalBoxes
+
+        return LocalBoxes(**options)
+    if name == "e2b":
+        from inner.extras.boxes.e2b_boxes import E2bBoxes
+
+        return E2bBoxes(**options)
+    raise InnerError(f'there is no provider of boxes {name!r}. Name "local" (bubblewrap) or "e2b".')

@@ -22,9 +22,9 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed, open_provider
+from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
 from inner.extras.boxes.harbor import HarborTask, load_harbor, unpack
-from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.verdict import Blamed, BoxAction, blame
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
