@@ -39,7 +39,7 @@ from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields
 from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
-from diloco.run.combinations import refuse_actors
+from diloco.run.combinations import refuse_actors, staleness_of
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import Seeds, build_inner
@@ -104,7 +104,7 @@ class Actor:
         store = self._run.store
         places = open_places(
             read_standings(store), filled_places(store), self._pace, weights=self._status.step,
-            staleness=self._run.config.fleet.staleness, takes_s=self._status.rate,
+            staleness=staleness_of(self._run.config), takes_s=self._status.rate,
         )  # fmt: skip
         wanted = self._session.rv.wanted
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
@@ -132,7 +132,7 @@ class Actor:
         bucket = self._session.rv.store.store  # the session's own store waits longer than a bundle is worth
         places = BucketPlaces(
             bucket, clock, self._session.emit, run=self._run.record.nonce, slot=slot, by=0,
-            engine=self._sampler.engine, staleness=self._run.config.fleet.staleness, actor=self._session.rv.slot,
+            engine=self._sampler.engine, staleness=staleness_of(self._run.config), actor=self._session.rv.slot,
         )  # fmt: skip
         outer = self._run.record.parent.outer_steps + weights
         stands = places.deliver(BundlePlace(outer, generation, 0), made)

@@ -36,6 +36,7 @@ from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces
+from diloco.run.combinations import staleness_of
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from inner import build_inner
@@ -333,7 +334,7 @@ class _Recorded(BucketPlaces):
             slot=slot,
             by=generation,
             engine="transformers",
-            staleness=run.config.fleet.staleness,
+            staleness=staleness_of(run.config),
         )
         self._to = to
         self.door = RolloutDoor(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.run.combinations import staleness_of
 from diloco.run.sections import keep_bytes
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
@@ -52,7 +53,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
         return
     bucket = session.rv.store.store  # the session's own store waits for a full disk, and bundles are not worth that
     engine = "vllm" if trainer.use_vllm else "transformers"
-    ahead = run.config.fleet.staleness
+    ahead = staleness_of(run.config)
     places = BucketPlaces(
         bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
         by=session.rv.generation, engine=engine, staleness=ahead,

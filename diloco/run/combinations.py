@@ -14,6 +14,8 @@ from diloco.run.sections import ConfigError, OuterConfigError
 if TYPE_CHECKING:
     from diloco.run.config import OuterConfig, RunConfig
 
+NEAR = 6  # inner steps; decision 080 has the measurements
+
 
 def check_lighthouse(outer: "OuterConfig", usual: "OuterConfig") -> None:
     """Raise OuterConfigError for settings that a lighthouse does not support: Gloo sends fp32, without samples.
@@ -71,3 +73,9 @@ def refuse_actors(config: "RunConfig") -> None:
                 f"this run was launched without fleet.{name}, so an actor could not reach its replicas. Start a run "
                 f"with `--set fleet.{name}=true`, or with `diloco train --actors N`"
             )
+
+
+def staleness_of(config: "RunConfig") -> int:
+    """Return the outer steps by which an actor's weights may be old: by default, about NEAR inner steps."""
+    asked = config.fleet.staleness
+    return max(0, NEAR // config.outer.sync_every - 1) if asked is None else asked

@@ -75,7 +75,7 @@ class FleetConfig(Table):
         "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
         "--inner` computes pseudogradients again.",
     )
-    staleness: int = setting(2, "Outer steps by which an actor's weights may be old.", least=0, most=64)
+    staleness: int | None = setting(None, "Outer steps of an actor's weights' age: 6 inner steps.", least=0, most=64)
     check_rollouts: float = setting(0.02, "Share of actors' bundles that replicas check.", least=0, most=1)
 
     def check(self) -> None:

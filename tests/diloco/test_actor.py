@@ -14,6 +14,8 @@ from diloco.actor import main
 from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
+from diloco.run.combinations import staleness_of
+from diloco.run.config import RunConfig
 from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
@@ -135,6 +137,18 @@ def test_a_run_without_use_for_actors_says_so(
     assert main([fleet.url, "--name", "a01"]) == exitcodes.USER_ERROR
     assert words in capsys.readouterr().err
     assert main([fleet.url, "--name", "../x"]) == exitcodes.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("asked", "sync_every", "expected"),
+    [(None, 1, 5), (None, 2, 2), (None, 3, 1), (None, 6, 0), (None, 50, 0), (2, 50, 2), (0, 1, 0)],
+)
+def test_weights_are_about_six_inner_steps_old_at_most_unless_the_run_says_otherwise(
+    tmp_path: Path, asked: int | None, sync_every: int, expected: int
+) -> None:
+    fleet = {} if asked is None else {"staleness": asked}
+    raw = {"inner": {"model": "tiny"}, "outer": {"sync_every": sync_every}, "fleet": {"replicas": 1, **fleet}}
+    assert staleness_of(RunConfig.from_dict(raw, tmp_path)) == expected
 
 
 # ---------------------------------------------------------------------- a fleet with actors
