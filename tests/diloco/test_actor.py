@@ -147,7 +147,7 @@ def test_weights_are_about_six_inner_steps_old_at_most_unless_the_run_says_other
     tmp_path: Path, asked: int | None, sync_every: int, expected: int
 ) -> None:
     fleet = {} if asked is None else {"staleness": asked}
-    raw = {"inner": {"model": "tiny"}, "outer": {"sync_every": sync_every}, "fleet": {"replicas": 1, **fleet}}
+    raw = {"inner": {"model": "toolworld"}, "outer": {"sync_every": sync_every}, "fleet": {"replicas": 1, **fleet}}
     assert staleness_of(RunConfig.from_dict(raw, tmp_path)) == expected
 
 
