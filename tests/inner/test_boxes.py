@@ -183,6 +183,29 @@ def test_a_sweep_that_cannot_stop_all_says_so() -> None:
         starter.sweep({"run": "run"})
 
 
+def test_a_stop_that_fails_once_leaves_no_box() -> None:
+    """One 503 must not keep a sweep from the other boxes, nor from this one at its next look."""
+
+    class Refusing(PlantedBox):
+        failed = False
+
+        def stop(self) -> None:
+            if self.number == 0 and not self.failed:
+                self.failed = True
+                raise ProviderFailed("503")
+            super().stop()
+
+    class Provider(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Refusing(self, owner, None)
+
+    provider = Provider(VirtualClock())
+    starter = BoxStarter(provider)
+    for place in "12345678":
+        starter.start(BoxOwner("a", "0", 1, place), BoxRecipe())
+    assert starter.sweep({"run": "a"}) == 8 and not provider.alive
+
+
 def test_a_run_sweeps_only_its_own() -> None:
     provider = PlantedBoxes(VirtualClock())
     starter = BoxStarter(provider)

@@ -93,8 +93,8 @@ class BoxStarter:
                 try:
                     box.stop()
                     stopped += 1
-                except BoxGone:
-                    continue
+                except (BoxGone, ProviderFailed):
+                    continue  # the next look finds it again if it still runs
         if left := len(self.provider.find(labels)):
             raise ProviderFailed(
                 f"{left} boxes with {dict(labels)} still run after {SWEEPS} sweeps. Stop them by hand."
