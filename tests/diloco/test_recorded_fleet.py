@@ -238,9 +238,8 @@ def test_a_replica_does_not_wait_for_space_for_its_bundles() -> None:
     told: list[str] = []
     rv = SimpleNamespace(store=PatientStore(full, SystemClock(), 600.0), slot="r00", generation=1)
     session: Any = SimpleNamespace(rv=rv, clock=SystemClock(), emit=lambda event, **fields: told.append(event))
-    run: Any = SimpleNamespace(
-        record=SimpleNamespace(nonce="n"), config=SimpleNamespace(fleet=FleetConfig(record_rollouts=True, keep="all"))
-    )
+    fleet = FleetConfig(record_rollouts=True, keep="all", staleness=0, check_rollouts=0.0)
+    run: Any = SimpleNamespace(record=SimpleNamespace(nonce="n"), config=SimpleNamespace(fleet=fleet))
     loop = build_inner(InnerConfig(**SMALL), small_folder(), {}, Seeds(data=0, noise=0))
     keep_rollouts(run, session, loop)
     left = iter([False, True])

@@ -16,6 +16,7 @@ from pathlib import Path
 from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
 
 SCRIPT = """set -e
+PATH="$PATH:/usr/sbin:/sbin"
 mount -t tmpfs tmpfs "$0"
 for d in usr bin sbin lib lib64 dev proc etc; do
   [ -e /$d ] || continue
