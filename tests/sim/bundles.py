@@ -90,7 +90,8 @@ class Ledger:
         """Whether nothing fails in this schedule, and no actor is broken."""
         p, a = self.w.plan, self.plan
         faults = p.error + p.lost + p.duplicate + p.kill + p.pause + p.slow + p.outage[0] + p.foreign + p.flip
-        return not (faults or a.mischief or a.deaths or a.stalls or p.churn or p.fleet_loss)
+        unseen = p.list_lag or p.mute or p.hung  # an actor cannot see which places are filled, or where a slot is
+        return not (faults or unseen or a.mischief or a.deaths or a.stalls or p.churn or p.fleet_loss)
 
     # ------------------------------------------------------------ what is trained
 
