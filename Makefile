@@ -249,6 +249,7 @@ check: lint test
 
 faults: install
 	$(BIN)/python -m tests.sim $(SEEDS) --jobs $(JOBS)
+	$(BIN)/python -m tests.sim $(SEEDS) --acted --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache

@@ -6,7 +6,7 @@
 A simulator that finds none of these would find nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -579,9 +579,9 @@ BUGS: dict[str, Bug] = {
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
-    """This bug is in the engine for a while ("" is none)."""
+def planted(name: str, bugs: Mapping[str, Bug] | None = None) -> Iterator[None]:
+    """This bug is in the engine for a while ("" is none).   bugs: None: those of the engine."""
     with ExitStack() as stack:
-        for one in BUGS[name].patches() if name else ():
+        for one in (BUGS if bugs is None else bugs)[name].patches() if name else ():
             stack.enter_context(one)
         yield

@@ -41,7 +41,8 @@ class Fleet:
 
     def begin(self) -> None:
         plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
-        first = Control(0, records.new_nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas)
+        first = Control(0, records.new_nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas,
+                        actors=plan.acting.actors if plan.acting is not None else None)  # fmt: skip
         self.w.processes.append(operator)
         body, key = first.encode(), layout.control_key(0)
         self.w.effect(

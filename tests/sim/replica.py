@@ -296,8 +296,17 @@ class Replica:
         self.local = [x.copy() for x in self.state.theta]
         self.deltas = [np.empty_like(x) for x in self.state.theta]  # used again in every step, for Δ and the mean
         self.h = [0] * self.rules.fragments
+        self.generations = self._recorded()
         while not self.rv.is_done and not self.rv.is_leaving:
             self._outer_step()
+
+    def _recorded(self) -> Any:
+        """Return this life's recorded rollouts; None: it has none."""
+        if self.w.plan.acting is None:
+            return None
+        from tests.sim.acting import Generations
+
+        return Generations(self.w, self)
 
     def _outer_step(self) -> None:
         rv, f = self.rv, self.rv.fragment
@@ -347,12 +356,16 @@ class Replica:
                 self.w.fired["hung trainer"] += 1
                 self.p.trainer_hangs = True
                 self.clock.sleep(5.0)
+            if self.generations is not None:
+                self.generations.before_inner_step()
             self.clock.sleep(rate)
             self.state.maybe_flip()
             for i, x in enumerate(self.local):
                 np.subtract(x, self.w.noise.standard_normal(len(x)).astype(np.float32) * learns, out=x)
                 self.h[i] += 1
             status.inner, status.rate = status.inner + 1, rate
+            if self.generations is not None:
+                self.generations.after_inner_step()
 
     def _catch_up(self) -> None:
         self._caught: set[int] = set()

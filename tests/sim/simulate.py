@@ -9,9 +9,10 @@
                             ├─ adversary malformed registers, lying beats, forged and vanished ones
                             │            (tests/sim/adversary.py); a run key in a quarter of the seeds
                             ├─ Fleet     double launches, joins, leaves, control records, loss of the whole fleet
+                            ├─ actors    fill places of rollouts, die, stall and lie (tests/sim/acting.py, bundles.py)
                             └─ Observer  checks the promises of the protocol at each write, with its own arithmetic
 
-    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME] [--lost]      a table of the events, with counts;
+    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME] [--lost | --acted]   a table of the events, counted;
                                                                       for a red seed, the command that replays it
 
 Only `World.rng` decides anything, so a seed is a schedule under every PYTHONHASHSEED.
@@ -61,6 +62,28 @@ TIMING = Timing(poll=0.5, beat=1.5, dead_after=5.0, start_patience=10.0, give_up
 
 
 @dataclass(frozen=True)
+class Acting:
+    """Recorded rollouts, and actors (tests/sim/acting.py).   takes: an actor's seconds for a generation.
+
+    staleness: S.   served: inner steps of a generation.   lag: commits by which an actor's weights are behind.
+    share: of actors' bundles that the door checks; 0: no door.   far: outer steps from which the drift is too large.
+    mischief, deaths, stalls: shares of an actor's samples.
+    """
+
+    actors: int = 2
+    staleness: int = 1
+    takes: float = 1.5
+    served: int = 1
+    lag: int = 0
+    share: float = 0.0
+    far: int = 99
+    mischief: float = 0.0
+    deaths: float = 0.0
+    stalls: float = 0.0
+    all_dead_at: float = 999.0
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The meaning of a seed.  Probabilities are per store call, durations in virtual seconds."""
 
@@ -104,6 +127,7 @@ class Schedule:
     far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
     calm: float = 60.0  # no fault is injected after this
     end: float = 200.0
+    acting: Acting | None = None
     loss: Loss | None = None  # the store is the run's no longer
     settled: int = 4  # commits after the calm that end the run early
     actions: tuple[tuple[float, str, int], ...] = ()  # scripted: (time, "kill" | "term" | "pause" | "launch", slot)
@@ -207,6 +231,15 @@ class World:
         self.observer = Observer(self)
         self.places = Places(self, schedule.loss) if schedule.loss else None
         self.fleet = Fleet(self)
+        if schedule.acting is not None:
+            from tests.sim.bundles import Ledger
+
+            self.bundles = Ledger(self)
+
+    @property
+    def acting(self) -> Acting:
+        assert self.plan.acting is not None
+        return self.plan.acting
 
     # ------------------------------------------------------------ time
 
@@ -229,12 +262,18 @@ class World:
         with seeded_nonces(self._nonces):
             try:
                 self.fleet.begin()
+                if self.plan.acting is not None:
+                    from tests.sim.acting import Troupe
+
+                    Troupe(self).begin()
                 adversary.begin(self)
                 if self.places is not None:
                     self.places.begin()
                 while self._queue and not self.over and self._queue[0][0] <= self.plan.end:
                     self._turn(*heapq.heappop(self._queue))
                 self.observer.finish()
+                if self.plan.acting is not None:
+                    self.bundles.finish(self.observer.commits)
             finally:
                 self._bury()
 
@@ -290,6 +329,8 @@ class World:
         self.calls += 1
         if self.places is not None and self.places.befalls(process):
             return self.places.serve(process, verb, key, body)
+        if self.plan.acting is not None:
+            self.bundles.counted(process, verb, key)
         old = self.objects.get(key)
         self.trace.update(f"{self.now:.6f}{process.id}{verb}{key}{old is None}".encode())
         if verb == "get":
@@ -379,10 +420,16 @@ def run(schedule: Schedule) -> Result:
     )  # fmt: skip
 
 
-def run_seed(seed: int, bug: str = "", lost: bool = False) -> Result:
-    """An ordinary schedule, or one whose store is taken away, with a planted bug if one is named."""
+def run_seed(seed: int, bug: str = "", lost: bool = False, acted: bool = False) -> Result:
+    """An ordinary schedule, one whose store is taken away, or one with actors; with a planted bug if one is named."""
     from tests.sim.bugs import planted
 
+    if acted:
+        from tests.sim.acting import draw_acted
+        from tests.sim.acting_bugs import ACTED_BUGS
+
+        with planted(bug, ACTED_BUGS):
+            return run(draw_acted(seed))
     with planted(bug):
         return run(draw_lost(seed) if lost else draw(seed))
 
@@ -401,27 +448,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--bug", default="", help="plant this bug (tests/sim/bugs.py)")
     parser.add_argument("--lost", action="store_true", help="the store is taken away (tests/sim/places.py)")
+    parser.add_argument("--acted", action="store_true", help="replicas record rollouts, and actors fill their places")
     args = parser.parse_args(argv)
-    one, seeds = partial(run_seed, bug=args.bug, lost=args.lost), range(args.start, args.start + args.seeds)
+    one, seeds = (
+        partial(run_seed, bug=args.bug, lost=args.lost, acted=args.acted),
+        range(args.start, args.start + args.seeds),
+    )
+    more = " --lost" * args.lost + " --acted" * args.acted
     if args.jobs == 1:
-        return report(map(one, seeds), args.bug, args.lost)
+        return report(map(one, seeds), args.bug, more)
     with multiprocessing.Pool(args.jobs) as pool:
-        return report(pool.imap(one, seeds, chunksize=8), args.bug, args.lost)
+        return report(pool.imap(one, seeds, chunksize=8), args.bug, more)
 
 
-def report(results: Iterable[Result], bug: str, lost: bool = False) -> int:
-    """Red seeds as they come, then the sums; -> the exit code."""
+def report(results: Iterable[Result], bug: str, more: str = "") -> int:
+    """more: of the command.   Red seeds as they come, then the sums; -> the exit code."""
     sums, fired, red, cpu = Counter[str](), Counter[str](), 0, 0.0
     for r in results:
         sums.update(schedules=1, commits=r.commits, applied=r.applied, carried=r.carried, calls=r.calls)
         fired, cpu = fired + r.fired, cpu + r.cpu
         if r.red:
             red += 1
-            again = (
-                f"python -m tests.sim 1 --start {r.schedule.seed}"
-                + " --lost" * lost
-                + (f" --bug {bug!r}" if bug else "")
-            )
+            again = f"python -m tests.sim 1 --start {r.schedule.seed}" + more + (f" --bug {bug!r}" if bug else "")
             print(f"seed {r.schedule.seed}: {r.red}\n    {again}", flush=True)
     print(table(fired))
     print(
