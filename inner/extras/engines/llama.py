@@ -45,7 +45,7 @@ class LlamaEngine:
         self._listen = self._cpp.llama_log_callback(self._note)  # kept, because llama.cpp calls it as long as it runs
         self._cpp.llama_log_set(self._listen, ctypes.c_void_p(0))
         try:
-            self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads())
+            self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads(), verbose=False)
         except (ValueError, OSError) as error:
             raise InnerError(
                 f"llama.cpp cannot load {path}: {error} ({self._said}). Give the run's start model as .gguf"
