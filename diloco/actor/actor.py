@@ -7,10 +7,7 @@
          ▲                                                                             │
          └─────────────────────────────────────────────────────────────────────────────┘
 
-    a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
-                         after the actor's weights
-
-    a place is mine      of all actors that the run wants, my name has the greatest hash with it (rendezvous hashing)
+    an open place, and its owner: places.py
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
 it.  An actor without an open place of its own takes another's after a while; if two take the same one, the slower one's
@@ -38,7 +35,7 @@ from diloco.model.start_model import refuse_other_base
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields
-from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
+from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, wait_for_model
 from diloco.run.combinations import refuse_actors, staleness_of
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
@@ -56,6 +53,7 @@ if TYPE_CHECKING:
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
+MOST_AHEAD = 100  # names between the used ones and one that you choose
 SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
 
 
@@ -101,12 +99,11 @@ class Actor:
             newest.load_into(self._loop.model)
             self._sampler.load()
             self._status.step = newest.step
-        store = self._run.store
+        store, wanted = self._run.store, self._session.rv.wanted
         places = open_places(
-            read_standings(store), filled_places(store), self._pace, weights=self._status.step,
+            read_standings(store, wanted.slot_names), filled_places(store), self._pace, weights=self._status.step,
             staleness=staleness_of(self._run.config), takes_s=self._status.rate,
         )  # fmt: skip
-        wanted = self._session.rv.wanted
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
         place = chosen_place(places, self._session.rv.slot, names, self._overdue(places))
         if place is None:
@@ -168,8 +165,9 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
             return exitcodes.LEFT, f"{session.why}; all bundles that it delivered stand"
         if session.clock.now() - looked > FLUSH_S:
             session.flush_soon()
-            if (end := too_late(run, session.clock)) is not None:
-                return end
+            steps = session.rv.wanted.steps
+            if steps and run.store.get(layout.commit_key(steps - 1)) is not None:
+                return exitcodes.DONE, f"all {steps} outer steps are committed"
             looked = session.clock.now()
         if actor.act():
             pause = IDLE_S
@@ -184,6 +182,11 @@ def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
     name: to go on as this actor; without it, the first name that no process has had.
     """
     wanted = read_control(run.store)
+    if name and int(name[1:]) >= wanted.most_actors + MOST_AHEAD:
+        raise ConfigError(
+            f"--name {name}: this run has had {wanted.most_actors} actors, and views look for all names before it. "
+            f"Leave --name out, and the actor is called {layout.actor_name(wanted.most_actors)}"
+        )
     generation = 0 if name else 1
     number = itertools.count(wanted.most_actors)
     while not name:

@@ -16,7 +16,7 @@ from math import ceil
 from typing import Any
 
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat, read_control
+from rendezvous.agreement.membership import read_beat
 from rendezvous.store import Readable
 
 SPREAD = 8  # places of others among which an actor chooses
@@ -98,9 +98,9 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
     return hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()
 
 
-def read_standings(store: Readable) -> list[Standing]:
-    """Return where the slots are, by their heartbeats."""
-    beats = (read_beat(store, slot) for slot in read_control(store).slot_names)
+def read_standings(store: Readable, slots: Iterable[str]) -> list[Standing]:
+    """Return where these slots are, by their heartbeats; without those that do not train."""
+    beats = (read_beat(store, slot) for slot in slots)
     return [
         Standing(b.slot, b.step, b.data, b.inner, b.rate)
         for b in beats

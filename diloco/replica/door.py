@@ -57,7 +57,7 @@ SHOWN = 2000  # characters of the reasons in a verdict
 
 @dataclass(frozen=True)
 class DoorFinding:
-    """What a check found.   doubts: reasons not to use the bundle; "": none."""
+    """The result of one check.   doubts: reasons not to use the bundle; "": none."""
 
     doubts: str
     disagreement: float = LARGE

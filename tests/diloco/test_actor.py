@@ -112,7 +112,7 @@ def test_standings_are_those_of_slots_that_train() -> None:
     write_control(store, SystemClock(), replicas=3, steps=9, min_replicas=1)
     for slot, phase, data in (("r00", "train", 7), ("r01", "heal", 0)):
         store.put(layout.beat_key(slot), Beat(slot, 1, 3, phase, 2, 1, 0.1, 5.0, data=data).encode())
-    assert read_standings(store) == [Standing("r00", 2, 7, 1, 0.1)]
+    assert read_standings(store, ["r00", "r01", "r02"]) == [Standing("r00", 2, 7, 1, 0.1)]
     foreign = "rollouts/r00/x", "rollouts/r00/00000000zz/0000.0.bundle", "rollouts/r00/0000000004/0000.0.verdict"
     for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000105/0000.0.bundle", *foreign):
         store.put(key, b"")

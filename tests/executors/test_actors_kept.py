@@ -12,6 +12,7 @@ import pytest
 
 from diloco.actor.actor import take_name
 from diloco.process import exitcodes
+from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.sessions import SessionSummary
@@ -186,6 +187,8 @@ def test_actors_by_hand_get_names_of_their_own(tmp_path: Path) -> None:
     records = read_control(run.store).records
     assert take_name(run, CLOCK, "a07") == ("a07", 0) and read_control(run.store).records == records
     assert take_name(run, CLOCK) == ("a08", 1)
+    with pytest.raises(ConfigError, match=r"has had 9 actors.*is called a09"):
+        take_name(run, CLOCK, "a7777")
 
 
 # -------------------------------------------------------------------- places and prices

@@ -41,7 +41,7 @@ from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, 
 
 OWNER = BoxOwner("run", "0", 1, "7")
 TASK = HarborTask(
-    name="t", instruction="answer", image="", folder="/work", files={}, tests={}, agent_s=600, verifier_s=60
+    name="t", instruction="answer", image="", folder="/app", files={}, tests={}, agent_s=600, verifier_s=60
 ).dump()
 real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 
@@ -227,7 +227,7 @@ def test_a_new_box_that_dies_is_replaced() -> None:
 
     clock = VirtualClock()
     provider = Provider(clock)
-    box = _starter(provider, clock).start(OWNER, BoxRecipe(files={"/work/a": b""}))
+    box = _starter(provider, clock).start(OWNER, BoxRecipe(files={"/app/a": b""}))
     assert list(provider.alive.values()) == [box] and len(provider.made) == 2
 
 
@@ -301,12 +301,12 @@ def boxes(tmp_path: Path) -> LocalBoxes:
 
 @real
 def test_the_five_verbs(boxes: LocalBoxes) -> None:
-    box = BoxStarter(boxes).start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    box = BoxStarter(boxes).start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
     ran = box.exec("cat a.txt; echo two >&2; exit 3", user="user", timeout_s=30)
     assert ran == Ran(3, "onetwo\n") and not ran.timed_out
     box.write("b/c.bin", b"\x00\xff")
-    assert box.exec("wc -c < /work/b/c.bin", user="user", timeout_s=30).output == "2\n"
-    assert box.read("/work/a.txt") == b"one"
+    assert box.exec("wc -c < /app/b/c.bin", user="user", timeout_s=30).output == "2\n"
+    assert box.read("/app/a.txt") == b"one"
     with pytest.raises(FileNotFoundError):
         box.read("absent")
     assert len(boxes.find({"run": "run", "place": "7"})) == 1 and boxes.find({"run": "other"}) == []
@@ -366,16 +366,16 @@ def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 # -------------------------------------------------------------------- Harbor's folders
 
-TEST_SH = '[ "$(cat /work/answer 2>/dev/null)" = 42 ] && R=1 || R=0; echo $R > /logs/verifier/reward.txt\n'
+TEST_SH = '[ "$(cat /app/answer 2>/dev/null)" = 42 ] && R=1 || R=0; echo $R > /logs/verifier/reward.txt\n'
 
 
 def _write_task(
-    folder: Path, *, test: str | None = TEST_SH, docker: str = "FROM x\nCOPY repo /work\nWORKDIR /work\n"
+    folder: Path, *, test: str | None = TEST_SH, docker: str = "FROM x\nCOPY repo /app\nWORKDIR /app\n"
 ) -> Path:
     (folder / "environment/repo").mkdir(parents=True)
     (folder / "tests").mkdir()
     (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 60.0\n")
-    (folder / "instruction.md").write_text("Write 42 into /work/answer.\n")
+    (folder / "instruction.md").write_text("Write 42 into /app/answer.\n")
     (folder / "environment/Dockerfile").write_text(docker)
     (folder / "environment/repo/given.txt").write_text("given")
     if test is not None:
@@ -393,7 +393,7 @@ def _harbor(boxes: LocalBoxes, folder: Path) -> HarborEnvironment:
 @real
 def test_a_task_is_solved_with_the_tools(boxes: LocalBoxes, tmp_path: Path) -> None:
     env = _harbor(boxes, _write_task(tmp_path / "task"))
-    assert env.bash("pwd; cat given.txt; ls /tests") == "/work\ngiven"
+    assert env.bash("pwd; cat given.txt; ls /tests") == "/app\ngiven"
     assert env.bash("exit 5") == "\n[exit code 5]"
     assert env.write("answer", "42") == "answer: 2 characters"
     assert env.read("answer") == "42"
@@ -412,9 +412,9 @@ def test_a_wrong_answer_is_a_zero_that_counts(boxes: LocalBoxes, tmp_path: Path)
 
 @real
 def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_path: Path) -> None:
-    needs = "cp /work/given.txt /tmp/x && echo 1 > /logs/verifier/reward.txt\n"
+    needs = "cp /app/given.txt /tmp/x && echo 1 > /logs/verifier/reward.txt\n"
     env = _harbor(boxes, _write_task(tmp_path / "task", test=needs))
-    env.bash("rm -rf /work/*")
+    env.bash("rm -rf /app/*")
     assert isinstance(env.get_reward(), AtMostWorst)
     assert boxes.find({}) == []
 
@@ -470,7 +470,7 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
     [
         ({"test": None}, "has no verifier: tests/test.sh is missing"),
         ({"docker": "FROM x\nRUN apt-get update\n"}, "no image is built here"),
-        ({"docker": "FROM x\nCOPY absent /work\n"}, "has no files"),
+        ({"docker": "FROM x\nCOPY absent /app\n"}, "has no files"),
     ],
 )
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -38,12 +38,12 @@ def test_without_the_sdk_it_says_what_to_install() -> None:
 @sdk
 def test_the_five_verbs(server: E2bServer) -> None:
     starter = _starter(server)
-    box = starter.start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
     assert box.exec("cat a.txt; echo two >&2; exit 3", user="someone", timeout_s=30) == Ran(3, "onetwo\n")
     assert server.users[-1] == "someone"
     assert box.exec("sleep 100", user="user", timeout_s=0.5).timed_out
     box.write("b/c.bin", b"\x00\xff")
-    assert box.read("/work/b/c.bin") == b"\x00\xff"
+    assert box.read("/app/b/c.bin") == b"\x00\xff"
     with pytest.raises(FileNotFoundError):
         box.read("absent")
     assert starter.sweep({"run": "other"}) == 0
@@ -54,9 +54,9 @@ def test_the_five_verbs(server: E2bServer) -> None:
 def test_a_lost_reply_is_adopted_and_has_all_verbs(server: E2bServer) -> None:
     server.lose_replies = 1
     starter = _starter(server)
-    box = starter.start(OWNER, BoxRecipe(files={"/work/a.txt": b"one"}))
+    box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
     assert len(server.boxes) == 1 and starter.counts["adopted"] == 1
-    assert box.exec("cat /work/a.txt", user="user", timeout_s=30).output == "one"
+    assert box.exec("cat /app/a.txt", user="user", timeout_s=30).output == "one"
     starter.release(OWNER)
     assert server.boxes == {}
 

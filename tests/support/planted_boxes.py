@@ -102,7 +102,7 @@ class PlantedBox:
         provider.alive[self.number] = self
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        if command.startswith(("mkdir -p /work", "rm -rf /tests")):
+        if command.startswith(("mkdir -p /app", "rm -rf /tests")):
             return Ran(0, "")
         if self.calls == self.dies_at:
             self._die("provider")

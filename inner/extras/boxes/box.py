@@ -56,11 +56,11 @@ class BoxOwner:
 
 @dataclass(frozen=True)
 class BoxRecipe:
-    """What a box begins with.   image: the provider's name for it; "" for its default.   files: path -> content."""
+    """The first content of a box.   image: the provider's name for it; "" for its default.   files: path -> content."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    folder: str = "/work"
+    folder: str = "/app"
     ttl_s: float = TTL_S
 
 

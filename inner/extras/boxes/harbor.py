@@ -78,7 +78,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
     except ValueError as error:
         raise InnerError(f"{folder}/task.toml cannot be read: {error}. Correct it.") from error
     image = image or str(told.get("environment", {}).get("docker_image", ""))
-    work, files = ("/work", {}) if image else _read_dockerfile(folder / "environment")
+    work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
     return HarborTask(
         name=folder.name, instruction=(folder / "instruction.md").read_text(), image=image, folder=work, files=files,
         tests=_pack(folder / "tests", "/tests"), agent_s=float(told.get("agent", {}).get("timeout_sec", 600)),
@@ -88,7 +88,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
 
 def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
     """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR."""
-    work, files = "/work", dict[str, str]()
+    work, files = "/app", dict[str, str]()
     for line in (folder / "Dockerfile").read_text().splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
         match words[:1], words[1:]:

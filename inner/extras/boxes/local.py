@@ -1,7 +1,7 @@
 """Boxes on this machine: a folder per box, and bubblewrap around every command.
 
     ROOT/NAME/box.json    labels, deadline; written before the box is used    start also removes late boxes
-    ROOT/NAME/root        work/ tests/ logs/ tmp/ …  are bound to /work /tests /logs /tmp, writable
+    ROOT/NAME/root        app/ tests/ logs/ tmp/ …  are bound to /app /tests /logs /tmp, writable
     /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
 
 `wrap` makes the words in front of a command; the tests give one that needs no bubblewrap.
@@ -35,7 +35,7 @@ from inner.extras.boxes.box import (
     wrapped_command,
 )
 
-FOLDERS = ("work", "tests", "logs", "tmp", "solution")
+FOLDERS = ("app", "tests", "logs", "tmp", "solution")
 Wrap = Callable[[Path, str, str], list[str]]
 
 

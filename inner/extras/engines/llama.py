@@ -109,7 +109,7 @@ class LlamaEngine:
 
 
 class _Sizes:
-    """What a .gguf file says of its model."""
+    """The sizes of a model, from its .gguf file."""
 
     def __init__(self, metadata: dict[str, str], path: Path) -> None:
         self.path = path
