@@ -99,10 +99,10 @@ class Actor:
             newest.load_into(self._loop.model)
             self._sampler.load()
             self._status.step = newest.step
-        store, wanted = self._run.store, self._session.rv.wanted
+        store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         places = open_places(
-            read_standings(store, wanted.slot_names), filled_places(store), self._pace, weights=self._status.step,
-            staleness=staleness_of(self._run.config), takes_s=self._status.rate,
+            read_standings(store, wanted.slot_names), filled_places(store), self._pace, weights=weights,
+            staleness=staleness_of(self._run.config), end=wanted.steps, takes_s=self._status.rate,
         )  # fmt: skip
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
         place = chosen_place(places, self._session.rv.slot, names, self._overdue(places))

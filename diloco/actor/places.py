@@ -1,7 +1,7 @@
 """The places of rollouts that an actor may fill, and its choice among them.
 
-    a place is open      its slot's heartbeat has not reached it, and it is trained at most fleet.staleness outer steps
-                         after the actor's weights
+    a place is open      its slot's heartbeat has not reached it, and it is trained before the run's end, at most
+                         fleet.staleness outer steps after the actor's weights
     a place is mine      of all actors that the run wants, my name has the greatest hash with it (rendezvous hashing)
 
 Pure functions of heartbeats, keys and names; `read_standings` and `filled_places` read them from the bucket.
@@ -60,20 +60,23 @@ def open_places(
     *,
     weights: int,
     staleness: int,
+    end: int = 0,
     takes_s: float = 0.0,
 ) -> list[tuple[int, str, int]]:
     """Return the open places as (distance, slot, generation), the nearest first.
 
     is_filled(slot, generation): whether it has a bundle.   weights: the outer step of the actor's weights.
+    end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
     by then; below 0 for places that it will probably fill itself, which come last.
     """
     found = list[tuple[int, str, int]]()
+    last = min(weights + staleness, end - 1) if end else weights + staleness
     for at in standings:
         now = pace.generation_at(at.data)
         lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1
-        while pace.outer_step_of(at, generation) - weights <= staleness:
+        while pace.outer_step_of(at, generation) <= last:
             if not is_filled(at.slot, generation):
                 found.append((generation - now - lead, at.slot, generation))
             generation += 1

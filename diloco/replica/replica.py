@@ -276,10 +276,11 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     manager = _manager(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session))
+    tell_of_rollouts = lambda: None  # noqa: E731
     if config.fleet.record_rollouts:
         from diloco.replica.rollouts import keep_rollouts
 
-        keep_rollouts(run, session, loop)
+        tell_of_rollouts = keep_rollouts(run, session, loop)
     if why := why_no_kernels():
         session.emit("warning", kind="kernels", text=SLOW_CODEC.format(why=why))
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
@@ -291,6 +292,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
         evaluator = _make_evaluator(run, session, loop, inputs, outer)
         _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
+    tell_of_rollouts()
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 

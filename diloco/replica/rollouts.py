@@ -46,11 +46,14 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 
 
-def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
-    """Let the replica's loop find and record its rollouts in the run's bucket."""
+def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable[[], None]:
+    """Let the replica's loop find and record its rollouts in the run's bucket.
+
+    Return a function to call after the training: it tells of the last outer step's bundles.
+    """
     trainer: Any = getattr(loop, "trainer", None)
     if trainer is None:
-        return
+        return lambda: None
     bucket = session.rv.store.store  # the session's own store waits for a full disk, and bundles are not worth that
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
@@ -70,6 +73,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> None:
     if keep_bytes(run.config.fleet.keep) is not None:
         places.after_put = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
     record_rollouts(trainer, places)
+    return places.tell
 
 
 class OldBundles:
@@ -147,11 +151,15 @@ class BucketPlaces:
         return found
 
     def _begin_step(self, outer: int) -> None:
-        """Tell, once per outer step, how many bundles were found, and how many of actors' were too old."""
-        if outer > self._outer and (self._found or self._expired):
+        if outer > self._outer:
+            self.tell()
+        self._outer = outer
+
+    def tell(self) -> None:
+        """Tell how many bundles the newest outer step found, and how many of actors' were too old or too far."""
+        if self._found or self._expired:
             self._emit("rollouts_found", step=self._outer, bundles=self._found, expired=self._expired)
             self._found = self._expired = 0
-        self._outer = outer
 
     def _look(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         self._attempt = 0

@@ -45,6 +45,13 @@ def test_places_are_open_to_the_rounds_end_and_as_many_rounds_as_may_be_stale(
     assert places(Standing("r00", step=2, data=9, inner=1), weights=2, staleness=staleness) == expected
 
 
+@pytest.mark.parametrize(("end", "expected"), [(0, [10, 11, 12, 13, 14, 15]), (3, [10, 11]), (4, [*range(10, 16)])])
+def test_no_place_is_open_after_the_runs_end(end: int, expected: list[int]) -> None:
+    at = Standing("r00", step=2, data=9, inner=1)
+    found = open_places([at], lambda *_: False, H4, weights=2, staleness=1, end=end)
+    assert [g for _, _, g in found] == expected
+
+
 def test_older_weights_reach_less_far_and_filled_places_are_passed_over() -> None:
     at = Standing("r00", step=2, data=9, inner=1)
     assert places(at, weights=1, staleness=1) == [10, 11]

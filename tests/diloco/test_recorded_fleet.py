@@ -196,6 +196,11 @@ def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:
     old = places(store, told := list[Any](), staleness=1)
     assert old.find(BundlePlace(7, 42, 0), FITS) is None and old.find(BundlePlace(8, 44, 0), FITS) is None
     assert told == [("rollouts_found", {"step": 7, "bundles": 0, "expired": 1})]
+    newest = places(store, told := list[Any](), staleness=1)
+    assert newest.find(BundlePlace(6, 42, 0), FITS) is not None and not told
+    newest.tell()  # a run's last outer step has none after it
+    newest.tell()
+    assert told == [("rollouts_found", {"step": 6, "bundles": 1, "expired": 0})]
     bare, told = MemoryStore("memory://y"), list[Any]()
     places(bare, by=0, actor="a01").deliver(HERE, made)
     assert places(bare, told).find(HERE, FITS) is None and "left out their log-probs" in told[0][1]["text"]

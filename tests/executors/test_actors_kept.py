@@ -268,4 +268,5 @@ def test_the_report_counts_what_actors_sampled_and_odd_lines_are_no_numbers() ->
     report = Report("x", "memory://", {}, Wanted(), [], [session], events, {}, 0)
     (words,) = actor_words(report)
     assert words == "1, 3 bundles, 1 too late; 2 trained on, 1 too old or too far"
+    assert f"  actors: {words}" in status_table(report)
     assert actor_words(replace(report, sessions=[])) == []

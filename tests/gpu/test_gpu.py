@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.runlog.reader import read_report
+from diloco.runlog.summary import actor_words
 from inner.train.trainer import LESSONS
+from rendezvous.records.records import decode_or_none
+from rendezvous.records.rollouts import RolloutVerdict
+from rendezvous.stores.open import open_store
 from tests.inner.test_channels import world_pairs
 from tests.inner.test_toolworld import small_folder
 from tests.inner.test_trainer import make, measure, rollouts
@@ -69,6 +74,45 @@ def test_the_demo_on_the_gpu(tmp_path: Path) -> None:
     done = diloco(tmp_path, "demo", "--run", "run")
     assert done.returncode == 0, done.stdout + done.stderr
     check_run(tmp_path / "run", 12)
+
+
+ACTORS = """name = "acted"
+[fleet]
+replicas = 1
+min_replicas = 1
+steps = 10
+record_rollouts = true
+broadcast_weights = true
+check_rollouts = 1.0
+staleness = 1
+[outer]
+sync_every = 6
+[inner]
+model = "toolworld"
+batch_size = 32
+lr = 1e-3
+"""
+
+
+def test_actors_sample_on_the_gpu_and_an_audit_takes_each_inner_step_again(tmp_path: Path) -> None:
+    """Each bundle of theirs is checked with the weights that it names; products in bfloat16 give no doubt."""
+    (tmp_path / "run.toml").write_text(ACTORS)
+    done = diloco(tmp_path, "train", "run.toml", "--run", "run", "--actors", "2", "--no-preflight", "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_run(tmp_path / "run", 10)
+    report = read_report(open_store(str(tmp_path / "run")))
+    checked = [read_verdict(path) for path in (tmp_path / "run" / "rollouts").glob("*/*/*.verdict")]
+    assert checked and not report.of_kind("rollouts_doubted"), actor_words(report)
+    assert max(verdict.disagreement for verdict in checked) < 0.01
+    audit = diloco(tmp_path, "verify", "run", "--inner")
+    print(audit.stdout, actor_words(report), sorted(verdict.disagreement for verdict in checked)[-3:])
+    assert audit.returncode == 0 and " 0 differ" in audit.stdout, audit.stdout + audit.stderr
+
+
+def read_verdict(path: Path) -> RolloutVerdict:
+    verdict = decode_or_none(RolloutVerdict, path.read_bytes())
+    assert verdict is not None
+    return verdict
 
 
 # the first life takes all memory before its second inner step; the second life leaves it

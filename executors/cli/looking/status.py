@@ -35,7 +35,7 @@ from diloco.runlog.learning import Curve, learning_words, newest_numbers
 from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
 from diloco.runlog.sessions import SessionSummary, observed_words
 from diloco.runlog.sparkline import sparkline
-from diloco.runlog.summary import brief_name, curve_of, kept_words, outer_words, solo_words
+from diloco.runlog.summary import actor_words, brief_name, curve_of, kept_words, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s
@@ -95,6 +95,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
     numbers += [f"  {words}" for words in worth_words(worth(report))]
+    numbers += [f"  actors: {words}" for words in actor_words(report)]
     kept = [f"  {words}" for words in kept_words(report)]
     return [*lines, *numbers, *_device_lines(report), *kept, *remark_lines(report, now)]
 
