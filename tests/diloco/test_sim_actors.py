@@ -4,11 +4,16 @@ A red schedule prints its seed; `python -m tests.sim 1 --acted --start SEED` pla
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from math import exp, log, sqrt
+from statistics import NormalDist, fmean
+from typing import Any
 
 import pytest
 
-from tests.sim.acting import MISCHIEF, calm_acted, draw_acted
+from rendezvous import layout
+from tests.sim.acting import MISCHIEF, SAMPLE_S, Generations, calm_acted, draw_acted
 from tests.sim.acting_bugs import ACTED_BUGS
 from tests.sim.bugs import planted
 from tests.sim.bundles import parsed
@@ -54,6 +59,60 @@ def test_dead_actors_cost_a_replica_nothing(seed: int) -> None:
     with_dead = _seconds_per_generation(replace(plan, acting=replace(plan.acting or Acting(), all_dead_at=5.0)))
     without = _seconds_per_generation(replace(plan, acting=Acting(actors=0, staleness=0)))
     assert with_dead <= 1.2 * without
+
+
+# ---------------------------------------------------------------------- lengths
+
+
+def long_tailed(seed: int) -> Schedule:
+    """An actor is as fast as a replica, and one completion in a hundred takes 33 times the median."""
+    acting = Acting(actors=8, staleness=3, takes=SAMPLE_S, tail=1.5, salt=seed)
+    return Schedule(seed, replicas=2, min_replicas=2, speeds=(1.0,), acting=acting, calm=400.0, end=440.0)
+
+
+def drops_what_is_late(generations: Any, true: Any = Generations.before_inner_step) -> None:
+    """Wait for the freshest bundle that is there, and drop the places before it as too old."""
+    slot, first = generations.p.slot, generations.data
+    for _ in range(100):
+        there = [g for g in range(first, first + 16) if layout.bundle_key(slot, g, 0, 0) in generations.w.objects]
+        if there:
+            break
+        generations.clock.sleep(0.2)
+    generations.data = there[-1] if there else first
+    true(generations)
+
+
+def kolmogorov_p(lengths: Sequence[float], tail: float) -> float:
+    """Return the p-value of a Kolmogorov-Smirnov test of log-normal lengths (Stephens' correction, Kolmogorov's sum)."""
+    n, expected = len(lengths), [NormalDist(0.0, tail).cdf(log(x)) for x in sorted(lengths)]
+    off = max(max((i + 1) / n - x, x - i / n) for i, x in enumerate(expected))
+    far = (sqrt(n) + 0.12 + 0.11 / sqrt(n)) * off
+    return min(1.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * far) ** 2) for k in range(1, 100)))
+
+
+def trained_lengths(seeds: Sequence[int]) -> tuple[list[float], float]:
+    """Return the lengths that were trained on in some schedules, and the actors' share of the bundles."""
+    worlds = [World(long_tailed(seed)) for seed in seeds]
+    for world in worlds:
+        world.run()
+    mine, theirs = (sum(w.fired[f"trained: {by}"] for w in worlds) for by in ("its own", "of an actor"))
+    return [w.acting.length_of(*place) for w in worlds for place in w.bundles.places], theirs / (mine + theirs)
+
+
+@pytest.mark.parametrize(
+    "seeds", [(0, 1), *(pytest.param((s, s + 1), marks=pytest.mark.slow) for s in range(2, 12, 2))], ids=str
+)
+def test_lengths_that_were_trained_on_are_those_of_the_prompts(
+    seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long completions are not starved; a replica that drops late bundles fails this test."""
+    lengths, of_actors = trained_lengths(seeds)
+    assert len(lengths) > 400 and of_actors > 0.3
+    assert kolmogorov_p(lengths, 1.5) > 0.05
+    monkeypatch.setattr(Generations, "before_inner_step", drops_what_is_late)
+    shorter, of_actors = trained_lengths(seeds)
+    assert kolmogorov_p(shorter, 1.5) < 0.05 and of_actors > 0.3
+    assert fmean(map(log, shorter)) < fmean(map(log, lengths)) - 0.1
 
 
 def test_the_checker_reads_a_bundle_by_itself_and_takes_no_torn_one() -> None:

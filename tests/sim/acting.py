@@ -118,7 +118,7 @@ class Generations:
         unfit = lambda bundle: self._unfit(place, bundle)  # noqa: E731
         found, is_made = self.places.find(place, unfit), False
         if found is None:
-            self.clock.sleep(SAMPLE_S)
+            self.clock.sleep(SAMPLE_S * self.plan.length_of(self.p.slot, place.generation))
             made = self.w.bundles.sample(self.p.slot, place.generation, self.p.slot, place.outer)
             found = self.places.put(place, made, unfit)
             is_made = found is made
@@ -155,7 +155,8 @@ class StubSampler:
 
     def sample(self, share: "Share", generation: int) -> Bundle:
         a = self.actor
-        a.w.wait(a.p, a.w.acting.takes * a.w.rng.lognormvariate(0.0, 0.5))
+        noise = 1.0 if a.w.acting.tail else a.w.rng.lognormvariate(0.0, 0.5)
+        a.w.wait(a.p, a.w.acting.takes * a.w.acting.length_of(self.slot, generation) * noise)
         a.befall()
         return a.w.bundles.sample(self.slot, generation, a.p.slot, self.weights, logprobs=True)
 

@@ -76,6 +76,11 @@ class Ledger:
         self.samples.append(Sample(slot, generation, by, weights))
         return bundle_of(len(self.samples) - 1, slot, generation, logprobs)
 
+    @property
+    def places(self) -> set[tuple[str, int]]:
+        """The (slot, generation) that were trained."""
+        return {(slot, generation) for slot, _, generation in self._by_place}
+
     # ------------------------------------------------------------ requests
 
     def counted(self, process: Process, verb: str, key: str) -> None:
@@ -87,11 +92,11 @@ class Ledger:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing fails in this schedule, and no actor is broken."""
+        """Whether nothing fails in this schedule, no actor is broken, and no completion is much longer than others."""
         p, a = self.w.plan, self.plan
         faults = p.error + p.lost + p.duplicate + p.kill + p.pause + p.slow + p.outage[0] + p.foreign + p.flip
         unseen = p.list_lag or p.mute or p.hung  # an actor cannot see which places are filled, or where a slot is
-        return not (faults or unseen or a.mischief or a.deaths or a.stalls or p.churn or p.fleet_loss)
+        return not (faults or unseen or a.mischief or a.deaths or a.stalls or a.tail or p.churn or p.fleet_loss)
 
     # ------------------------------------------------------------ what is trained
 
@@ -158,7 +163,7 @@ class Ledger:
     ) -> None:
         from tests.sim.acting import SAMPLE_S
 
-        if took > SAMPLE_S / 0.9 + SLACK_S:
+        if took > SAMPLE_S * self.plan.length_of(where[0], where[2]) / 0.9 + SLACK_S:
             self._broken("no replica waits for an actor", f"{where} took {took:.1f} s")
         now = self.requests(process) - asked
         is_first = f"rollouts/{where[0]}/{where[2]:010d}/0000.1.bundle" not in self.w.objects

@@ -68,6 +68,7 @@ class Acting:
     staleness: S.   served: inner steps of a generation.   lag: commits by which an actor's weights are behind.
     share: of actors' bundles that the door checks; 0: no door.   far: outer steps from which the drift is too large.
     mischief, deaths, stalls: shares of an actor's samples.
+    tail: σ of the log-normal lengths of completions, which a salt draws.
     """
 
     actors: int = 2
@@ -81,6 +82,12 @@ class Acting:
     deaths: float = 0.0
     stalls: float = 0.0
     all_dead_at: float = 999.0
+    tail: float = 0.0
+    salt: int = 0
+
+    def length_of(self, slot: str, generation: int) -> float:
+        """Return the length of a place's completions, which its prompts decide; the median is 1."""
+        return random.Random(f"{self.salt}/{slot}/{generation}").lognormvariate(0.0, self.tail) if self.tail else 1.0
 
 
 @dataclass(frozen=True)
