@@ -72,7 +72,7 @@ def long_tailed(seed: int) -> Schedule:
 
 def drops_what_is_late(generations: Any, true: Any = Generations.before_inner_step) -> None:
     """Wait for the freshest bundle that is there, and drop the places before it as too old."""
-    slot, first = generations.p.slot, generations.data
+    slot, first, there = generations.p.slot, generations.data, list[int]()
     for _ in range(100):
         there = [g for g in range(first, first + 16) if layout.bundle_key(slot, g, 0, 0) in generations.w.objects]
         if there:
@@ -83,7 +83,7 @@ def drops_what_is_late(generations: Any, true: Any = Generations.before_inner_st
 
 
 def kolmogorov_p(lengths: Sequence[float], tail: float) -> float:
-    """Return the p-value of a Kolmogorov-Smirnov test of log-normal lengths (Stephens' correction, Kolmogorov's sum)."""
+    """Return the p-value of a Kolmogorov-Smirnov test of log-normal lengths (Stephens 1970; Kolmogorov's sum)."""
     n, expected = len(lengths), [NormalDist(0.0, tail).cdf(log(x)) for x in sorted(lengths)]
     off = max(max((i + 1) / n - x, x - i / n) for i, x in enumerate(expected))
     far = (sqrt(n) + 0.12 + 0.11 / sqrt(n)) * off
