@@ -23,18 +23,19 @@ from typing import Any
 import modal
 import pytest
 
+from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.run.record import Run
+from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
 from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
-from executors.platforms.places import build_executor
+from executors.platforms.places import build_executor, places_of
 from executors.supervision.hosted import start_hosted, supervisor_spec
 from executors.supervision.supervisor import Supervisor
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from tests.diloco.test_s3_fleet import downloaded
 from tests.support.audit import check_run
@@ -498,6 +499,38 @@ def test_three_replicas_of_toolworld_one_preempted_and_no_bit_is_lost(platform, 
     assert {(step, slot) for step, slot in audited.listed if step == 3} == {(3, f"r0{i}") for i in range(3)}
     hosts = {json.loads(body)["host"] for body in bodies(found, "replicas/r01/")}
     assert hosts == {"modal/r01.1"}, "both lives tell the launch that they belong to"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_actors_run_on_modal_and_an_audit_takes_their_steps_again(platform, run, bucket, tmp_path) -> None:
+    """A replica and two actors, one of which Modal preempts: the platform starts it again as the same actor."""
+    fleet = {"replicas": 1, "min_replicas": 1, "steps": 1000, "record_rollouts": True, "broadcast_weights": True}
+    found = founded(run, bucket, tmp_path, inner={**TOOLWORLD, "batch_size": 64}, fleet={**fleet, "staleness": 1})
+    places = read_control(found.store).places
+    theirs = [replace(places_of(places)[0], actors=True, count=2).to_dict()]
+    write_control(found.store, SystemClock(), places=[*places, *theirs], actors=2)
+    preempted: list[Handle] = []
+
+    def preempt_once(supervisor: Supervisor, report: Any) -> None:
+        handle, beat = supervisor.handle("a00"), report.beats.get("a00")
+        if handle and beat and beat.inner >= 1 and not preempted:
+            preempted.append(handle)
+            platform.preempt(handle)
+        again = preempted and beat and beat.generation > 1 and beat.inner >= 1
+        if again and report.wanted.steps == 1000:
+            write_control(found.store, SystemClock(), steps=report.head + 2)
+
+    executor = build_executor(read_control(found.store).places)
+    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_once).supervise()
+    assert outcome.code == 0, outcome.text + "".join(line.data for line in platform.server.lines[-60:])
+    report = read_report(found.store)
+    assert [h.attempt for h in executor.find(run) if h.slot == "a00"] == [1], "Modal restarts it, and we do not"
+    assert {x.slot for x in report.sessions} == {"r00", "a00", "a01"}
+    assert sum(event["bundles"] for event in report.of_kind("rollouts_found")) >= 2
+    assert not report.of_kind("rollouts_refused")
+    again = recompute_offers(read_run(str(downloaded(run, tmp_path / "bucket"))))
+    assert not again.off and not again.unchecked and again.equal == report.head, again
 
 
 def bodies(run: Run, prefix: str) -> list[bytes]:
