@@ -148,7 +148,7 @@ def act_in_session(run: Run, session: Session, engine: str = "") -> int:
     """Sample until the run is over, or the actor has to leave.   Return the exit code."""
     refuse_actors(run.config)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
-        actor = Actor(run, session, scratch, engine)
+        actor = Actor(run, session, scratch, engine or run.config.fleet.actor_engine)
         end = _act_to_the_end(actor, run, session)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
     session.rv.members.say_goodbye()
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
     parser.add_argument(
         "--engine", default="", metavar="KIND[:ADDRESS]",
-        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf, transformers; left out: as the run's replicas sample",
+        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf or transformers (default: fleet.actor_engine)",
     )  # fmt: skip
     typed = parser.parse_args(argv)
     if typed.slot:

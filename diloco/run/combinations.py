@@ -14,6 +14,7 @@ from diloco.run.sections import ConfigError, OuterConfigError
 if TYPE_CHECKING:
     from diloco.run.config import OuterConfig, RunConfig
 
+ENGINES = ("openai", "llama_cpp")  # inner/extras/engines/choose.py
 NEAR = 6  # inner steps; decision 080 has the measurements
 
 
@@ -67,12 +68,29 @@ def refuse_actors(config: "RunConfig") -> None:
             f"actors cannot sample for objective = {config.inner.grpo.objective!r}: dynamic sampling and gmpo need "
             "rollouts of the replica's own weights. Start no actors, or choose another objective (diloco objectives)"
         )
+    _refuse_engine(config.fleet.actor_engine, has_adapter=config.inner.lora is not None)
     for name in ("record_rollouts", "broadcast_weights"):
         if not getattr(config.fleet, name):
             raise ConfigError(
                 f"this run was launched without fleet.{name}, so an actor could not reach its replicas. Start a run "
                 f"with `--set fleet.{name}=true`, or with `diloco train --actors N`"
             )
+
+
+def _refuse_engine(typed: str, has_adapter: bool) -> None:
+    kind, _, address = typed.partition(":")
+    if typed in ("", "transformers"):
+        return
+    if kind not in ENGINES or not address:
+        raise ConfigError(
+            f"fleet.actor_engine = {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf or "
+            "transformers, or leave the line away"
+        )
+    if not has_adapter:
+        raise ConfigError(
+            f"fleet.actor_engine = {typed!r} takes LoRA adapters only, and this run trains all weights. Leave the line "
+            "away, or start a run with [inner.lora]"
+        )
 
 
 def staleness_of(config: "RunConfig") -> int:

@@ -76,6 +76,7 @@ class FleetConfig(Table):
         "--inner` computes pseudogradients again.",
     )
     staleness: int | None = setting(None, "Outer steps of an actor's weights' age: 6 inner steps.", least=0, most=64)
+    actor_engine: str = setting("", "What samples for a supervisor's actors, as `--engine`.")
     check_rollouts: float = setting(0.02, "Share of actors' bundles that replicas check.", least=0, most=1)
 
     def check(self) -> None:

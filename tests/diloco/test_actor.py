@@ -14,9 +14,10 @@ from diloco.actor import main
 from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.run.combinations import staleness_of
+from diloco.run.combinations import ENGINES, staleness_of
 from diloco.run.config import RunConfig
 from diloco.run.record import read_run
+from inner.extras.engines.choose import KINDS
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
@@ -134,6 +135,9 @@ def test_standings_are_those_of_slots_that_train() -> None:
         ({"fleet": {"broadcast_weights": False}}, "without fleet.broadcast_weights"),
         ({"inner": {"loop": "supervised"}}, "no rollouts"),
         ({"inner": {**PLAIN, "grpo": {"objective": "dapo"}}}, "Start no actors"),
+        ({"fleet": {"actor_engine": "sglang:http://x"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
+        ({"fleet": {"actor_engine": "llama_cpp"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
+        ({"fleet": {"actor_engine": "openai:http://x"}}, "takes LoRA adapters only"),
     ],
 )
 def test_a_run_without_use_for_actors_says_so(
@@ -144,6 +148,22 @@ def test_a_run_without_use_for_actors_says_so(
     assert main([fleet.url, "--name", "a01"]) == exitcodes.USER_ERROR
     assert words in capsys.readouterr().err
     assert main([fleet.url, "--name", "../x"]) == exitcodes.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"), [((), "llama_cpp:b.gguf"), (("--engine", "transformers"), "transformers")]
+)
+def test_an_actor_has_the_runs_engine_unless_you_type_another(
+    tmp_path: Path, typed: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ENGINES == KINDS
+    lora = {**PLAIN, "lora": {"r": 4, "alpha": 8.0}}
+    fleet = a_fleet(tmp_path, inner=lora, fleet={"broadcast_weights": True, "actor_engine": "llama_cpp:b.gguf"})
+    asked = list[str]()
+    monkeypatch.setattr("diloco.actor.actor.Actor", lambda run, session, scratch, engine: asked.append(engine))
+    monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))
+    assert main([fleet.url, *typed]) == exitcodes.DONE
+    assert asked == [expected]
 
 
 @pytest.mark.parametrize(
