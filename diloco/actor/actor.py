@@ -36,7 +36,7 @@ from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields
 from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, wait_for_model
-from diloco.run.combinations import refuse_actors, staleness_of
+from diloco.run.combinations import refuse_actors, refuse_engine, staleness_of
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import Seeds, build_inner
@@ -217,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--name {typed.name!r}: actors are called a00, a01, …")
         run = open_patiently(typed.url, SystemClock())
         refuse_actors(run.config)
+        refuse_engine(run.config, typed.engine)
         name, generation = take_name(run, SystemClock(), typed.name)
     except (ConfigError, RendezvousError) as error:
         print(f"actor: {error}", file=sys.stderr, flush=True)

@@ -337,14 +337,25 @@ class _Recorded(BucketPlaces):
             staleness=staleness_of(run.config),
         )
         self._to = to
+        self._refused = list[tuple[int, str, str, str]]()
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
         )  # fmt: skip
 
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
+        """Return the bundle that the session trained on.
+
+        If it is a later attempt, the session refused those before it.
+        """
+        self._refused.clear()
+        found = super().find(place, unfit)
+        self._to.off += self._refused if found is None else []
+        return found
+
     def _note(self, event: str, **fields: Any) -> None:
         if event == "rollouts_refused":
-            self._to.off.append((fields["step"], fields["key"], self._slot, fields["text"]))
+            self._refused.append((fields["step"], fields["key"], self._slot, fields["text"]))
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
         self._to.remade += 1

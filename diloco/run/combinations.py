@@ -14,7 +14,7 @@ from diloco.run.sections import ConfigError, OuterConfigError
 if TYPE_CHECKING:
     from diloco.run.config import OuterConfig, RunConfig
 
-ENGINES = ("openai", "llama_cpp")  # inner/extras/engines/choose.py
+ENGINES = ("openai", "llama_cpp")  # of inner/extras/engines/choose.py
 NEAR = 6  # inner steps; decision 080 has the measurements
 
 
@@ -68,7 +68,7 @@ def refuse_actors(config: "RunConfig") -> None:
             f"actors cannot sample for objective = {config.inner.grpo.objective!r}: dynamic sampling and gmpo need "
             "rollouts of the replica's own weights. Start no actors, or choose another objective (diloco objectives)"
         )
-    _refuse_engine(config.fleet.actor_engine, has_adapter=config.inner.lora is not None)
+    refuse_engine(config, config.fleet.actor_engine)
     for name in ("record_rollouts", "broadcast_weights"):
         if not getattr(config.fleet, name):
             raise ConfigError(
@@ -77,19 +77,20 @@ def refuse_actors(config: "RunConfig") -> None:
             )
 
 
-def _refuse_engine(typed: str, has_adapter: bool) -> None:
+def refuse_engine(config: "RunConfig", typed: str) -> None:
+    """Raise ConfigError for an actor's engine that is not known, or that the run cannot have."""
     kind, _, address = typed.partition(":")
     if typed in ("", "transformers"):
         return
     if kind not in ENGINES or not address:
         raise ConfigError(
-            f"fleet.actor_engine = {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf or "
-            "transformers, or leave the line away"
+            f"the actor's engine {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf or "
+            "transformers, or none (fleet.actor_engine, or --engine by hand)"
         )
-    if not has_adapter:
+    if config.inner.lora is None:
         raise ConfigError(
-            f"fleet.actor_engine = {typed!r} takes LoRA adapters only, and this run trains all weights. Leave the line "
-            "away, or start a run with [inner.lora]"
+            f"the actor's engine {typed!r} takes LoRA adapters only, and this run trains all weights. Use none (with "
+            "[inner.vllm], the actor then samples with vLLM in its own process), or start a run with [inner.lora]"
         )
 
 

@@ -14,12 +14,11 @@ from diloco.actor import main
 from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.run.combinations import ENGINES, staleness_of
+from diloco.run.combinations import staleness_of
 from diloco.run.config import RunConfig
 from diloco.run.record import read_run
-from inner.extras.engines.choose import KINDS
 from rendezvous import layout
-from rendezvous.agreement.membership import write_control
+from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.records.records import Beat
 from rendezvous.records.rollouts import Rollouts, read_record
@@ -154,11 +153,17 @@ def test_a_run_without_use_for_actors_says_so(
     ("typed", "expected"), [((), "llama_cpp:b.gguf"), (("--engine", "transformers"), "transformers")]
 )
 def test_an_actor_has_the_runs_engine_unless_you_type_another(
-    tmp_path: Path, typed: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    typed: tuple[str, ...],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert ENGINES == KINDS
     lora = {**PLAIN, "lora": {"r": 4, "alpha": 8.0}}
     fleet = a_fleet(tmp_path, inner=lora, fleet={"broadcast_weights": True, "actor_engine": "llama_cpp:b.gguf"})
+    assert main([fleet.url, "--engine", "sglang:x"]) == exitcodes.USER_ERROR
+    assert "'sglang:x' is not known. Use openai:" in capsys.readouterr().err
+    assert not read_control(read_run(fleet.url).store).guests, "a refused actor takes no name"
     asked = list[str]()
     monkeypatch.setattr("diloco.actor.actor.Actor", lambda run, session, scratch, engine: asked.append(engine))
     monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))

@@ -1,6 +1,7 @@
 """Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,10 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     again = audited(killed)
     assert [blob for _, blob, _, _ in again.off] == [bundles[0].relative_to(killed.url).as_posix()]
     assert "another digest" in again.off[0][3] and again.remade == 1
+    first = bundles[1]
+    shutil.copy(first, first.with_name("0000.1.bundle"))  # as if the session had refused a broken one before
+    _flip(first)
+    assert [blob for _, blob, _, _ in audited(killed).off] == [again.off[0][1]]
 
 
 def _frozen(fleet: Fleet, to: Path, rollouts: int) -> None:

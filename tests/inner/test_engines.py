@@ -23,7 +23,7 @@ from inner.rollouts.acting import Sampler
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner, publish_model
 from tests.inner.test_acting import SHARE
-from tests.inner.test_toolworld import SMALL, small_folder
+from tests.inner.test_toolworld import SMALL
 from tests.support.engine_server import EngineState, serve_engine
 from tests.support.fake_vllm import FakeLLM, fake_vllm
 from tests.support.tables import merge_tables
@@ -173,8 +173,6 @@ def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: 
 @pytest.mark.parametrize(
     ("typed", "settings", "words"),
     [
-        ("sglang:x", {}, "use openai:http"),
-        ("openai", {}, "use openai:http"),
         ("openai:http://x", {"trl": {"top_p": 0.9}}, "samples from all tokens"),
         ("llama_cpp:/no/such.gguf", {}, "llama"),
     ],
@@ -182,12 +180,6 @@ def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: 
 def test_what_an_engine_cannot_do_is_refused_by_name(typed: str, settings: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InnerError, match=words):
         use_engine(typed, a_loop(**settings).trainer, name="a07", folder=tmp_path)
-
-
-def test_a_run_of_all_weights_has_no_such_engine_and_says_what_to_do(tmp_path: Path) -> None:
-    loop = build_inner(InnerConfig(**SMALL), small_folder(), {}, Seeds(data=0, noise=0, share=SHARE))
-    with pytest.raises(InnerError, match=r"trains all weights.*\[inner.vllm\]"):
-        use_engine("openai:http://x", loop.trainer, name="a07", folder=tmp_path)
 
 
 # ---------------------------------------------------------------------- vLLM in process

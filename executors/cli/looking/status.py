@@ -82,7 +82,8 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     lines = [_title_line(curve, report, now, width), f"  slot      phase   step  inner {curve.name:>7s}  counted  beat"]
     shown = rows_to_show(session_rows(report, now, {}))
     failed = _failed_starts(report)
-    unclaimed = "never started" if report.done else "starting"
+    begins = SUPERVISOR in report.beats and is_listening(report.beats[SUPERVISOR], report, now)
+    unclaimed = "never started" if report.done else "starting" if begins else "not started"
     for slot in report.wanted.member_names:
         claimed = [row for row in shown if row.slot == slot and row.generation]
         sessions = [

@@ -21,31 +21,20 @@ from inner.errors import InnerError
 from inner.extras.engines.sampling import SamplingEngine, sample_with
 from inner.rollouts.recorded import is_truncated
 
-KINDS = ("openai", "llama_cpp")
-
 
 def use_engine(typed: str, trainer: Any, *, name: str, folder: Path) -> SamplingEngine:
     """Let an actor's trainer sample with an engine, and return it.   typed: KIND:ADDRESS.   name: of the actor.
 
-    folder: for adapters.   Raise InnerError for a kind, an address or a run with which it cannot work.
+    folder: for adapters.   Raise InnerError for an address or sampling settings with which it cannot work.  The run has
+    an adapter, and the kind is known (diloco/run/combinations.py).
     """
     kind, _, address = typed.partition(":")
-    if kind not in KINDS or not address:
-        raise InnerError(
-            f"--engine {typed!r}: use openai:http://HOST:PORT, llama_cpp:BASE.gguf, transformers, or leave it out"
-        )
-    configs = getattr(trainer.model, "peft_config", None)
-    if not configs:
-        raise InnerError(
-            f"--engine {kind} takes LoRA adapters only, and this run trains all weights. Leave --engine out (with "
-            "[inner.vllm], the actor then samples with vLLM in its own process), or start a run with [inner.lora]"
-        )
     if is_truncated(trainer):
         raise InnerError(
-            f"--engine {kind} samples from all tokens, and this run sets top_p, top_k, min_p, a repetition penalty or "
-            "generation_kwargs. Leave --engine out, or take them out of the run"
+            f"the engine {kind} samples from all tokens, and this run sets top_p, top_k, min_p, a repetition penalty "
+            "or generation_kwargs. Use no engine, or take them out of the run"
         )
-    engine = _make(kind, address, configs["default"], name=name, folder=folder)
+    engine = _make(kind, address, trainer.model.peft_config["default"], name=name, folder=folder)
     sample_with(trainer, engine)
     return engine
 
