@@ -4,7 +4,7 @@
     python -m tests.benchmarks.bench_actors --pairs 8 --steps 20         seeds with and without actors, in turns
 
     storm   rounds above twice the median · bundles of actors · too late · every pseudogradient computed again
-    pairs   mean reward over the run and at its end, with − without ± standard error
+    pairs   reward over the run, in its last quarter, on 100 held-out rows at its end: with − without ± standard error
 
 The places of counted work follow from the chain, so a pseudogradient that is equal to the byte when it is computed
 again was trained on exactly its slot's places, each once.
@@ -13,12 +13,14 @@ Not promised: a machine's speed; all processes share this machine's cores, so ac
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -26,6 +28,7 @@ from diloco.audit.inner import recompute_offers
 from diloco.run.record import read_run
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.summary import actor_words
+from inner.worlds.toolworld import ToolWorld
 from rendezvous.agreement.membership import read_beat, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.layout import is_actor
@@ -42,17 +45,25 @@ sync_every = 6
 record_rollouts = true
 broadcast_weights = true
 """
+NUMBERS = ("over the run", "in its last quarter", "held out at its end")
+HELD_OUT = """[eval]
+prompts = "held_out.jsonl"
+every = 1000
+samples = 4
+greedy = false
+"""
 
 
-def start(folder: Path, *, seed: int, steps: int, actors: int, staleness: int) -> "subprocess.Popen[bytes]":
-    """Start a fleet of two replicas and some actors below `folder`."""
-    (folder / "run.toml").write_text(CONFIG)
+def start(folder: Path, *, seed: int, steps: int, actors: int, more: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a fleet of two replicas and some actors below `folder`.   more: settings."""
+    rows = ToolWorld().rows(100, seed=1000)
+    (folder / "held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "run.toml").write_text(CONFIG + HELD_OUT)
     command = ["train", "run.toml", "--run", "run", "--replicas", "2", "--min-replicas", "1", "--steps", str(steps)]
     command += [
         "--set",
         f"seed={seed}",
-        "--set",
-        f"fleet.staleness={staleness}",
+        *(word for setting in more for word in ("--set", setting)),
         "--no-preflight",
         "--yes",
         *(["--actors", str(actors)] if actors else []),
@@ -63,9 +74,9 @@ def start(folder: Path, *, seed: int, steps: int, actors: int, staleness: int) -
     return subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=env, stdout=log, stderr=log)
 
 
-def storm(folder: Path, *, minutes: float, kills_per_hour: float, actors: int, staleness: int) -> Report:
+def storm(folder: Path, *, minutes: float, kills_per_hour: float, actors: int, more: Sequence[str]) -> Report:
     """Kill an actor at a time for so many minutes; then end the run, and return its report."""
-    fleet = start(folder, seed=0, steps=1_000_000, actors=actors, staleness=staleness)
+    fleet = start(folder, seed=0, steps=1_000_000, actors=actors, more=more)
     run_folder = folder / "run"
     while not (run_folder / "steps" / f"{0:010d}" / "commit.json").exists():
         assert fleet.poll() is None, (folder / "train.log").read_text()
@@ -94,13 +105,14 @@ def tell_storm(report: Report, folder: Path) -> None:
     print(f"computed again: {found.equal} equal to the byte, off {found.off}, unchecked {found.unchecked}")
 
 
-def learned(folder: Path, *, seed: int, steps: int, actors: int, staleness: int) -> tuple[float, float]:
-    """Return the mean reward over a run, and over its last quarter."""
-    fleet = start(folder, seed=seed, steps=steps, actors=actors, staleness=staleness)
+def learned(folder: Path, *, seed: int, steps: int, actors: int, more: Sequence[str]) -> tuple[float, float, float]:
+    """Return the mean reward over a run, in its last quarter, and on held-out rows after it."""
+    fleet = start(folder, seed=seed, steps=steps, actors=actors, more=more)
     assert fleet.wait(1800) == 0, (folder / "train.log").read_text()[-3000:]
     report = read_report(read_run(str(folder / "run")).store)
     rewards = [step.mean_reward or 0.0 for step in report.steps]
-    return mean(rewards), mean(rewards[-max(1, steps // 4) :])
+    print(actor_words(report), flush=True)
+    return mean(rewards), mean(rewards[-max(1, steps // 4) :]), report.evaluations[-1].headline[1].mean
 
 
 def main() -> None:
@@ -108,29 +120,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--kills", type=float, default=120.0, help="per hour")
     parser.add_argument("--actors", type=int, default=4)
-    parser.add_argument("--staleness", type=int, default=2, help="fleet.staleness, in outer steps")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the run, as for `diloco train`")
     parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     typed = parser.parse_args()
     if not typed.pairs:
         with tempfile.TemporaryDirectory() as scratch:
             how = {"minutes": typed.minutes, "kills_per_hour": typed.kills, "actors": typed.actors}
-            tell_storm(storm(Path(scratch), **how, staleness=typed.staleness), Path(scratch))
+            tell_storm(storm(Path(scratch), **how, more=typed.set), Path(scratch))
         return
-    differences: list[tuple[float, float]] = []
+    differences: list[list[float]] = []
     for seed in range(1, typed.pairs + 1):
         runs = []
         for actors in (0, typed.actors):
             with tempfile.TemporaryDirectory() as scratch:
-                how = {"seed": seed, "steps": typed.steps, "actors": actors, "staleness": typed.staleness}
+                how = {"seed": seed, "steps": typed.steps, "actors": actors, "more": typed.set}
                 runs.append(learned(Path(scratch), **how))
-        (alone, alone_end), (helped, helped_end) = runs
-        differences.append((helped - alone, helped_end - alone_end))
-        print(
-            f"seed {seed}: over the run {alone:.3f} {helped:.3f}, at its end {alone_end:.3f} {helped_end:.3f}",
-            flush=True,
-        )
-    for name, column in zip(("over the run", "at its end"), zip(*differences, strict=True), strict=True):
+        differences.append([helped - alone for alone, helped in zip(*runs, strict=True)])
+        told = ", ".join(f"{name} {a:.3f} {b:.3f}" for name, a, b in zip(NUMBERS, *runs, strict=True))
+        print(f"seed {seed}: {told}", flush=True)
+    for name, column in zip(NUMBERS, zip(*differences, strict=True), strict=True):
         error = stdev(column) / len(column) ** 0.5 if len(column) > 1 else float("nan")
         print(f"with actors − without, {name}: {mean(column):+.3f} ± {error:.3f} ({len(column)} pairs)")
 

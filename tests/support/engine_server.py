@@ -10,13 +10,15 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from tests.support.loopback import serve
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -84,12 +86,5 @@ def serve_engine(base: Path) -> Iterator[tuple[str, EngineState]]:
             self.end_headers()
             self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(Handler) as address:
+        yield address, state

@@ -6,10 +6,11 @@ Not promised: anything without "stream": true; tools; tokens or log-probs.
 """
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.support.loopback import serve
 
 HEAD = {"id": "c", "created": 1, "model": "m", "object": "chat.completion.chunk"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -39,12 +40,5 @@ def serve_answers(answers: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]
                 self.wfile.write(f"data: {json.dumps({**HEAD, **more, 'choices': [choice]})}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(Handler) as address:
+        yield f"{address}/v1", asked
