@@ -35,7 +35,7 @@ from diloco.model.start_model import refuse_other_base
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields
-from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, wait_for_model
+from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
 from diloco.run.combinations import refuse_actors, refuse_engine, staleness_of
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
@@ -218,6 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = open_patiently(typed.url, SystemClock())
         refuse_actors(run.config)
         refuse_engine(run.config, typed.engine)
+        if (end := too_late(run, SystemClock())) is not None:
+            print(f"actor: {end[1]}", flush=True)
+            return end[0]
         name, generation = take_name(run, SystemClock(), typed.name)
     except (ConfigError, RendezvousError) as error:
         print(f"actor: {error}", file=sys.stderr, flush=True)

@@ -136,13 +136,15 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
     The reason: without an answer the exit code is GAVE_UP, which ends the whole run.  After this call, the session's
     store retries by itself.
     """
-    until = clock.now() + patience_s
+    until, told = clock.now() + patience_s, False
     while True:
         try:
             return read_run(url)
-        except StoreUnclear:
+        except StoreUnclear as error:
             if clock.now() >= until:
                 raise
+            if not told:
+                told = not print(f"{error}; trying again for {patience_s:.0f} s", file=sys.stderr, flush=True)
         clock.sleep(1.0)
 
 

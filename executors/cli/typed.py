@@ -94,10 +94,11 @@ def place(text: str) -> dict[str, Any]:
 
 def actors(text: str) -> dict[str, Any]:
     """Return "4", "modal:8" or "modal:8:L4" as a place of actors; 0: no actors from now on."""
-    found = {"executor": "local", "count": int(text)} if re.fullmatch(r"\d+", text, re.ASCII) else place(text)
-    if "count" not in found:
+    if re.fullmatch(r"\d{1,6}", text, re.ASCII):
+        return {"executor": "local", "count": int(text), "actors": True}
+    if not re.fullmatch(r"[^\s:,]+:[1-9]\d{0,5}(:[^\s:]+)?", text, re.ASCII) or text[0].isdigit():
         raise ArgumentTypeError(f"{text!r} must look like 4, modal:8 or modal:8:L4")
-    return {**found, "actors": True}
+    return {**place(text), "actors": True}
 
 
 def count(text: str) -> int:

@@ -14,8 +14,8 @@ from diloco.actor import main
 from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.run.combinations import staleness_of
-from diloco.run.config import RunConfig
+from diloco.run.combinations import prepared_for_actors, refuse_actors, staleness_of
+from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
@@ -169,6 +169,20 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))
     assert main([fleet.url, *typed]) == exitcodes.DONE
     assert asked == [expected]
+
+
+def test_a_run_over_a_lighthouse_has_no_actors(tmp_path: Path) -> None:
+    raw = {"inner": {"model": "toolworld"}, "rendezvous": "lighthouse://x:1"}
+    with pytest.raises(ConfigError, match="meet in the bucket"):
+        refuse_actors(prepared_for_actors(RunConfig.from_dict(raw, tmp_path)))
+
+
+def test_after_the_runs_end_an_actor_takes_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = (fleet := a_fleet(tmp_path, fleet={"broadcast_weights": True})).store
+    store.put(layout.commit_key(read_control(store).steps - 1), b"{}")
+    assert main([fleet.url]) == exitcodes.DONE
+    assert "outer steps are committed; nothing to do" in capsys.readouterr().out
+    assert not read_control(store).guests and not store.list("replicas/")
 
 
 @pytest.mark.parametrize(

@@ -247,11 +247,11 @@ def test_options_reach_the_actors_places_and_replicas_keep_theirs() -> None:
     assert wanted_places(PlaceWish(actors=(MODAL,)), ()) == (Place(), MODAL)
 
 
-@pytest.mark.parametrize("wrong", ["modal", "modal:x", "-1", "modal:0"])
+@pytest.mark.parametrize("wrong", ["modal", "modal:x", "-1", "modal:0", "2:H100", "", "9" * 9, "local:2,modal:1"])
 def test_actors_need_a_number(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         asked("train", "c", "--run", "r", f"--actors={wrong}")
-    assert "must look like" in capsys.readouterr().err
+    assert "must look like 4, modal:8 or modal:8:L4" in capsys.readouterr().err
 
 
 def test_the_actors_share_of_the_costs_is_told() -> None:

@@ -295,6 +295,17 @@ def test_train_on_a_finished_run_changes_nothing(capsys, run, config):
     assert code == 0 and "the run is finished" in err and records_of(run) == before
 
 
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_actors_of_a_run_that_keeps_no_rollouts_are_refused_before_it_is_touched(capsys, tmp_path, verb):
+    """The config of the command would keep them; the run's own settings stay."""
+    (tmp_path / "run.toml").write_text('[inner]\nmodel = "toolworld"\n[fleet]\nsteps = 6\n')
+    run = open_run(load_config(tmp_path / "run.toml"), str(tmp_path / "run"), SystemClock())
+    before = records_of(run)
+    said = complaint(capsys, verb, tmp_path / "run.toml", "--run", run.url, "--actors", "2", "--steps", "9")
+    assert "was launched without fleet.record_rollouts" in said
+    assert records_of(run) == before
+
+
 def test_a_slot_that_was_never_claimed_does_not_start_for_ever(capsys, run):
     write_control(run.store, SystemClock(), replicas=4)
     _, out, _ = say(capsys, "status", run.url)

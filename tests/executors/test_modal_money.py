@@ -252,7 +252,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
     assert not open_store(made.url).list("replicas/") and read_run(made.url).url == made.url
 
 
-def test_a_lost_answer_at_the_first_look_does_not_end_the_run(monkeypatch) -> None:
+def test_a_lost_answer_at_the_first_look_does_not_end_the_run(monkeypatch, capsys) -> None:
     """It was exit code 75, "nothing moved for too long", after which no replica is started again."""
     answers: list[Any] = [StoreUnclear("no answer"), StoreUnclear("no answer"), "the run"]
 
@@ -264,6 +264,7 @@ def test_a_lost_answer_at_the_first_look_does_not_end_the_run(monkeypatch) -> No
     monkeypatch.setattr(replica, "read_run", read)
     clock = ManualClock()
     assert replica.open_patiently("s3://b/r", clock) == "the run" and 1 < clock.now() < 10
+    assert capsys.readouterr().err.count("; trying again for 60 s") == 1
     answers += [StoreUnclear("no answer")] * 100
     with pytest.raises(StoreUnclear):
         replica.open_patiently("s3://b/r", clock)

@@ -123,7 +123,11 @@ def _train(args: Namespace) -> Answer:
     if asked.momentum and not asked.origin:
         raise run_url.UsageError("--momentum is that of the run that --from names; add --from OLD[@STEP]")
     wanted = read_control(open_store(asked.url))
-    config = _with_actors(read_config(args), asked, wanted)
+    config = read_config(args)
+    if asked.places.actors or wanted.most_actors:
+        from executors.cli.starting.with_actors import with_actors
+
+        config = with_actors(config, asked)
     for note in _checked(asked, config, wanted).notes:
         say(note)
     fork = _read_fork(asked, config) if asked.origin else None
@@ -204,18 +208,11 @@ def _plan(args: Namespace) -> Answer:
 
     config, bucket = read_config(args), look_for_run(args.url)
     asked = request_of(args, bucket.url)
-    config = _with_actors(config, asked, bucket.wanted)
+    if asked.places.actors or bucket.wanted.most_actors:
+        from executors.cli.starting.with_actors import with_actors
+
+        config = with_actors(config, asked)
     return plan(config, asked, bucket, _checked(asked, config, bucket.wanted))
-
-
-def _with_actors(config: "RunConfig", asked: "StartRequest", wanted: "Wanted") -> "RunConfig":
-    """Return the config with the settings that actors need, if the request or the run has some."""
-    if asked.places.actors or wanted.most_actors:
-        from diloco.run.combinations import prepared_for_actors, refuse_actors
-
-        config = prepared_for_actors(config)
-        refuse_actors(config)
-    return config
 
 
 def _checked(asked: "StartRequest", config: "RunConfig", wanted: "Wanted") -> "Checked":
