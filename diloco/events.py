@@ -136,7 +136,7 @@ KINDS: Mapping[str, EventKind] = {
     "published": EventKind(NEWS, "The start model and its manifest are in the bucket: replicas can begin."),
     "launched": EventKind(NEWS, "The supervisor asked the platform for a replica in this slot."),
     "found": EventKind(NEWS, "A launch whose answer had been lost was found again on its platform."),
-    "joined": EventKind(NEWS, "The session has the run's weights and begins to train."),
+    "joined": EventKind(NEWS, "The session has the run's weights and begins to train, or to sample as an actor."),
     "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
     "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
@@ -165,12 +165,12 @@ KINDS: Mapping[str, EventKind] = {
     "offer_lost": EventKind(DETAIL, "Another session's offer for this slot and step stands; this one was withdrawn."),
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "rollouts_found": EventKind(DETAIL, "Rollouts that were recorded before were trained on."),
+    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
     "actor_given_up": EventKind(
         WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
         "diloco logs RUN a00 has its last lines; diloco resume tries again",
     ),
-    "sampled": EventKind(DETAIL, "An actor sampled rollouts for a slot."),
+    "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
     "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
     "rollouts_doubted": EventKind(WARNING, "An actor's rollouts were not believed; others were made.", "stop it"),
     "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),

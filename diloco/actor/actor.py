@@ -149,6 +149,7 @@ def act_in_session(run: Run, session: Session, engine: str = "") -> int:
     refuse_actors(run.config)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
         actor = Actor(run, session, scratch, engine or run.config.fleet.actor_engine)
+        session.emit("joined", step=session.rv.members.status.step)
         end = _act_to_the_end(actor, run, session)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
     session.rv.members.say_goodbye()

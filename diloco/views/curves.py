@@ -108,6 +108,8 @@ def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float)
     """Whether a row waits for this session: by the bucket, it trained in this outer step."""
     if any(t == step.t for t, _ in session.commits):
         return True
+    if session.slot not in report.slots:
+        return False  # an actor's
     began = session.joined is not None and session.joined_step <= step.t
     beat = report.beats.get(session.slot)
     if not began or session.how != "running" or beat is None or beat.generation != session.generation:

@@ -56,7 +56,8 @@ def _median_s(report: Report) -> float:
 def _open_since(report: Report) -> float:
     """Return the time of the newest commit, or the later begin of a supervisor or of the first running session."""
     begins = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
-    joined = [x.joined for x in report.sessions if x.how == "running" and x.joined is not None]
+    running = [x for x in report.sessions if x.how == "running" and x.slot in report.slots]
+    joined = [x.joined for x in running if x.joined is not None]
     return max([report.steps[-1].at, *begins, *([min(joined)] if joined else [])])
 
 

@@ -141,6 +141,18 @@ def test_a_session_counts_as_over_from_the_second_look_on() -> None:
     assert shelf[1][0].numbers["r01/samples"] == 192
 
 
+def test_an_actor_is_not_awaited() -> None:
+    b = Uneven()
+    write_control(b.store, b.clock, actors=1)
+    b.claim("a00", 1, 0.5)
+    b.tell("a00", 1, 1.0, "joined", step=0)
+    b.take(0)
+    b.log(0, "r00")
+    b.log(0, "r01")
+    b.beat("a00", 12.0)
+    assert rows_of(b.store, T0 + 13) == 2
+
+
 def test_a_late_replica_is_awaited_while_it_beats_and_a_silent_one_is_not() -> None:
     b = Uneven()
     b.take(0, "r00")

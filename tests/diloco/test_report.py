@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from diloco.run.record import RunRecord
-from diloco.runlog.reader import Reader, first_and_last, read_report
-from diloco.runlog.summary import checks, solo_words, summary
+from diloco.runlog.reader import Reader, Report, first_and_last, read_report
+from diloco.runlog.summary import actor_words, checks, solo_words, summary
 from diloco.views.page import charts
 from diloco.views.page.charts import draw_figure, write_picture
+from diloco.views.page.data import page_data
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.digests import SHA256, digest
@@ -202,6 +203,31 @@ def test_the_words_of_an_early_kill_do_not_run_into_the_title(monkeypatch):
 def test_the_picture_is_a_png_in_a_folder_that_is_made(tmp_path):
     png = write_picture(read_report(killed_and_replaced().store), tmp_path / "new")
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def with_an_actor() -> Report:
+    """Of two sessions of one actor, the first was killed; its sampling fills the log."""
+    b = killed_and_replaced()
+    write_control(b.store, b.clock, actors=1)
+    for generation, claimed in ((1, 1.0), (2, 8.0)):
+        b.claim("a00", generation, claimed, pid=200 + generation)
+        b.tell("a00", generation, claimed + 1, "joined", step=0)
+        b.tell("a00", generation, claimed + 2, "sampled", step=0, place="r00/1", stands=True, tokens=9, seconds=0.2)
+    b.tell("supervisor", 1, 7.5, "lost", slot="a00", pid=201, exit_code=-9, tail=[])
+    b.store.put(layout.beat_key("a00"), Beat("a00", 2, 9, "sample", 5, 3, 0.2, T0 + 16.0).encode())
+    return read_report(b.store)
+
+
+def test_an_actor_has_lanes_and_a_line_and_is_no_replica(tmp_path):
+    """The picture and the page ended with an error, and the page counted actors as replicas."""
+    report = with_an_actor()
+    figure = draw_figure(report)
+    lanes = [text.get_text() for text in figure.axes[1].get_yticklabels()]
+    assert lanes == ["a00-1", "a00-2", "r00-1", "r01-1", "r01-2"]
+    page = page_data(report, T0 + 17.0)["head"]
+    assert [one["name"] for one in page["sessions"] if one["actor"]] == ["a00-1", "a00-2"]
+    assert page["slots"] == ["r00", "r01"] and page["actors"] == actor_words(report)
+    assert set(page["counted"]) == {"r00", "r01"} and {e["kind"] for e in page["events"]}.isdisjoint({"sampled"})
 
 
 def test_damaged_log_lines_are_skipped():

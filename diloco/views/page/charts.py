@@ -147,7 +147,7 @@ def _draw_sessions(ax: "Axes", report: Report) -> None:
         _draw_session(ax, lane, session, report)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.7)
-    _style_axes(ax, "one lane per session of a replica (slot-generation)", "seconds since the start", "")
+    _style_axes(ax, "one lane per session of a replica or an actor (slot-generation)", "seconds since the start", "")
     ax.grid(False)
     ax.set_xlim(left=0)
     ax.legend(
@@ -165,7 +165,8 @@ def _draw_session(ax: "Axes", lane: int, session: SessionSummary, report: Report
     start = session.claimed - began
     end = (session.ended or report.ended) - began
     joined = end if session.joined is None else session.joined - began
-    colour = COLOURS[report.slots.index(session.slot) % 6]
+    names = [*report.slots, *sorted({x.slot for x in report.sessions} - set(report.slots))]  # actors come last
+    colour = COLOURS[names.index(session.slot) % 6]
     ax.barh(lane, joined - start, left=start, height=0.5, color=BOOT, alpha=0.45, lw=0)
     ax.barh(lane, max(0.0, end - joined), left=joined, height=0.5, color=colour, alpha=0.55, lw=0)
     commits = [at - began for _, at in session.commits]
@@ -182,7 +183,7 @@ def _session_legend() -> list[Any]:
 
     return [
         Patch(facecolor=BOOT, alpha=0.45, label="starting"),
-        Patch(facecolor=COLOURS[0], alpha=0.55, label="training"),
+        Patch(facecolor=COLOURS[0], alpha=0.55, label="training\nor sampling"),
         Line2D([], [], color=INK, lw=0, marker="|", mew=1.4, ms=9, label="its work counts"),
         Line2D([], [], color=ALARM, lw=0, marker="X", mew=0, ms=8, label="killed, lost"),
         Line2D([], [], color=INK, lw=0, marker=">", mew=0, ms=6, label="replacement\nhas healed"),

@@ -36,9 +36,10 @@ from diloco.runlog.learning import over_replicas
 from diloco.runlog.reader import Report, shown
 from diloco.runlog.sessions import BAD_ENDS, SessionSummary
 from diloco.runlog.steps import NUMBERS, PARTS, Step
-from diloco.runlog.summary import checks, curve_of, headline, kept_words  # fmt: skip
+from diloco.runlog.summary import actor_words, checks, curve_of, headline, kept_words  # fmt: skip
 from diloco.runlog.worth import worth, worth_words
 from diloco.views.overview import Overview, SessionRow, overview, step_values
+from rendezvous.layout import is_actor
 
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
@@ -87,6 +88,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "worth": worth_words(worth(report)),
         "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
         "troubles": list(beside.troubles),
+        "actors": actor_words(report),
         "remarks": _remarks(report),
         "slots": report.slots,
         "sessions": _sessions(report, seen, began),
@@ -171,6 +173,7 @@ def _session(session: SessionSummary, row: SessionRow, began: float) -> dict[str
     return {
         "name": session.name,
         "slot": session.slot,
+        "actor": is_actor(session.slot),
         "place": row.place,
         "device": session.device,
         "claimed": brief(session.claimed - began),
@@ -344,7 +347,7 @@ def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
     times = [report.began, *(step.at for step in report.steps)]
     first_waiting = _first_that_waits(report)
     first = report.steps[0].t if report.steps else 0
-    for session in report.sessions:
+    for session in [x for x in report.sessions if x.slot in column]:  # not actors
         for i in _trained_in(session, times):
             rows[i][column[session.slot]] = WAITS if first + i >= first_waiting else LOST
     for step in report.steps:

@@ -47,10 +47,10 @@ Page.lanes = (function () {
   }
 
   function words(session) {
-    const counted = "counted in " + session.counted;
-    if (!session.phase) return session.end + " at " + Page.seconds(session.ended) + ", " + counted;
+    const counted = session.actor ? "" : ", counted in " + session.counted;
+    if (!session.phase) return session.end + " at " + Page.seconds(session.ended) + counted;
     const inner = session.phase === "train" && session.inner !== null ? " " + session.inner + "/" + session.inner_steps : "";
-    return session.phase + inner + ", " + counted + (session.device ? ", " + session.device : "");
+    return session.phase + inner + counted + (session.device ? ", " + session.device : "");
   }
 
   function showSessions(head) {

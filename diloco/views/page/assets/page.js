@@ -127,7 +127,7 @@
     Page.put("name", head.name);
     Page.put("about", head.about);
     Page.put("headline", head.headline);
-    Page.put("worth", head.worth.join(" · "));
+    Page.put("worth", [...head.worth, ...head.actors.map((text) => "actors: " + text)].join(" · "));
     Page.put("state", head.state);
     Page.byId("state").className = "badge " + head.state.replace(" ", "-");
     Page.tables.show(head);

@@ -18,13 +18,15 @@ Page.tables = (function () {
   }
 
   function showTiles(head) {
-    const live = head.sessions.filter((one) => one.phase && !["silent", "left"].includes(one.phase)).length;
+    const isLive = (one) => one.phase && !["silent", "left"].includes(one.phase), sessions = head.sessions.filter(isLive);
+    const actors = sessions.filter((one) => one.actor).length, live = sessions.length - actors;
     const tiles = head.result ? [tile(head.result.name, Page.number(head.result.first) + " → " + Page.number(head.result.last),
       head.result.error === null ? "" : "± " + Page.number(head.result.error))] : [];
     tiles.push(tile("outer step", head.step, head.steps ? "of " + head.steps : ""));
     if (head.state === "running") tiles.push(tile("time left", Page.seconds(head.eta_s)));
     tiles.push(tile("per outer step", Page.seconds(head.step_s)), tile("running for", Page.seconds(head.elapsed_s)));
     tiles.push(tile("replicas", head.state === "running" ? live : head.slots.length, head.state === "running" ? "of " + head.replicas : ""));
+    if (actors) tiles.push(tile("actors", actors, ""));
     if (head.costs && (head.costs.usd || head.costs.usd_per_hour)) tiles.push(tile("spent", Page.dollars(head.costs.usd), head.costs.max_usd ? "of " + Page.dollars(head.costs.max_usd) : ""));
     if (head.snapshot !== null) tiles.push(tile("newest snapshot", "step " + head.snapshot, head.state === "running" ? Page.seconds(head.snapshot_age_s) + " old" : ""));
     Page.put("tiles", tiles);
