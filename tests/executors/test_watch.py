@@ -103,7 +103,7 @@ def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():
     text = "\n".join(status_table(read_report(b.store), now=T0 + 60.5))
     assert "r00: has offers of ['r00'], needs min_replicas=2" in text
     assert "r01-1     silent" in text and "30.5 s" in text
-    assert "r02       starting" in text
+    assert "r02       not started" in text, "no supervisor starts it"
     assert "! r00-1: nothing learned: all rewards are equal" in text
 
 
