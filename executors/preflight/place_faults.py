@@ -103,7 +103,7 @@ def eight_bits(config: RunConfig, place: Place) -> str:
     if config.inner.optimizer != "adamw8bit":
         return ""
     if place.executor in FAR:
-        if _may_bring(place, "bitsandbytes"):
+        if may_bring(place, "bitsandbytes"):
             return ""
         where, next_ = f"will not be in the image on {place.executor}", "Add `--pip bitsandbytes`"
     else:
@@ -121,7 +121,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
     Raise InnerError if replicas lack it, too: an image has the packages installed here and those that an option adds.
     """
-    without = next((p for p in places if p.executor not in FAR or not _may_bring(p, package)), None)
+    without = next((p for p in places if p.executor not in FAR or not may_bring(p, package)), None)
     if without is None:
         return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
@@ -131,7 +131,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     )
 
 
-def _may_bring(place: Place, package: str) -> bool:
+def may_bring(place: Place, package: str) -> bool:
     named = " ".join(str(place.options.get(key, "")) for key in ("pip", "packages", "setup")).replace("_", "-")
     return package.replace("_", "-") in named or any(key in place.options for key in ("image", "code"))
 

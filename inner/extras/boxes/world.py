@@ -1,6 +1,6 @@
 """A Harbor task as an environment for TRL: a box per rollout; its tools are bash, read, write, submit.
 
-    Harbor = harbor_environment("e2b", run="my-run")     in the environment's file; then environment = "file.py:Harbor"
+    Harbor = harbor_environment("e2b")     the environment of a run with boxes = "e2b"; or, with changes, in your file
 
     row["harbor"] ──reset──▶ box with the task's files ── bash read write ──▶ … ── submit, or the last turn
                                                                 │ BoxGone                      │
@@ -8,7 +8,8 @@
                  the episode broke its box     ──▶ 0.0, AtMostWorst         tests/ copied in, test.sh as root ──▶ reward
                  test.sh gives no number: it does so in a fresh box ──▶ 0.0, AtMostWorst; else ──▶ None
 
-A box belongs to (run, slot, generation, place); place names this process, this instance and its episode.
+A box belongs to (run, slot, generation, place). The session that the environment reports to says the first three;
+without one, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
 Not promised: a box that comes back: a dead one is never replaced during an episode. The verdict costs the episode's
 commands again, in a fresh box.
@@ -19,13 +20,16 @@ import json
 import math
 import os
 import shlex
+import threading
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
-from inner.extras.boxes.harbor import HarborTask, load_harbor, unpack
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.verdict import Blamed, BoxAction, blame
+from inner.host import Host
+from inner.tasks.harbor import HarborTask, load_harbor, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 GONE, OVER = "the box is gone", "the episode is over"
@@ -38,8 +42,8 @@ _numbers = itertools.count()
 class HarborEnvironment:
     """One episode at a time. All names but tools, reset and get_reward begin with _: TRL uses the others as tools."""
 
-    _starter: BoxStarter
-    _run, _slot, _generation = "local", "0", 0
+    _open: Callable[[], BoxStarter]
+    _session = (f"alone-{uuid.uuid4().hex[:12]}", "0", 0)  # run, slot, generation
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
 
@@ -47,6 +51,15 @@ class HarborEnvironment:
         self._place = f"{os.getpid()}-{next(_numbers)}"
         self._episode = 0
         self._box: Box | None = None
+
+    @property
+    def _starter(self) -> BoxStarter:
+        return self._open()
+
+    @classmethod
+    def _report_to(cls, host: Host) -> None:
+        """Take run, slot and generation from the session that these environments work for."""
+        cls._session = host.owner
 
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
@@ -161,23 +174,34 @@ class HarborEnvironment:
         self._box = None
 
     def _owner(self, suffix: str = "") -> BoxOwner:
-        return BoxOwner(self._run, self._slot, self._generation, f"{self._place}-{self._episode}{suffix}")
+        run, slot, generation = self._session
+        return BoxOwner(run, slot, generation, f"{self._place}-{self._episode}{suffix}")
 
 
 def harbor_environment(
     provider: str | BoxStarter,
     *,
-    run: str,
-    slot: str = "0",
-    generation: int = 0,
     command_s: float = HarborEnvironment._command_s,
     user: str = HarborEnvironment._user,
     options: Mapping[str, Any] | None = None,
 ) -> type[HarborEnvironment]:
-    """Return an environment class whose instances share one BoxStarter.   options: the provider's."""
-    starter = provider if isinstance(provider, BoxStarter) else BoxStarter(open_provider(provider, **(options or {})))
-    told = {"_starter": starter, "_run": run, "_slot": slot, "_generation": generation}
-    return type("Harbor", (HarborEnvironment,), {**told, "_command_s": command_s, "_user": user})
+    """Return an environment class whose instances share one BoxStarter, made at the first box.
+
+    options: the provider's."""
+    told = {"_open": staticmethod(_opened_once(provider, options or {})), "_command_s": command_s, "_user": user}
+    return type("Harbor", (HarborEnvironment,), told)
+
+
+def _opened_once(provider: str | BoxStarter, options: Mapping[str, Any]) -> Callable[[], BoxStarter]:
+    lock, opened = threading.Lock(), [provider] if isinstance(provider, BoxStarter) else []
+
+    def open_starter() -> BoxStarter:
+        with lock:
+            if not opened:
+                opened.append(BoxStarter(open_provider(str(provider), **options)))
+            return opened[0]
+
+    return open_starter
 
 
 def _recipe(task: HarborTask) -> BoxRecipe:
