@@ -23,7 +23,7 @@ import shlex
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
 from inner.extras.boxes.starting import BoxStarter, open_provider
@@ -33,6 +33,7 @@ from inner.tasks.harbor import HarborTask, load_harbor, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 GONE, OVER = "the box is gone", "the episode is over"
+PREDECESSORS = 3  # generations of its slot whose boxes a session stops
 MOST_READ = 8192  # characters that `read` shows
 VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
@@ -42,7 +43,7 @@ _numbers = itertools.count()
 class HarborEnvironment:
     """One episode at a time. All names but tools, reset and get_reward begin with _: TRL uses the others as tools."""
 
-    _open: Callable[[], BoxStarter]
+    _open: ClassVar[Callable[[], BoxStarter]]
     _session = (f"alone-{uuid.uuid4().hex[:12]}", "0", 0)  # run, slot, generation
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
@@ -58,8 +59,10 @@ class HarborEnvironment:
 
     @classmethod
     def _report_to(cls, host: Host) -> None:
-        """Take run, slot and generation from the session that these environments work for."""
-        cls._session = host.owner
+        """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
+        cls._session = run, slot, generation = host.owner
+        for before in range(max(1, generation - PREDECESSORS), generation):
+            _sweep_quietly(cls._open(), {"run": run, "slot": slot, "generation": str(before)})
 
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
@@ -166,11 +169,11 @@ class HarborEnvironment:
         return self._starter.start(self._owner(f"-fresh{n}"), _recipe(self._task))
 
     def _release(self, n: int) -> None:
-        _release_quietly(self._starter, self._owner(f"-fresh{n}"))
+        _sweep_quietly(self._starter, self._owner(f"-fresh{n}").labels)
 
     def _end(self) -> None:
         if self._episode:
-            _release_quietly(self._starter, self._owner())
+            _sweep_quietly(self._starter, self._owner().labels)
         self._box = None
 
     def _owner(self, suffix: str = "") -> BoxOwner:
@@ -235,9 +238,9 @@ def _read_number(text: str) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
-def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
-    """Stop the owner's boxes. What the provider does not stop now ends at its time to live, or in `sweep`."""
+def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
+    """Stop these boxes. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
     try:
-        starter.release(owner)
+        starter.sweep(labels)
     except ProviderFailed:
         return
