@@ -76,7 +76,7 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:
-        from executors.preflight.box_faults import check_boxes
+        from executors.preflight.needs.box_faults import check_boxes
 
         notes = check_boxes(config.inner.sampling.boxes, places)
     plain = all(place == Place(count=place.count) for place in places)

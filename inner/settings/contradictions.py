@@ -4,13 +4,12 @@ boxes.
 Not promised: contradictions inside one table (but [inner.rewards]), which its own class finds.  No torch here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
 from inner.settings.channels import WHOLE_SEQUENCE_LOSSES
-from inner.settings.task import reward_model_parts, reward_name
 from inner.tasks.spec import HARBOR
 
 if TYPE_CHECKING:
@@ -117,8 +116,8 @@ def _check_boxes(config: "InnerConfig") -> None:
 # -------------------------------------------------------------------- [inner.rewards]
 
 
-def check_rewards(function: str | None, functions: Mapping[str, Any]) -> None:
-    """Raise InnerError for names of rewards that are none, or weights without effect."""
+def check_rewards(function: str | None, functions: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
+    """Raise InnerError for names of rewards that are none, or weights without effect.   name_of: task.reward_name."""
     if function is not None and function.startswith("hub:"):
         raise InnerError(
             f"inner.rewards.function = {function!r} is a reward model. Write it as a line of "
@@ -129,8 +128,8 @@ def check_rewards(function: str | None, functions: Mapping[str, Any]) -> None:
             f"inner.rewards.function = {function!r} and [inner.rewards.functions] are both set. Move the "
             f'function into that table as a line of its own: "{function}" = 1.0.'
         )
-    for spelling, weight in functions.items():
-        _check_line(functions, spelling, weight)
+    for spelling in functions:
+        _check_line(functions, spelling, name_of)
     if functions and not any(functions.values()):
         raise InnerError(
             "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
@@ -138,15 +137,14 @@ def check_rewards(function: str | None, functions: Mapping[str, Any]) -> None:
         )
 
 
-def _check_line(functions: Mapping[str, Any], spelling: str, weight: Any) -> None:
+def _check_line(functions: Mapping[str, Any], spelling: str, name_of: Callable[[str], str]) -> None:
+    weight = functions[spelling]
     name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
         raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
-    if spelling.startswith("hub:"):
-        reward_model_parts(spelling)
-    elif not all(spelling.rpartition(":")):
+    if not spelling.startswith("hub:") and not all(spelling.rpartition(":")):
         raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
-    same = [other for other in functions if reward_name(other) == reward_name(spelling)]
+    same = [other for other in functions if name_of(other) == name_of(spelling)]  # it refuses names of no model
     if len(same) > 1:
         raise InnerError(
             f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "

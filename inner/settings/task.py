@@ -186,7 +186,7 @@ class RewardSettings(Table):
         if self.function is not None or self.functions:
             from inner.settings.contradictions import check_rewards
 
-            check_rewards(self.function, self.functions)
+            check_rewards(self.function, self.functions, reward_name)
 
     @property
     def lines(self) -> dict[str, str]:

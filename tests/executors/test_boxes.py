@@ -18,8 +18,8 @@ from diloco.run.record import read_run
 from diloco.runlog.reader import read_report
 from executors.platforms.on_host.executor import claimed_process, newest_claims
 from executors.platforms.places import Place
-from executors.preflight import box_faults
-from executors.preflight.box_faults import check_boxes
+from executors.preflight.needs import box_faults
+from executors.preflight.needs.box_faults import check_boxes
 from executors.preflight.quote import fitted_places
 from executors.supervision import boxes
 from inner.errors import InnerError
@@ -27,6 +27,7 @@ from tests.executors.test_preflight import plan
 from tests.inner.test_boxes import write_task
 from tests.inner.test_toolworld import small_folder
 from tests.support.e2b_server import E2bServer
+from tests.support.modal_server import ModalPlatform
 from tests.support.planted_boxes import namespaces_work, write_bwrap
 
 RUN = '[inner]\nmodel = "toolworld"\n[inner.data]\ntask = "harbor:tasks"\n[inner.sampling]\nboxes = "{boxes}"\n'
@@ -95,7 +96,7 @@ def test_a_provider_without_its_package_or_its_key(monkeypatch: pytest.MonkeyPat
 
 
 def test_replicas_elsewhere_get_the_providers_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from executors.preflight import task_packages
+    from executors.preflight.needs import task_packages
 
     monkeypatch.setattr(task_packages.metadata, "version", lambda name: "2.63.0")
     monkeypatch.setattr(task_packages, "_is_local", lambda name: False)
@@ -113,12 +114,16 @@ LIVE = RUN.replace(
 real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 
 
-@pytest.fixture(params=["local", "e2b"])
+@pytest.fixture(params=["local", "e2b", "modal"])
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], int]]]:
     """-> its name, the variables that lead to it, a function that counts its live boxes."""
     if request.param == "local":
         env = {"PATH": f"{write_bwrap(tmp_path / 'bin')}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
         yield "local", env, lambda: len(list(tmp_path.glob("diloco-boxes-*/*/box.json")))
+        return
+    if request.param == "modal":
+        with ModalPlatform() as modal:
+            yield "modal", modal.environ, lambda: len(modal.server.boxes)
         return
     pytest.importorskip("e2b", reason="make test-boxes has it")
     with E2bServer(tmp_path / "server") as server:

@@ -22,6 +22,7 @@ CUT = "\n[… the middle of the output is cut …]\n"
 KILL_AFTER_S = 5  # seconds between TERM and KILL
 ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
+MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that other boxes of the account are never listed
 HALVES = f"{{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}"
 WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
 

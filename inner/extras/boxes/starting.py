@@ -24,6 +24,7 @@ from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecipe, ProviderFailed
+from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 SWEEPS = 5  # looks until the provider's list is empty
@@ -150,7 +151,7 @@ def _furnish(box: Box, recipe: BoxRecipe) -> None:
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:
-    """Return the provider "local" or "e2b".   Raises InnerError for another name.   options: its constructor's."""
+    """Return the provider of this name.   Raises InnerError for another name.   options: its constructor's."""
     if name == "local":
         from inner.extras.boxes.local import LocalBoxes
 
@@ -159,4 +160,8 @@ def open_provider(name: str, **options: Any) -> BoxProvider:
         from inner.extras.boxes.e2b_boxes import E2bBoxes
 
         return E2bBoxes(**options)
-    raise InnerError(f'there is no provider of boxes {name!r}. Name "local" (bubblewrap) or "e2b".')
+    if name == "modal":
+        from inner.extras.boxes.modal_boxes import ModalBoxes
+
+        return ModalBoxes(**options)
+    raise InnerError(f"there is no provider of boxes {name!r}. Name one of: {', '.join(PROVIDERS)}.")

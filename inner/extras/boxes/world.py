@@ -23,7 +23,7 @@ import shlex
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
 from inner.extras.boxes.starting import BoxStarter, open_provider
@@ -40,10 +40,26 @@ REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 _numbers = itertools.count()
 
 
+class _Shared:
+    """The BoxStarter of all instances.   provider: its name, or a BoxStarter.   options: the provider's."""
+
+    def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
+        self._provider, self._options = provider, options
+        self._lock = threading.Lock()
+
+    @property
+    def starter(self) -> BoxStarter:
+        """Return the BoxStarter, made at the first call."""
+        with self._lock:
+            if isinstance(self._provider, str):
+                self._provider = BoxStarter(open_provider(self._provider, **self._options))
+            return self._provider
+
+
 class HarborEnvironment:
     """One episode at a time. All names but tools, reset and get_reward begin with _: TRL uses the others as tools."""
 
-    _open: ClassVar[Callable[[], BoxStarter]]
+    _shared: "_Shared"
     _session = (f"alone-{uuid.uuid4().hex[:12]}", "0", 0)  # run, slot, generation
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
@@ -55,14 +71,14 @@ class HarborEnvironment:
 
     @property
     def _starter(self) -> BoxStarter:
-        return self._open()
+        return self._shared.starter
 
     @classmethod
     def _report_to(cls, host: Host) -> None:
         """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
         cls._session = run, slot, generation = host.owner
         for before in range(max(1, generation - PREDECESSORS), generation):
-            _sweep_quietly(cls._open(), {"run": run, "slot": slot, "generation": str(before)})
+            _sweep_quietly(cls._shared.starter, {"run": run, "slot": slot, "generation": str(before)})
 
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
@@ -191,20 +207,8 @@ def harbor_environment(
     """Return an environment class whose instances share one BoxStarter, made at the first box.
 
     options: the provider's."""
-    told = {"_open": staticmethod(_opened_once(provider, options or {})), "_command_s": command_s, "_user": user}
+    told = {"_shared": _Shared(provider, options or {}), "_command_s": command_s, "_user": user}
     return type("Harbor", (HarborEnvironment,), told)
-
-
-def _opened_once(provider: str | BoxStarter, options: Mapping[str, Any]) -> Callable[[], BoxStarter]:
-    lock, opened = threading.Lock(), [provider] if isinstance(provider, BoxStarter) else []
-
-    def open_starter() -> BoxStarter:
-        with lock:
-            if not opened:
-                opened.append(BoxStarter(open_provider(str(provider), **options)))
-            return opened[0]
-
-    return open_starter
 
 
 def _recipe(task: HarborTask) -> BoxRecipe:

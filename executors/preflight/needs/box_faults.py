@@ -30,7 +30,10 @@ class Needs:
     file: str = ""
 
 
-NEEDS = {"e2b": Needs("e2b", ("E2B_API_KEY",))}
+NEEDS = {
+    "e2b": Needs("e2b", ("E2B_API_KEY",)),
+    "modal": Needs("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), ".modal.toml"),
+}
 
 
 def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ) -> list[str]:
