@@ -21,7 +21,7 @@ from inner.errors import InnerError
 
 MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
 HARBOR = "harbor"  # needs no package
-PROVIDERS = ("local", "e2b", "modal")  # of boxes (inner/extras/boxes/starting.py)
+PROVIDERS = ("local", "e2b", "modal", "hf")  # of boxes (inner/extras/boxes/starting.py)
 
 
 @dataclass(frozen=True)

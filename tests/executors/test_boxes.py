@@ -27,6 +27,7 @@ from tests.executors.test_preflight import plan
 from tests.inner.test_boxes import write_task
 from tests.inner.test_toolworld import small_folder
 from tests.support.e2b_server import E2bServer
+from tests.support.hf_boxes import BoxHub
 from tests.support.modal_server import ModalPlatform
 from tests.support.planted_boxes import namespaces_work, write_bwrap
 
@@ -114,7 +115,7 @@ LIVE = RUN.replace(
 real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 
 
-@pytest.fixture(params=["local", "e2b", "modal"])
+@pytest.fixture(params=["local", "e2b", "modal", "hf"])
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], int]]]:
     """-> its name, the variables that lead to it, a function that counts its live boxes."""
     if request.param == "local":
@@ -124,6 +125,10 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
     if request.param == "modal":
         with ModalPlatform() as modal:
             yield "modal", modal.environ, lambda: len(modal.server.boxes)
+        return
+    if request.param == "hf":
+        with BoxHub() as hub:
+            yield "hf", hub.environ, hub.live_boxes
         return
     pytest.importorskip("e2b", reason="make test-boxes has it")
     with E2bServer(tmp_path / "server") as server:

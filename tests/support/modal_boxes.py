@@ -17,9 +17,8 @@ from grpclib import GRPCError, Status
 from modal_proto import api_pb2, task_command_router_pb2
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
-from inner.extras.boxes.box import BoxOwner, BoxRecipe
+from inner.extras.boxes.box import USER, BoxOwner, BoxRecipe
 from inner.extras.boxes.local import LocalBox, LocalBoxes
-from inner.extras.boxes.modal_boxes import AS_USER
 from tests.support.planted_boxes import namespaces
 
 
@@ -115,7 +114,7 @@ class Router(
         if id in self._sandboxes.dead or id not in self._sandboxes.boxes:
             raise GRPCError(Status.NOT_FOUND, "the task is gone")
         root = self._sandboxes.folder / "boxes" / self._sandboxes.boxes[id][0]._home.name / "root"
-        words, as_user = list(r.command_args), list(AS_USER)
+        words, as_user = list(r.command_args), list(USER)
         self._sandboxes.users.append("1000" if words[: len(as_user)] == as_user else "root")
         words = words[len(as_user) :] if words[: len(as_user)] == as_user else words
         self._running[r.exec_id] = ran = await asyncio.create_subprocess_exec(

@@ -33,6 +33,7 @@ class Needs:
 NEEDS = {
     "e2b": Needs("e2b", ("E2B_API_KEY",)),
     "modal": Needs("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), ".modal.toml"),
+    "hf": Needs("huggingface_hub", ("HF_TOKEN",), ".cache/huggingface/token"),
 }
 
 

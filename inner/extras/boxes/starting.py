@@ -164,4 +164,8 @@ def open_provider(name: str, **options: Any) -> BoxProvider:
         from inner.extras.boxes.modal_boxes import ModalBoxes
 
         return ModalBoxes(**options)
+    if name == "hf":
+        from inner.extras.boxes.hf_boxes import HfBoxes
+
+        return HfBoxes(**options)
     raise InnerError(f"there is no provider of boxes {name!r}. Name one of: {', '.join(PROVIDERS)}.")
