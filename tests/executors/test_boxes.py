@@ -16,6 +16,7 @@ import pytest
 from diloco.run.config import RunConfig
 from diloco.run.record import read_run
 from diloco.runlog.reader import read_report
+from executors.cli.looking.box_costs import BoxCosts, box_costs
 from executors.platforms.on_host.executor import claimed_process, newest_claims
 from executors.platforms.places import Place
 from executors.preflight.needs import box_faults
@@ -182,7 +183,21 @@ def test_a_run_to_its_end_says_that_no_box_is_left(tmp_path: Path) -> None:
     report = read_report(read_run(str(tmp_path / "run")).store)
     (swept,) = [event["text"] for event in report.events if event["event"] == "boxes_swept"]
     assert swept == "0 boxes left on this machine, 0 stopped"
+    asked = subprocess.run([*command[:3], "costs", str(tmp_path / "run"), "--json"], capture_output=True, env=env)
+    used = json.loads(asked.stdout)["boxes"]
+    assert (used["provider"], used["usd"]) == ("local", 0.0) and used["boxes"] >= 4 and used["hours"] > 0
     assert list(tmp_path.glob("diloco-boxes-*/*/box.json")) == []
+
+
+def test_box_hours_and_dollars_are_summed() -> None:
+    one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0, "usd": 0.005}
+    found = box_costs(
+        "hf", [one, one, {"event": "step"}, {"event": "boxes_used", "boxes": "3", "usd": -1, "box_s": None}]
+    )
+    assert found == BoxCosts("hf", 6, 1.0, 0.01)
+    assert found.line.startswith("  boxes      hf              6    1.00     0.01  boxes are not in the sum")
+    assert box_costs("e2b", [{**one, "usd": 1.0}, {"event": "boxes_used", "boxes": 1, "box_s": 1.0}]).usd is None
+    assert box_costs(None, [one]) is None
 
 
 def test_a_sweep_that_proves_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from inner.extras.boxes.box import (
     read_output,
 )
 from inner.extras.boxes.local import LocalBoxes
-from inner.extras.boxes.starting import BoxStarter, open_provider
+from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
@@ -141,6 +141,22 @@ def test_a_start_ends_at_its_budget_and_says_so() -> None:
     with pytest.raises(ProviderFailed, match="no box within 300 s: the start hung for 60 s"):
         _starter(PlantedBoxes(clock, hung=1.0), clock).start(OWNER, BoxRecipe())
     assert clock.now == pytest.approx(300)
+
+
+def test_box_seconds_are_counted_when_no_box_runs() -> None:
+    clock = VirtualClock()
+    starter = _starter(PlantedBoxes(clock), clock)
+    other = BoxOwner("run", "0", 1, "8")
+    starter.start(OWNER, BoxRecipe())
+    clock.sleep(10)
+    starter.start(other, BoxRecipe())
+    clock.sleep(5)
+    starter.release(OWNER)
+    assert starter.take_used() is None, "one still runs"
+    clock.sleep(100)
+    starter.release(other)
+    starter.release(other)
+    assert starter.take_used() == Used(2, 15 + 105) and starter.take_used() is None
 
 
 def test_failures_in_a_row_pause_the_starts_of_all() -> None:
@@ -541,7 +557,9 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     )
     files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
-    loop.report_to(SimpleNamespace(owner=("nonce", "r01", 3), note=print, emit=print, pause=print))
+    told = list[tuple[str, dict[str, Any]]]()
+    emit = lambda event, text, **fields: told.append((event, fields))  # noqa: E731
+    loop.report_to(SimpleNamespace(owner=("nonce", "r01", 3), note=print, emit=emit, pause=print))
     before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     stops = iter((False, True))
     loop.train(lambda: next(stops))
@@ -552,4 +570,6 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     assert world.starter.provider.alive == {}
     owners = {(box.owner.run, box.owner.slot, box.owner.generation) for box in world.starter.provider.made}
     assert owners == {("nonce", "r01", 3)}
+    used = [fields for event, fields in told if event == "boxes_used"]
+    assert sum(fields["boxes"] for fields in used) == world.starter.counts["started"], "fresh boxes cost, too"
     assert torch.isfinite(after).all() and not torch.equal(before, after)

@@ -61,6 +61,7 @@ class HarborEnvironment:
 
     _shared: "_Shared"
     _session = (f"alone-{uuid.uuid4().hex[:12]}", "0", 0)  # run, slot, generation
+    _host: Host | None = None
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
 
@@ -77,6 +78,7 @@ class HarborEnvironment:
     def _report_to(cls, host: Host) -> None:
         """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
         cls._session = run, slot, generation = host.owner
+        cls._host = host
         for before in range(max(1, generation - PREDECESSORS), generation):
             _sweep_quietly(cls._shared.starter, {"run": run, "slot": slot, "generation": str(before)})
 
@@ -185,12 +187,22 @@ class HarborEnvironment:
         return self._starter.start(self._owner(f"-fresh{n}"), _recipe(self._task))
 
     def _release(self, n: int) -> None:
-        _sweep_quietly(self._starter, self._owner(f"-fresh{n}").labels)
+        _release_quietly(self._starter, self._owner(f"-fresh{n}"))
 
     def _end(self) -> None:
         if self._episode:
-            _sweep_quietly(self._starter, self._owner().labels)
+            _release_quietly(self._starter, self._owner())
+            self._tell_used()
         self._box = None
+
+    def _tell_used(self) -> None:
+        """Write an event of the boxes of a batch, when its last one has ended."""
+        if self._host is None or (used := self._starter.take_used()) is None:
+            return
+        price = self._starter.provider.price_per_hour
+        usd = {} if price is None else {"usd": price * used.seconds / 3600}
+        text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
+        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, **usd)
 
     def _owner(self, suffix: str = "") -> BoxOwner:
         run, slot, generation = self._session
@@ -246,5 +258,12 @@ def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
     """Stop these boxes. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
     try:
         starter.sweep(labels)
+    except ProviderFailed:
+        return
+
+
+def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
+    try:
+        starter.release(owner)
     except ProviderFailed:
         return
