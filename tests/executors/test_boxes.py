@@ -191,12 +191,12 @@ def test_a_run_to_its_end_says_that_no_box_is_left(tmp_path: Path) -> None:
 
 def test_box_hours_and_dollars_are_summed() -> None:
     one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0, "usd": 0.005}
-    found = box_costs(
-        "hf", [one, one, {"event": "step"}, {"event": "boxes_used", "boxes": "3", "usd": -1, "box_s": None}]
-    )
-    assert found == BoxCosts("hf", 6, 1.0, 0.01)
+    forged = {"event": "boxes_used", "boxes": "3", "usd": -1, "box_s": None}
+    found = box_costs("hf", [one, one, {"event": "step"}, forged])
+    assert found is not None and found == BoxCosts("hf", 6, 1.0, 0.01)
     assert found.line.startswith("  boxes      hf              6    1.00     0.01  boxes are not in the sum")
-    assert box_costs("e2b", [{**one, "usd": 1.0}, {"event": "boxes_used", "boxes": 1, "box_s": 1.0}]).usd is None
+    half = box_costs("e2b", [one, {"event": "boxes_used", "boxes": 1, "box_s": 1.0}])
+    assert half is not None and half.usd is None
     assert box_costs(None, [one]) is None
 
 
