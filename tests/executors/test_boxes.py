@@ -58,6 +58,19 @@ def test_a_task_without_a_verifier_is_named(folder: Path, bwrap: str) -> None:
     assert told.code == 2 and "tasks/one has no verifier: tests/test.sh is missing" in told.err
 
 
+def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) -> None:
+    write_task(folder / "tasks/two")
+    (folder / "tasks/two/instruction.md").write_text("another one")
+    held_out = '\n[eval]\ntask = "harbor:tasks"\ntask_size = 9\nevery = 2\n'
+    config = RUN.format(boxes="local").replace('"harbor:tasks"', '"harbor:tasks"\ntask_size = 1') + held_out
+    (folder / "run.toml").write_text(config)
+    told = plan(folder, PATH=bwrap)
+    assert told.code == 0 and "eval.task: 1 rows that are among the training prompts were left out" in told.err, told
+    bare = f"[inner]\nmodel = 'toolworld'\n{held_out}"
+    (folder / "run.toml").write_text(bare)
+    assert "eval.task = 'harbor:tasks' runs in boxes" in plan(folder, PATH=bwrap).err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
