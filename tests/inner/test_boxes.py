@@ -289,6 +289,17 @@ def test_a_fresh_box_decides(fresh: list[Any], expected: str) -> None:
     assert released == list(range(len(fresh)))
 
 
+def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
+    provider = PlantedBoxes(VirtualClock())
+    starter = BoxStarter(provider)
+    owners = [BoxOwner("n", "r01", 1, "a"), BoxOwner("n", "r01", 2, "b"), BoxOwner("n", "r01", 3, "mine")]
+    for owner in (*owners, BoxOwner("n", "r02", 1, "other slot"), BoxOwner("m", "r01", 1, "other run")):
+        starter.start(owner, BoxRecipe())
+    host: Any = SimpleNamespace(owner=("n", "r01", 3))
+    harbor_environment(starter)._report_to(host)
+    assert sorted(box.owner.place for box in provider.alive.values()) == ["mine", "other run", "other slot"]
+
+
 def test_without_a_session_no_two_processes_share_an_owner() -> None:
     assert HarborEnvironment._session[0].startswith("alone-")
     assert harbor_environment(BoxStarter(PlantedBoxes(VirtualClock())))._session == HarborEnvironment._session
