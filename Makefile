@@ -185,12 +185,15 @@ $(ENGINES)/.installed: | install
 	  $(ENGINES)/bin/pip install -q --disable-pip-version-check --no-deps llama-cpp-python==0.3.36 diskcache==5.6.3
 	@touch $@
 
-# e2b's attrs and httpx are others than ours; the tests need nothing else of .venv
+# e2b's attrs and httpx are others than ours; .venv's packages come behind them
 test-boxes: $(BOXES)/.installed
-	PYTHONPATH=. $(BOXES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -q tests/inner/test_boxes_e2b.py
+	PYTHONPATH=. $(BOXES)/bin/python -m pytest -q tests/inner/test_boxes_e2b.py tests/inner/test_boxes_faults.py \
+	  tests/executors/test_boxes.py -k 'not local and not modal and not hf'
 
-$(BOXES)/.installed:
+$(BOXES)/.installed: | install
 	$(PYTHON) -m venv $(BOXES)
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(BOXES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(BOXES)/bin/pip install -q --disable-pip-version-check e2b==2.63.0 pytest==9.2.0
 	@touch $@
 

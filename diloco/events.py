@@ -184,6 +184,7 @@ KINDS: Mapping[str, EventKind] = {
     "snapshot_copied": EventKind(DETAIL, "A snapshot under way was copied, because the next outer step was due."),
     "not_written": EventKind(DETAIL, "A snapshot could not be written; the next one is tried."),
     "collected": EventKind(DETAIL, "Old pseudogradients, means and snapshots were deleted (fleet.keep)."),
+    "boxes_swept": EventKind(DETAIL, "The supervisor stopped the run's boxes, and none is left."),
     "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They only take space."),
     "codec": EventKind(DETAIL, "How this run encodes pseudogradients."),
     "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
@@ -199,6 +200,7 @@ KINDS: Mapping[str, EventKind] = {
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
+    "boxes_used": EventKind(DATA, "The boxes that a batch of rollouts used, when the last one had ended."),
     "lease": EventKind(DATA, "The time until which replicas may run without a supervisor, and the costs so far."),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
     inner loop ── note("reward failed: 429 (64 of 64 completions, try 2 of 4)") ──▶ heartbeat ──▶ `diloco status`
                ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang
+               ◀─ owner: (run, slot, generation)   what this loop rents is labelled with it
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
 Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps
@@ -12,6 +13,9 @@ from typing import Any, Protocol
 
 
 class Host(Protocol):
+    @property
+    def owner(self) -> tuple[str, str, int]: ...
+
     def note(self, text: str) -> None:
         """Show in `diloco status` why this inner step waits; "" when it continues.  Any thread may call this."""
 

@@ -48,7 +48,7 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def without_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quote asks pip for the packages of rented machines; tests have no network."""
-    monkeypatch.setattr("executors.preflight.task_packages.pip_versions", lambda name: None)
+    monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -249,12 +249,13 @@ def process_fields() -> dict[str, Any]:
 class SessionHost:
     """The inner.host.Host of a session: messages about the user's code go to the heartbeat and to the log.
 
-    Each note resets the watchdog, because a reward that is retried with pauses has time limits of its own.
+    run: its nonce.   Each note resets the watchdog, because a reward that is retried has time limits of its own.
     Not promised: that a note is seen. The next phase of the replica overwrites it.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, run: str = "") -> None:
         self._session = session
+        self.owner = (run, session.rv.slot, session.rv.generation)
 
     def note(self, text: str) -> None:
         self._session.rv.members.status.note = text

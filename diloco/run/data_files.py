@@ -36,9 +36,13 @@ from inner.errors import InnerError
 from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import EVAL, MODULES, DataSettings, is_code, is_one_file, setting_of
 from inner.tasks.make import make_rows
-from inner.tasks.spec import TaskSpec, refuse_absent
+from inner.tasks.spec import HARBOR, TaskSpec, refuse_absent
 from inner.usercode.reward_model import pin_reward_model
 
+BOX_WORLD = """from inner.extras.boxes.world import harbor_environment
+
+Harbor = harbor_environment("{provider}")
+"""
 SPLITS = {"prompts": "train", EVAL: "test"}  # the default splits
 
 
@@ -47,21 +51,33 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
 
     Raises ConfigError for rows that cannot be read."""
     inner, evaluation = _pin_reward_models(config.inner), config.eval
+    boxes = inner.sampling.boxes
     config = replace(config, inner=inner)
     if inner.data.task is not None:
-        path = _gather_task("prompts", inner.data.task_spec, inner.data, say)
+        path = _gather_task("prompts", inner.data.task_spec, inner.data, say, folder=config.folder, boxes=boxes)
         config = replace(config, gathered={**config.gathered, "prompts": path})
     elif inner.data.prompts is not None and not is_one_file(inner.data.prompts):
         prompts, path = gather_rows("prompts", inner.data.prompts, config.folder, inner.data, say)
         inner = replace(inner, data=replace(inner.data, prompts=prompts))
         config = replace(config, inner=inner, gathered={**config.gathered, "prompts": path})
     if evaluation is not None and evaluation.task is not None:
-        path = _gather_task(EVAL, evaluation.task_spec(inner), inner.data, say, known=_training_prompts(config))
+        spec, known = evaluation.task_spec(inner), _training_prompts(config)
+        path = _gather_task(EVAL, spec, inner.data, say, known=known, folder=config.folder, boxes=boxes)
         config = replace(config, gathered={**config.gathered, EVAL: path})
     elif evaluation is not None and not is_one_file(evaluation.prompts):
         prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
         config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
-    return _gather_modules(config, say)
+    return _gather_modules(_with_environment(config), say)
+
+
+def _with_environment(config: RunConfig) -> RunConfig:
+    """Return the config with an environment for Harbor tasks, a file that the run carries, if it names only boxes."""
+    sampling = config.inner.sampling
+    if sampling.boxes is None or sampling.environment is not None:
+        return config
+    path = _write_once("environment", BOX_WORLD.format(provider=sampling.boxes).encode(), "py")
+    inner = replace(config.inner, sampling=replace(sampling, environment=f"{path.name}:Harbor"))
+    return replace(config, inner=inner, gathered={**config.gathered, "environment": path})
 
 
 def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
@@ -110,14 +126,22 @@ def gather_rows(
 
 
 def _gather_task(
-    kind: str, spec: TaskSpec, data: DataSettings, say: Callable[[str], None], known: Sequence[Any] = ()
+    kind: str,
+    spec: TaskSpec,
+    data: DataSettings,
+    say: Callable[[str], None],
+    known: Sequence[Any] = (),
+    folder: Path = Path(),
+    boxes: str | None = None,
 ) -> Path:
     """Write a .jsonl of the task's rows, except prompts in `known`, and return its path."""
     setting = setting_of(kind, spec.task)
+    if spec.package == HARBOR and not boxes:
+        raise ConfigError(f'{setting} = {spec.task!r} runs in boxes. Set inner.sampling.boxes = "local", say')
     try:
         refuse_absent(setting, spec.task)
         say(f"{setting}: makes {spec.size:,} rows of {spec.task}, seed {spec.seed}")
-        made = make_rows(setting, spec, chat=data.task_chat, known=known)
+        made = make_rows(setting, spec, chat=data.task_chat, known=known, folder=folder)
     except InnerError as error:
         raise ConfigError(str(error)) from error
     if made.left_out:

@@ -74,14 +74,19 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
 
     This machine without settings can only lack packages, so nothing is loaded to check it.
     """
+    notes = list[str]()
+    if config.inner.sampling.boxes is not None:
+        from executors.preflight.needs.box_faults import check_boxes
+
+        notes = check_boxes(config.inner.sampling.boxes, places)
     plain = all(place == Place(count=place.count) for place in places)
     if plain and config.inner.vllm is None and config.inner.optimizer != "adamw8bit":
-        return []
+        return notes
     from executors.preflight.place_faults import notes_about, place_faults
 
     for fault in place_faults(config, url, places):
         raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
-    return list(notes_about(config, url, places))
+    return [*notes, *notes_about(config, url, places)]
 
 
 def _known_model(inner: InnerConfig) -> KnownModel:

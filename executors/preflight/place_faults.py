@@ -1,9 +1,9 @@
 """Finds mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    [inner.vllm] where vLLM is not installed, … (vllm_faults.py)
+    vllm_missing    [inner.vllm] where vLLM is not installed, … (needs/vllm_faults.py)
     eight_bits      inner.optimizer = "adamw8bit" where bitsandbytes will be missing
-    task_fault      a package that scores the run's task is on no index (task_packages.py)
+    task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
     keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
     model_far       the model is a folder of this machine, and another machine publishes it
     image_fault     a text that is not an image's name
@@ -24,9 +24,9 @@ from pathlib import Path
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
+from executors.preflight.needs.task_packages import task_fault
+from executors.preflight.needs.vllm_faults import notes_about_vllm, vllm_missing
 from executors.preflight.platform_options import options_fault
-from executors.preflight.task_packages import task_fault
-from executors.preflight.vllm_faults import notes_about_vllm, vllm_missing
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
 from rendezvous.stores.signed import KEY
@@ -103,7 +103,7 @@ def eight_bits(config: RunConfig, place: Place) -> str:
     if config.inner.optimizer != "adamw8bit":
         return ""
     if place.executor in FAR:
-        if _may_bring(place, "bitsandbytes"):
+        if may_bring(place, "bitsandbytes"):
             return ""
         where, next_ = f"will not be in the image on {place.executor}", "Add `--pip bitsandbytes`"
     else:
@@ -121,7 +121,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
     Raise InnerError if replicas lack it, too: an image has the packages installed here and those that an option adds.
     """
-    without = next((p for p in places if p.executor not in FAR or not _may_bring(p, package)), None)
+    without = next((p for p in places if p.executor not in FAR or not may_bring(p, package)), None)
     if without is None:
         return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
@@ -131,7 +131,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     )
 
 
-def _may_bring(place: Place, package: str) -> bool:
+def may_bring(place: Place, package: str) -> bool:
     named = " ".join(str(place.options.get(key, "")) for key in ("pip", "packages", "setup")).replace("_", "-")
     return package.replace("_", "-") in named or any(key in place.options for key in ("image", "code"))
 

@@ -141,7 +141,7 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     """
     if not any(p.executor in FAR for p in places):
         return tuple(places)
-    from executors.preflight.task_packages import task_requirements, with_requirements
+    from executors.preflight.needs.task_packages import task_requirements, with_requirements
 
     script = config.script
     needed = task_requirements(config) if script is None else list(script.packages)
@@ -257,7 +257,7 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
     if plan.usd_per_hour != 0 and (why := launch_refusal(budget, spent, [plan.usd_per_hour])):
         raise UsageError(why)
     if any(p.executor in FAR for p in places):
-        from executors.preflight.task_packages import pip_versions, unknown_packages
+        from executors.preflight.needs.task_packages import pip_versions, unknown_packages
 
         plan = replace(plan, lines=[*plan.lines, *unknown_packages(places, pip_versions)])
     return Quote(tuple(places), plan, budget, spent)

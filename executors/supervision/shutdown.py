@@ -6,6 +6,7 @@
                                                          ─▶ search each platform's list for the run's label, until
                                                             it has no live process and can show no late one any more
                                                          ─▶ read every heartbeat once more: none changes
+                                                         ─▶ stop the run's boxes, if it has any (boxes.py)
 
     --purge: control: places, former ──▶ each executor's purge ──▶ descriptions
 
@@ -140,9 +141,21 @@ def _end_everything(
             lease = _seize_if_needed(store, clock, launches)
         _write_down(store, clock, lease, launches)
         found = [End("platform", True, text) for text in left] or _stranger_ends(launches)
-        return [*prove_ends(store, clock, launches), *found]
+        return [*prove_ends(store, clock, launches), *found, *_end_boxes(store)]
     finally:
         launches.close()
+
+
+def _end_boxes(store: Store) -> list[End]:
+    """Stop the boxes of a run that uses boxes; return the end of them all."""
+    with suppress(RendezvousError, ConfigError):  # a damaged run does not say whether it has boxes
+        run = read_run(store.url)
+        if run.config.inner.sampling.boxes is not None:
+            from executors.supervision.boxes import sweep_boxes
+
+            swept = sweep_boxes(run)
+            return [End("boxes", not swept.none_left, swept.text)]
+    return []
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:

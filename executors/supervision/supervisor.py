@@ -173,6 +173,8 @@ class Supervisor:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
                 self.lease.keep_while(self._sweep_once_more)
+            if outcome.code != LOST_LEASE and self.run.config.inner.sampling.boxes is not None:
+                self.lease.keep_while(self._sweep_boxes)
             end_with_run(self._trackers, self.lease, outcome.code)
             self._alerts.close()
         except Exception as error:
@@ -188,6 +190,13 @@ class Supervisor:
             sweep_after_end(self.run, self.clock, self.emit)
         except RendezvousError as error:
             self.emit("garbage_stays", trouble=str(error))
+
+    def _sweep_boxes(self) -> None:
+        from executors.supervision.boxes import sweep_boxes
+
+        if (swept := sweep_boxes(self.run)).none_left:
+            return self.emit("boxes_swept", text=swept.text)
+        self.emit("warning", kind="boxes", text=swept.text)
 
     def _emit_end(self, event: str, code: int, text: str) -> None:
         """Log the end, also for `diloco status`, and leave, so that the next supervisor need not wait."""

@@ -1,6 +1,7 @@
 """Extras that the core never imports. Each has a page, tests, and its own package extra if it needs packages.
 
 deletion/        Feature Deletion: make tasks, judge them in a sandbox      docs/feature-deletion.md
+boxes/           rented or local boxes for episodes, Harbor tasks           docs/reference/boxes.md
 openenv/         environments behind an OpenEnv or MCP server               docs/openenv.md
 rollout_check/   did the policy write these rollouts? log-probs, TOPLOC     docs/rollout-check.md
 prime_rl.py      PRIME-RL's custom loss      [trainer.loss] type = "custom"           docs/backends.md

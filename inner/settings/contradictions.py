@@ -1,12 +1,16 @@
-"""Settings of what a plain run leaves out, against each other: loop = "supervised", sdpo, process, vllm.
+"""Settings of what a plain run leaves out, against each other: loop = "supervised", rewards, sdpo, process, vllm,
+boxes.
 
-Not promised: contradictions inside one table, which its own class finds.  No torch here.
+Not promised: contradictions inside one table (but [inner.rewards]), which its own class finds.  No torch here.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
 from inner.settings.channels import WHOLE_SEQUENCE_LOSSES
+from inner.tasks.spec import HARBOR
 
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
@@ -20,6 +24,7 @@ def check_options(config: "InnerConfig") -> None:
     _check_vllm(config)
     _check_process(config)
     _check_sdpo(config)
+    _check_boxes(config)
 
 
 def _check_supervised(config: "InnerConfig") -> None:
@@ -80,7 +85,7 @@ def _check_process(config: "InnerConfig") -> None:
 def _check_sdpo(config: "InnerConfig") -> None:
     if not config.sdpo.is_used:
         return
-    has_tools = config.sampling.environment is not None or config.model == "toolworld"
+    has_tools = bool(config.sampling.environment or config.sampling.boxes) or config.model == "toolworld"
     iterations = config.sampling.max_tool_calling_iterations
     if config.sdpo.context == "hint" and (not has_tools or iterations == 0):
         raise InnerError(
@@ -93,4 +98,55 @@ def _check_sdpo(config: "InnerConfig") -> None:
         raise InnerError(
             f"inner.sdpo.weight = {config.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
             'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
+        )
+
+
+def _check_boxes(config: "InnerConfig") -> None:
+    task, boxes = config.data.task, config.sampling.boxes
+    is_harbor = task is not None and task.startswith(f"{HARBOR}:")
+    if is_harbor and boxes is None:
+        raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set inner.sampling.boxes = "local", say.')
+    if boxes is not None and config.sampling.environment is None and not (is_harbor or config.data.prompts):
+        raise InnerError(
+            f'inner.sampling.boxes = {boxes!r} has no Harbor tasks. Set inner.data.task = "harbor:FOLDER", or leave '
+            "it out."
+        )
+
+
+# -------------------------------------------------------------------- [inner.rewards]
+
+
+def check_rewards(function: str | None, functions: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
+    """Raise InnerError for names of rewards that are none, or weights without effect.   name_of: task.reward_name."""
+    if function is not None and function.startswith("hub:"):
+        raise InnerError(
+            f"inner.rewards.function = {function!r} is a reward model. Write it as a line of "
+            f'[inner.rewards.functions]: "{function}" = 1.0.'
+        )
+    if function is not None and functions:
+        raise InnerError(
+            f"inner.rewards.function = {function!r} and [inner.rewards.functions] are both set. Move the "
+            f'function into that table as a line of its own: "{function}" = 1.0.'
+        )
+    for spelling in functions:
+        _check_line(functions, spelling, name_of)
+    if functions and not any(functions.values()):
+        raise InnerError(
+            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
+            "them a weight."
+        )
+
+
+def _check_line(functions: Mapping[str, Any], spelling: str, name_of: Callable[[str], str]) -> None:
+    weight = functions[spelling]
+    name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+        raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
+    if not spelling.startswith("hub:") and not all(spelling.rpartition(":")):
+        raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
+    same = [other for other in functions if name_of(other) == name_of(spelling)]  # it refuses names of no model
+    if len(same) > 1:
+        raise InnerError(
+            f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "
+            "logged. Rename one of the functions."
         )

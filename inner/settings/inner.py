@@ -219,8 +219,8 @@ class InnerConfig(Table):
 
     @property
     def scoring_task(self) -> str | None:
-        """The task whose own scorer is the reward, if the config names a task and no reward; else None."""
-        return None if self.rewards.lines else self.data.task
+        """The task whose own scorer is the reward, if the config names a task and no reward or boxes; else None."""
+        return None if self.rewards.lines or self.sampling.boxes else self.data.task
 
     def check(self) -> None:
         """Raise InnerError if settings contradict each other. It runs before any download or rental."""
@@ -236,7 +236,8 @@ class InnerConfig(Table):
         self._check_pairs()
         if self.loop == "grpo":
             self._check_grpo()
-        if self.loop == "supervised" or self.sdpo.is_used or self.process is not None or self.vllm is not None:
+        used = self.sdpo.is_used or self.process is not None or self.vllm is not None
+        if self.loop == "supervised" or used or self.sampling.boxes or self.data.task:
             from inner.settings.contradictions import check_options
 
             check_options(self)
@@ -279,7 +280,8 @@ class InnerConfig(Table):
                 f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
                 "inner.data.task."
             )
-        if not self.rewards.lines and self.sampling.environment is None and self.scoring_task is None:
+        sampling = self.sampling
+        if not (self.rewards.lines or sampling.environment or sampling.boxes or self.scoring_task):
             raise InnerError(
                 f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
                 "inner.sampling.environment to a class with `get_reward`."

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from inner.errors import InnerError
 from inner.settings.tables import Table, setting
-from inner.tasks.spec import TaskSpec, check_spelling, is_task
+from inner.tasks.spec import PROVIDERS, TaskSpec, check_spelling, is_task
 
 _REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
 LR_SHAPES = ("constant", "linear", "cosine")
@@ -97,7 +97,7 @@ class DataSettings(Table):
     task: str | None = setting(
         None,
         "Task that replaces `prompts`: its package makes the rows and scores the replies, "
-        '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`.',
+        '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`; or a folder of Harbor tasks, `"harbor:FOLDER"`.',
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
     task_size: int = setting(1000, "Rows of the task; all that there are, where it has fewer.", above=0, most=100_000)
@@ -183,39 +183,10 @@ class RewardSettings(Table):
             raise InnerError(
                 f'inner.rewards.broken = {self.broken!r} is not a worth. Set it to "worst", "none" or a finite number.'
             )
-        if self.function is not None and self.function.startswith("hub:"):
-            raise InnerError(
-                f"inner.rewards.function = {self.function!r} is a reward model. Write it as a line of "
-                f'[inner.rewards.functions]: "{self.function}" = 1.0.'
-            )
-        if self.function is not None and self.functions:
-            raise InnerError(
-                f"inner.rewards.function = {self.function!r} and [inner.rewards.functions] are both set. Move the "
-                f'function into that table as a line of its own: "{self.function}" = 1.0.'
-            )
-        for spelling, weight in self.functions.items():
-            self._check_line(spelling, weight)
-        if not self.functions or any(self.functions.values()):
-            return
-        raise InnerError(
-            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
-            "them a weight."
-        )
+        if self.function is not None or self.functions:
+            from inner.settings.contradictions import check_rewards
 
-    def _check_line(self, spelling: str, weight: Any) -> None:
-        name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
-            raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
-        if spelling.startswith("hub:"):
-            reward_model_parts(spelling)
-        elif not all(spelling.rpartition(":")):
-            raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
-        same = [other for other in self.functions if reward_name(other) == reward_name(spelling)]
-        if len(same) > 1:
-            raise InnerError(
-                f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "
-                "logged. Rename one of the functions."
-            )
+            check_rewards(self.function, self.functions, reward_name)
 
     @property
     def lines(self) -> dict[str, str]:
@@ -281,6 +252,9 @@ class SamplingSettings(Table):
     tool_workers: int = setting(1, "Rollouts whose tool calls, `reset` and `get_reward` run at the same time.", least=1)
     tool_timeout_s: float | None = setting(
         None, "Seconds that one tool call may take; then it is an error of its rollout.", above=0
+    )
+    boxes: str | None = setting(
+        None, "Where the episodes of Harbor tasks get their boxes (docs/reference/boxes.md).", one_of=PROVIDERS
     )
 
     def check(self) -> None:

@@ -34,14 +34,17 @@ class MadeRows:
     left_out: int
 
 
-def make_rows(setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] = ()) -> MadeRows:
+def make_rows(
+    setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] = (), folder: Path = Path()
+) -> MadeRows:
     """Make the task's rows in a child process. The package must be installed (`refuse_absent`).   Raises InnerError.
 
     setting: the setting's name, for messages.   chat: whether prompts are messages or texts.
-    known: prompts that no row may have."""
+    known: prompts that no row may have.   folder: base of a task's relative paths."""
     with tempfile.TemporaryDirectory(prefix="task-") as scratch:
         answer = Path(scratch) / "answer.json"
         asked = {"spec": spec.to_json(), "known": [question_of(p) for p in known], "chat": chat, "answer": str(answer)}
+        asked["folder"] = str(folder)
         done = subprocess.run(
             [sys.executable, "-m", "inner.tasks.make"], input=json.dumps(asked), capture_output=True, text=True,
             env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -86,7 +89,8 @@ def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
         )
     if not rows:
         raise InnerError("it has no rows.")
-    _try_scorer(rows[0])
+    if "entry" in rows[0]:
+        _try_scorer(rows[0])
     return MadeRows(rows, left_out)
 
 
@@ -110,6 +114,7 @@ def _try_scorer(row: Mapping[str, Any]) -> None:
 
 def main(asked: Mapping[str, Any]) -> None:
     random.seed(0)
+    os.chdir(asked["folder"])
     try:
         made = take_rows(TaskSpec.from_json(asked["spec"]), chat=asked["chat"], known=asked["known"])
         found: dict[str, Any] = {"rows": made.rows, "left_out": made.left_out}

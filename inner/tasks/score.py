@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from inner.errors import InnerError
-from inner.tasks.spec import TaskSpec, refuse_absent
+from inner.tasks.spec import HARBOR, TaskSpec, refuse_absent
 
 Score = Callable[[Sequence[str], Sequence[str]], list[float]]
 
@@ -37,7 +37,8 @@ def reply_text(completion: Any) -> str:
 
 def package_module(spec: TaskSpec) -> ModuleType:
     """Return this project's module for the package."""
-    return import_module({"reasoning-gym": "inner.tasks.gym", "verifiers": "inner.tasks.tasksets"}[spec.package])
+    names = {"reasoning-gym": "inner.tasks.gym", "verifiers": "inner.tasks.tasksets", HARBOR: "inner.tasks.harbor"}
+    return import_module(names[spec.package])
 
 
 @cache

@@ -2,6 +2,7 @@
 
     "reasoning-gym:chain_sum"  ─▶ package reasoning-gym, its dataset chain_sum           inner/tasks/gym.py
     "verifiers:my-taskset"     ─▶ package verifiers, the taskset package my-taskset      inner/tasks/tasksets.py
+    "harbor:FOLDER"            ─▶ a folder of Harbor tasks beside the run.toml           inner/tasks/harbor.py
 
     laptop:   spec ──make.py──▶ rows {prompt, answer, task, entry} ──▶ a file that the run carries
     replica:  completion, task, entry ──score.py──▶ reward
@@ -19,6 +20,8 @@ from typing import Any, Self
 from inner.errors import InnerError
 
 MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
+HARBOR = "harbor"  # needs no package
+PROVIDERS = ("local", "e2b", "modal", "hf")  # of boxes (inner/extras/boxes/starting.py)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TaskSpec:
 
     @property
     def installed_version(self) -> str:
-        return metadata.version(self.package)
+        return "" if self.package == HARBOR else metadata.version(self.package)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -52,22 +55,22 @@ class TaskSpec:
 
 
 def is_task(spelling: Any) -> bool:
-    """Whether the spelling names a package of MODULES."""
-    return isinstance(spelling, str) and spelling.partition(":")[0] in MODULES and ":" in spelling
+    """Whether the spelling begins with a package of MODULES, or is a folder of Harbor tasks."""
+    return isinstance(spelling, str) and ":" in spelling and spelling.partition(":")[0] in (*MODULES, HARBOR)
 
 
 def check_spelling(setting: str, task: str | None) -> None:
     """Raise InnerError for a spelling that names no task of a known package.   setting: "inner.data.task"."""
     if task is None or (is_task(task) and task.partition(":")[2].strip()):
         return
-    packages = " or ".join(f"{name}:NAME" for name in MODULES)
+    packages = " or ".join([*(f"{name}:NAME" for name in MODULES), f"{HARBOR}:FOLDER"])
     raise InnerError(f'{setting} = {task!r} names no task. Write {packages}, such as "reasoning-gym:chain_sum".')
 
 
 def refuse_absent(setting: str, task: str) -> None:
     """Raise InnerError if the task's package is not installed here."""
     package = task.partition(":")[0]
-    if importlib.util.find_spec(MODULES[package]) is None:
+    if package != HARBOR and importlib.util.find_spec(MODULES[package]) is None:
         raise InnerError(
             f"{setting} = {task!r}: the package {package} is not installed here. "
             f"`pip install 'serverless-diloco[{package}]'`"

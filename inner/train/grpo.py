@@ -131,6 +131,7 @@ class GrpoLoop:
         )  # fmt: skip
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
+        self._environment: Any = task.environment
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self._reward_calls.skip_rewardless(self.optimizer)  # after the schedule has wrapped optimizer.step
         self.trainer.remove_callback(PrinterCallback)
@@ -180,6 +181,8 @@ class GrpoLoop:
     def report_to(self, host: "Host") -> None:
         self._reward_calls.host = host
         self.trainer.report_to(host)
+        if hasattr(self._environment, "_report_to"):  # what rents something needs an owner
+            self._environment._report_to(host)
 
     def start_at(self, inner_step: int) -> None:
         self.trainer.start_at(inner_step)

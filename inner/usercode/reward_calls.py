@@ -53,6 +53,8 @@ LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a 
 class StandaloneHost:
     """The Host of a loop that belongs to no run."""
 
+    owner = ("alone", "0", 0)
+
     def note(self, text: str) -> None: ...
 
     def emit(self, event: str, text: str, **fields: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.run.config import RunConfig
 from executors.platforms.places import Place
-from executors.preflight import task_packages
+from executors.preflight.needs import task_packages
 from executors.preflight.place_faults import place_faults
 from executors.preflight.quote import fitted_places
 

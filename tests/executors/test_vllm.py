@@ -149,13 +149,13 @@ def faults(place: Place, settings: RunConfig | None = None) -> list[str]:
 
 def test_a_place_here_without_vllm_is_refused_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("local", "slurm"):
-        monkeypatch.setattr("executors.preflight.vllm_faults.has_vllm", lambda: False)
+        monkeypatch.setattr("executors.preflight.needs.vllm_faults.has_vllm", lambda: False)
         place = Place(name, options={"cluster": "local"} if name == "slurm" else {})
         (fault,) = faults(place)
         assert fault.startswith("inner.vllm: vLLM is not installed here")
         assert "vllm==0.31.0, transformers==5.17.0, huggingface-hub==1.33.0" in fault
         assert "constraints-vllm.txt" in fault and "leave [inner.vllm] out" in fault
-        monkeypatch.setattr("executors.preflight.vllm_faults.has_vllm", lambda: True)
+        monkeypatch.setattr("executors.preflight.needs.vllm_faults.has_vllm", lambda: True)
         assert faults(place) == [] == faults(place, RunConfig())
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +27,15 @@ from inner.extras.boxes.box import (
     Ran,
     read_output,
 )
-from inner.extras.boxes.harbor import HarborTask, harbor_rows, load_harbor, read_tasks
 from inner.extras.boxes.local import LocalBoxes
-from inner.extras.boxes.starting import BoxStarter, open_provider
+from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
 from inner.settings.inner import InnerConfig, Seeds
+from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks
+from inner.tasks.spec import TaskSpec
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
 from tests.inner.test_toolworld import WORLD, small_folder
@@ -55,7 +57,8 @@ def _starter(provider: Any, clock: VirtualClock, **settings: Any) -> BoxStarter:
 
 def _play(provider: PlantedBoxes, plans: list[list[str]]) -> tuple[list[float | None], BoxStarter]:
     starter = _starter(provider, provider.clock)
-    Harbor = harbor_environment(starter, run="run")
+    Harbor = harbor_environment(starter)
+    Harbor._session = ("run", "0", 1)
     rewards = list[float | None]()
     for i, plan in enumerate(plans):
         env = Harbor()
@@ -138,6 +141,22 @@ def test_a_start_ends_at_its_budget_and_says_so() -> None:
     with pytest.raises(ProviderFailed, match="no box within 300 s: the start hung for 60 s"):
         _starter(PlantedBoxes(clock, hung=1.0), clock).start(OWNER, BoxRecipe())
     assert clock.now == pytest.approx(300)
+
+
+def test_box_seconds_are_counted_when_no_box_runs() -> None:
+    clock = VirtualClock()
+    starter = _starter(PlantedBoxes(clock), clock)
+    other = BoxOwner("run", "0", 1, "8")
+    starter.start(OWNER, BoxRecipe())
+    clock.sleep(10)
+    starter.start(other, BoxRecipe())
+    clock.sleep(5)
+    starter.release(OWNER)
+    assert starter.take_used() is None, "one still runs"
+    clock.sleep(100)
+    starter.release(other)
+    starter.release(other)
+    assert starter.take_used() == Used(2, 15 + 105) and starter.take_used() is None
 
 
 def test_failures_in_a_row_pause_the_starts_of_all() -> None:
@@ -270,9 +289,25 @@ def test_a_fresh_box_decides(fresh: list[Any], expected: str) -> None:
     assert released == list(range(len(fresh)))
 
 
+def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
+    provider = PlantedBoxes(VirtualClock())
+    starter = BoxStarter(provider)
+    owners = [BoxOwner("n", "r01", 1, "a"), BoxOwner("n", "r01", 2, "b"), BoxOwner("n", "r01", 3, "mine")]
+    for owner in (*owners, BoxOwner("n", "r02", 1, "other slot"), BoxOwner("m", "r01", 1, "other run")):
+        starter.start(owner, BoxRecipe())
+    host: Any = SimpleNamespace(owner=("n", "r01", 3))
+    harbor_environment(starter)._report_to(host)
+    assert sorted(box.owner.place for box in provider.alive.values()) == ["mine", "other run", "other slot"]
+
+
+def test_without_a_session_no_two_processes_share_an_owner() -> None:
+    assert HarborEnvironment._session[0].startswith("alone-")
+    assert harbor_environment(BoxStarter(PlantedBoxes(VirtualClock())))._session == HarborEnvironment._session
+
+
 def test_a_provider_without_any_box_gives_none_and_the_tools_say_so() -> None:
     clock = VirtualClock()
-    env = harbor_environment(_starter(PlantedBoxes(clock, hung=1.0), clock), run="run")()
+    env = harbor_environment(_starter(PlantedBoxes(clock, hung=1.0), clock))()
     env.reset(TASK)
     assert env.bash("turn") == GONE
     assert env.get_reward() is None
@@ -280,7 +315,7 @@ def test_a_provider_without_any_box_gives_none_and_the_tools_say_so() -> None:
 
 def test_after_submit_and_after_the_time_limit_nothing_runs() -> None:
     clock = VirtualClock()
-    Harbor = harbor_environment(_starter(PlantedBoxes(clock), clock), run="run")
+    Harbor = harbor_environment(_starter(PlantedBoxes(clock), clock))
     env = Harbor()
     env.reset(TASK)
     clock.sleep(601)
@@ -369,7 +404,7 @@ def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 TEST_SH = '[ "$(cat /app/answer 2>/dev/null)" = 42 ] && R=1 || R=0; echo $R > /logs/verifier/reward.txt\n'
 
 
-def _write_task(
+def write_task(
     folder: Path, *, test: str | None = TEST_SH, docker: str = "FROM x\nCOPY repo /app\nWORKDIR /app\n"
 ) -> Path:
     (folder / "environment/repo").mkdir(parents=True)
@@ -384,15 +419,15 @@ def _write_task(
 
 
 def _harbor(boxes: LocalBoxes, folder: Path) -> HarborEnvironment:
-    env = harbor_environment(BoxStarter(boxes), run="run")()
-    (row,) = harbor_rows(read_tasks(folder))
+    env = harbor_environment(BoxStarter(boxes))()
+    (row,) = make_rows(TaskSpec(f"harbor:{folder}", 1, 0))
     env.reset(**row)
     return env
 
 
 @real
 def test_a_task_is_solved_with_the_tools(boxes: LocalBoxes, tmp_path: Path) -> None:
-    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env = _harbor(boxes, write_task(tmp_path / "task"))
     assert env.bash("pwd; cat given.txt; ls /tests") == "/app\ngiven"
     assert env.bash("exit 5") == "\n[exit code 5]"
     assert env.write("answer", "42") == "answer: 2 characters"
@@ -405,7 +440,7 @@ def test_a_task_is_solved_with_the_tools(boxes: LocalBoxes, tmp_path: Path) -> N
 
 @real
 def test_a_wrong_answer_is_a_zero_that_counts(boxes: LocalBoxes, tmp_path: Path) -> None:
-    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env = _harbor(boxes, write_task(tmp_path / "task"))
     env.write("answer", "41")
     assert env.get_reward() == 0.0
 
@@ -413,7 +448,7 @@ def test_a_wrong_answer_is_a_zero_that_counts(boxes: LocalBoxes, tmp_path: Path)
 @real
 def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_path: Path) -> None:
     needs = "cp /app/given.txt /tmp/x && echo 1 > /logs/verifier/reward.txt\n"
-    env = _harbor(boxes, _write_task(tmp_path / "task", test=needs))
+    env = _harbor(boxes, write_task(tmp_path / "task", test=needs))
     env.bash("rm -rf /app/*")
     assert isinstance(env.get_reward(), AtMostWorst)
     assert boxes.find({}) == []
@@ -421,7 +456,7 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
 
 @real
 def test_what_the_episode_puts_into_the_verifiers_place_is_removed(boxes: LocalBoxes, tmp_path: Path) -> None:
-    env = _harbor(boxes, _write_task(tmp_path / "task"))
+    env = _harbor(boxes, write_task(tmp_path / "task"))
     env.bash("mkfifo /tests/test.sh; mkdir -p /logs/verifier; mkfifo /logs/verifier/reward.txt; echo 42 > answer")
     assert env.get_reward() == 1.0
 
@@ -438,7 +473,7 @@ def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
 
 @real
 def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_path: Path) -> None:
-    env = _harbor(boxes, _write_task(tmp_path / "task", test="echo broken > /logs/verifier/reward.txt\n"))
+    env = _harbor(boxes, write_task(tmp_path / "task", test="echo broken > /logs/verifier/reward.txt\n"))
     assert env.get_reward() is None
 
 
@@ -475,11 +510,11 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
 )
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
-        read_tasks(_write_task(tmp_path / "task", **change))
+        read_tasks(write_task(tmp_path / "task", **change))
 
 
 def test_an_image_replaces_the_dockerfile(tmp_path: Path) -> None:
-    (task,) = read_tasks(_write_task(tmp_path / "task", docker="FROM x\nRUN y\n").parent, image="built")
+    (task,) = read_tasks(write_task(tmp_path / "task", docker="FROM x\nRUN y\n").parent, image="built")
     assert task.image == "built" and task.files == {}
     assert load_harbor(task.dump()) == task
     with pytest.raises(InnerError, match="no Harbor task"):
@@ -499,7 +534,7 @@ clock = VirtualClock()
 starter = BoxStarter(PlantedBoxes(clock, deaths=0.4, turns=1), clock=clock, sleep=clock.sleep, seed=0)
 seen = []
 
-class World(harbor_environment(starter, run="run")):
+class World(harbor_environment(starter)):
     numbers = iter(range(1000))
 
     def __init__(self):
@@ -533,6 +568,9 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     )
     files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    told = list[tuple[str, dict[str, Any]]]()
+    emit = lambda event, text, **fields: told.append((event, fields))  # noqa: E731
+    loop.report_to(SimpleNamespace(owner=("nonce", "r01", 3), note=print, emit=emit, pause=print))
     before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     stops = iter((False, True))
     loop.train(lambda: next(stops))
@@ -541,4 +579,8 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     print(world.seen, loop.pop_metrics())
     assert None in world.seen and {0.0, 1.0} <= set(world.seen)
     assert world.starter.provider.alive == {}
+    owners = {(box.owner.run, box.owner.slot, box.owner.generation) for box in world.starter.provider.made}
+    assert owners == {("nonce", "r01", 3)}
+    used = [fields for event, fields in told if event == "boxes_used"]
+    assert sum(fields["boxes"] for fields in used) == world.starter.counts["started"], "fresh boxes cost, too"
     assert torch.isfinite(after).all() and not torch.equal(before, after)

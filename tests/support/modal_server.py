@@ -41,6 +41,7 @@ from modal_proto.api_grpc import ModalClientBase
 
 from executors.platforms.base import Handle, ReplicaSpec
 from executors.platforms.on_modal.executor import ModalExecutor
+from tests.support.modal_boxes import Sandboxes
 from tests.support.modal_venv import packages_of, stub_driver, venv_of
 from tests.support.modal_volumes import Volumes
 from tests.support.turnstile import Turnstile
@@ -448,7 +449,7 @@ class Logs(Objects):
             await asyncio.sleep(0.05)
 
 
-class ModalServer(Volumes, Logs):
+class ModalServer(Sandboxes, Volumes, Logs):
     """In a thread with a loop of its own."""
 
     def __init__(self) -> None:

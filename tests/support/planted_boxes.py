@@ -5,10 +5,12 @@ A box understands three commands: "turn" does nothing, "break" kills the box, "a
 number of its create, so a schedule repeats whatever the threads do.
 
     LocalBoxes(wrap=namespaces)    real processes and real paths without bubblewrap, for this machine's tests
+    write_bwrap(folder)            the same as a program `bwrap`, for a whole run
 """
 
 import random
 import subprocess
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -33,6 +35,27 @@ def namespaces(root: Path, folder: str, user: str) -> list[str]:
     (root.parent / "mnt").mkdir(exist_ok=True)
     words = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SCRIPT]
     return [*words, str(root.parent / "mnt"), str(root), folder]
+
+
+BWRAP = """#!{python}
+import ctypes, os, sys
+sys.path.insert(0, {root!r})
+from tests.support.planted_boxes import namespaces
+from pathlib import Path
+end = sys.argv.index("--")
+root = Path(sys.argv[sys.argv.index("--bind") + 1]).parent
+words = namespaces(root, sys.argv[sys.argv.index("--chdir") + 1], "user") + sys.argv[end + 1 :]
+ctypes.CDLL(None).prctl(1, 9)  # as --die-with-parent does
+os.execvp(words[0], words)
+"""
+
+
+def write_bwrap(folder: Path) -> Path:
+    """Write a program `bwrap` that reads what boxes ask of it; return its folder, for the PATH."""
+    folder.mkdir()
+    (folder / "bwrap").write_text(BWRAP.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    (folder / "bwrap").chmod(0o755)
+    return folder
 
 
 @cache

@@ -103,20 +103,25 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 
 
 def _costs(args: Namespace) -> Answer:
-    from diloco.runlog.scope import COSTS
+    from diloco.runlog.scope import COSTS, EVERYTHING
     from executors.cli.looking import status
+    from executors.cli.looking.box_costs import box_costs
     from executors.supervision.money.bills import costs
 
     view, reader = _opened(args.run, COSTS)
+    if (boxes := view.run.config.inner.sampling.boxes) is not None:
+        view, reader = _opened(args.run, EVERYTHING)  # replicas' logs say what boxes they used
     report = reader.refresh()
+    used = box_costs(boxes, report.events)
     spent = costs(report, time.time())
     data = {
         "name": report.name,
         "url": view.run.url,
         **status.costs_dict(spent),
         **status.cost_status(spent, report.wanted),
+        **({"boxes": used.to_dict()} if used else {}),
     }
-    return Answer(data, status.cost_table(spent, report))
+    return Answer(data, [*status.cost_table(spent, report), *([used.line] if used else [])])
 
 
 def _report(args: Namespace) -> Answer:

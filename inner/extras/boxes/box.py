@@ -22,6 +22,8 @@ CUT = "\n[… the middle of the output is cut …]\n"
 KILL_AFTER_S = 5  # seconds between TERM and KILL
 ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
+MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that other boxes of the account are never listed
+USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "env", "HOME=/tmp")
 HALVES = f"{{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}"
 WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
 
@@ -110,6 +112,11 @@ class BoxProvider(Protocol):
 def wrapped_command(command: str, timeout_s: float) -> list[str]:
     """Return the words that run a command inside a box with its limits."""
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command]
+
+
+def as_user(user: str) -> tuple[str, ...]:
+    """Return the words in front of a command where all commands are root's: any user but root is uid 1000."""
+    return () if user == "root" else USER
 
 
 def read_output(raw: bytes) -> str:

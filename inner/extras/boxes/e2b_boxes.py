@@ -21,6 +21,7 @@ from inner.errors import InnerError
 from inner.extras.boxes.box import (
     ANSWER_S,
     KILL_AFTER_S,
+    MADE_BY,
     BoxGone,
     BoxOwner,
     BoxRecipe,
@@ -29,10 +30,6 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-
-MADE_BY = {
-    "made-by": "serverless-diloco"
-}  # in front of the owner's labels: other boxes of the account are never listed
 
 
 class E2bBoxes:

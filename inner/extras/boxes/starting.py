@@ -20,13 +20,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecipe, ProviderFailed
+from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 SWEEPS = 5  # looks until the provider's list is empty
+
+
+@dataclass(frozen=True)
+class Used:
+    """Boxes that ended, and the seconds that they were there, all together."""
+
+    boxes: int = 0
+    seconds: float = 0.0
 
 
 class BoxStarter:
@@ -52,6 +62,8 @@ class BoxStarter:
         self._lock = threading.Lock()
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
         self.counts = Counter[str]()
+        self._since = dict[str, float]()  # owner's key -> when its box was there
+        self._used = Used()
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
         """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
@@ -67,6 +79,8 @@ class BoxStarter:
                     box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self.clock()))
                     _furnish(box, recipe)
                 self._note(failed=False)
+                with self._lock:
+                    self._since[owner.key] = self.clock()
                 return box
             except ProviderFailed as error:
                 ambiguous, last = True, str(error)
@@ -80,7 +94,18 @@ class BoxStarter:
 
     def release(self, owner: BoxOwner) -> None:
         """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
+        with self._lock:
+            if (since := self._since.pop(owner.key, None)) is not None:
+                self._used = Used(self._used.boxes + 1, self._used.seconds + self.clock() - since)
         self.sweep(owner.labels)
+
+    def take_used(self) -> "Used | None":
+        """Return what was used since the last call, once no box runs; None while one does, or without any."""
+        with self._lock:
+            if self._since or not self._used.boxes:
+                return None
+            used, self._used = self._used, Used()
+            return used
 
     def sweep(self, labels: Mapping[str, str]) -> int:
         """Stop all boxes with these labels; return how many.   Raises ProviderFailed if some are still there."""
@@ -150,7 +175,7 @@ def _furnish(box: Box, recipe: BoxRecipe) -> None:
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:
-    """Return the provider "local" or "e2b".   Raises InnerError for another name.   options: its constructor's."""
+    """Return the provider of this name.   Raises InnerError for another name.   options: its constructor's."""
     if name == "local":
         from inner.extras.boxes.local import LocalBoxes
 
@@ -159,4 +184,12 @@ def open_provider(name: str, **options: Any) -> BoxProvider:
         from inner.extras.boxes.e2b_boxes import E2bBoxes
 
         return E2bBoxes(**options)
-    raise InnerError(f'there is no provider of boxes {name!r}. Name "local" (bubblewrap) or "e2b".')
+    if name == "modal":
+        from inner.extras.boxes.modal_boxes import ModalBoxes
+
+        return ModalBoxes(**options)
+    if name == "hf":
+        from inner.extras.boxes.hf_boxes import HfBoxes
+
+        return HfBoxes(**options)
+    raise InnerError(f"there is no provider of boxes {name!r}. Name one of: {', '.join(PROVIDERS)}.")

@@ -1,6 +1,6 @@
 """A Harbor task as an environment for TRL: a box per rollout; its tools are bash, read, write, submit.
 
-    Harbor = harbor_environment("e2b", run="my-run")     in the environment's file; then environment = "file.py:Harbor"
+    Harbor = harbor_environment("e2b")     the environment of a run with boxes = "e2b"; or, with changes, in your file
 
     row["harbor"] ──reset──▶ box with the task's files ── bash read write ──▶ … ── submit, or the last turn
                                                                 │ BoxGone                      │
@@ -8,7 +8,8 @@
                  the episode broke its box     ──▶ 0.0, AtMostWorst         tests/ copied in, test.sh as root ──▶ reward
                  test.sh gives no number: it does so in a fresh box ──▶ 0.0, AtMostWorst; else ──▶ None
 
-A box belongs to (run, slot, generation, place); place names this process, this instance and its episode.
+A box belongs to (run, slot, generation, place). The session that the environment reports to says the first three;
+without one, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
 Not promised: a box that comes back: a dead one is never replaced during an episode. The verdict costs the episode's
 commands again, in a fresh box.
@@ -19,27 +20,48 @@ import json
 import math
 import os
 import shlex
+import threading
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
-from inner.extras.boxes.harbor import HarborTask, load_harbor, unpack
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.verdict import Blamed, BoxAction, blame
+from inner.host import Host
+from inner.tasks.harbor import HarborTask, load_harbor, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 GONE, OVER = "the box is gone", "the episode is over"
+PREDECESSORS = 3  # generations of its slot whose boxes a session stops
 MOST_READ = 8192  # characters that `read` shows
 VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 _numbers = itertools.count()
 
 
+class _Shared:
+    """The BoxStarter of all instances.   provider: its name, or a BoxStarter.   options: the provider's."""
+
+    def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
+        self._provider, self._options = provider, options
+        self._lock = threading.Lock()
+
+    @property
+    def starter(self) -> BoxStarter:
+        """Return the BoxStarter, made at the first call."""
+        with self._lock:
+            if isinstance(self._provider, str):
+                self._provider = BoxStarter(open_provider(self._provider, **self._options))
+            return self._provider
+
+
 class HarborEnvironment:
     """One episode at a time. All names but tools, reset and get_reward begin with _: TRL uses the others as tools."""
 
-    _starter: BoxStarter
-    _run, _slot, _generation = "local", "0", 0
+    _shared: "_Shared"
+    _session = (f"alone-{uuid.uuid4().hex[:12]}", "0", 0)  # run, slot, generation
+    _host: Host | None = None
     _command_s = 60.0  # seconds for one command of the model
     _user = "user"
 
@@ -47,6 +69,18 @@ class HarborEnvironment:
         self._place = f"{os.getpid()}-{next(_numbers)}"
         self._episode = 0
         self._box: Box | None = None
+
+    @property
+    def _starter(self) -> BoxStarter:
+        return self._shared.starter
+
+    @classmethod
+    def _report_to(cls, host: Host) -> None:
+        """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
+        cls._session = run, slot, generation = host.owner
+        cls._host = host
+        for before in range(max(1, generation - PREDECESSORS), generation):
+            _sweep_quietly(cls._shared.starter, {"run": run, "slot": slot, "generation": str(before)})
 
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
@@ -158,26 +192,35 @@ class HarborEnvironment:
     def _end(self) -> None:
         if self._episode:
             _release_quietly(self._starter, self._owner())
+            self._tell_used()
         self._box = None
 
+    def _tell_used(self) -> None:
+        """Write an event of the boxes of a batch, when its last one has ended."""
+        if self._host is None or (used := self._starter.take_used()) is None:
+            return
+        price = self._starter.provider.price_per_hour
+        usd = {} if price is None else {"usd": price * used.seconds / 3600}
+        text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
+        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, **usd)
+
     def _owner(self, suffix: str = "") -> BoxOwner:
-        return BoxOwner(self._run, self._slot, self._generation, f"{self._place}-{self._episode}{suffix}")
+        run, slot, generation = self._session
+        return BoxOwner(run, slot, generation, f"{self._place}-{self._episode}{suffix}")
 
 
 def harbor_environment(
     provider: str | BoxStarter,
     *,
-    run: str,
-    slot: str = "0",
-    generation: int = 0,
     command_s: float = HarborEnvironment._command_s,
     user: str = HarborEnvironment._user,
     options: Mapping[str, Any] | None = None,
 ) -> type[HarborEnvironment]:
-    """Return an environment class whose instances share one BoxStarter.   options: the provider's."""
-    starter = provider if isinstance(provider, BoxStarter) else BoxStarter(open_provider(provider, **(options or {})))
-    told = {"_starter": starter, "_run": run, "_slot": slot, "_generation": generation}
-    return type("Harbor", (HarborEnvironment,), {**told, "_command_s": command_s, "_user": user})
+    """Return an environment class whose instances share one BoxStarter, made at the first box.
+
+    options: the provider's."""
+    told = {"_shared": _Shared(provider, options or {}), "_command_s": command_s, "_user": user}
+    return type("Harbor", (HarborEnvironment,), told)
 
 
 def _recipe(task: HarborTask) -> BoxRecipe:
@@ -211,8 +254,15 @@ def _read_number(text: str) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
+def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
+    """Stop these boxes. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
+    try:
+        starter.sweep(labels)
+    except ProviderFailed:
+        return
+
+
 def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
-    """Stop the owner's boxes. What the provider does not stop now ends at its time to live, or in `sweep`."""
     try:
         starter.release(owner)
     except ProviderFailed:

@@ -1,18 +1,19 @@
-"""Read Harbor task folders, and write them as rows of a prompts file.
+"""Read a folder of Harbor tasks as rows. No package is needed.
 
     FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
                   environment/Dockerfile             FROM, COPY of folders and WORKDIR are read; with another line, the
-                                                     task needs an image that you have built: image = "…"
+                                                     task needs an image that you have built
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
 
-    python -m inner.extras.boxes.harbor FOLDER --to prompts.jsonl          a row has its whole task, in column `harbor`
+    task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
+    task_options.image       the provider's image or template for all tasks
 
 Not promised: solution/ (it is never read), several containers, services, health checks; files of more than 16 MiB.
 """
 
-import argparse
 import base64
 import json
+import random
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.errors import InnerError
+from inner.tasks.spec import TaskSpec
 
 MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
@@ -42,14 +44,24 @@ class HarborTask:
         return json.dumps(asdict(self), sort_keys=True)
 
 
+def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
+    """Yield a row for each task, in the seed's order.   Raises InnerError."""
+    if wrong := sorted(spec.options.keys() - {"image"}):
+        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}; they have image.")
+    tasks = read_tasks(Path(spec.name), image=str(spec.options.get("image", "")))
+    random.Random(spec.seed).shuffle(tasks)
+    for task in tasks:
+        yield {"prompt": [{"role": "user", "content": task.instruction}], "harbor": task.dump()}
+
+
 def load_harbor(text: str) -> HarborTask:
     """Parse a row's column `harbor`.   Raises InnerError."""
     try:
         return HarborTask(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise InnerError(
-            f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the prompts with "
-            "`python -m inner.extras.boxes.harbor FOLDER --to prompts.jsonl`."
+            f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the rows with "
+            'inner.data.task = "harbor:FOLDER".'
         ) from error
 
 
@@ -103,7 +115,7 @@ def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
             case _:
                 raise InnerError(
                     f"{folder}/Dockerfile has the line {line[:60]!r}, and no image is built here. Build it at your "
-                    "provider, and name it: `--image NAME`."
+                    'provider, and name it: docker_image in task.toml, or inner.data.task_options.image = "NAME".'
                 )
     return work, files
 
@@ -115,27 +127,3 @@ def _pack(source: Path, target: str) -> dict[str, str]:
         raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
     names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]
     return {name: base64.b64encode(p.read_bytes()).decode() for name, p in zip(names, paths, strict=True)}
-
-
-def harbor_rows(tasks: list[HarborTask]) -> Iterator[dict[str, Any]]:
-    """Yield a row {"prompt", "harbor"} for each task."""
-    for task in tasks:
-        yield {"prompt": [{"role": "user", "content": task.instruction}], "harbor": task.dump()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m inner.extras.boxes.harbor", description="Harbor tasks as rows")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--to", type=Path, required=True, help="the prompts file that is written")
-    parser.add_argument("--image", default="", help="the provider's image or template for all tasks")
-    asked = parser.parse_args()
-    rows = [json.dumps(row) for row in harbor_rows(read_tasks(asked.folder, image=asked.image))]
-    asked.to.write_text("\n".join(rows) + "\n")
-    print(f"{asked.to}: {len(rows)} tasks")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except InnerError as error:
-        raise SystemExit(f"error: {error}") from error

@@ -16,7 +16,7 @@ from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.packages.versions import pinned_version, vllm_requirements
 from executors.platforms.places import Place
-from executors.preflight.task_packages import named_packages
+from executors.preflight.needs.task_packages import named_packages
 from inner.settings.vllm import INSTALL, has_vllm
 
 

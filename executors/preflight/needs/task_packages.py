@@ -28,6 +28,7 @@ from executors.platforms.places import Place
 from inner.tasks.spec import MODULES
 
 BUILT_IN = "verifiers.v1.tasksets"
+BOX_PACKAGES = ("e2b", "modal")  # providers of boxes whose package has their name
 ANSWER_S = 20.0
 Versions = Callable[[str], Sequence[str] | None]  # package -> its versions, newest first; None: no answer
 
@@ -44,6 +45,8 @@ def scoring_tasks(config: RunConfig) -> list[str]:
 def task_requirements(config: RunConfig) -> list[str]:
     """Return name==version of each package that pip can install elsewhere."""
     names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
+    boxes = config.inner.sampling.boxes
+    names |= {boxes} if boxes in BOX_PACKAGES and not _is_local(boxes) else set()
     return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
 
 

@@ -1,0 +1,1 @@
+"""What replicas need where they run: packages, engines, boxes."""

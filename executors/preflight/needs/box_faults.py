@@ -1,0 +1,80 @@
+"""Finds what a provider of boxes lacks where replicas will run.
+
+    inner.sampling.boxes = "e2b"     this machine      a package here, its keys in this environment or in a file
+                                     a rented one      a package that its image will have, keys as --secret
+
+The first mistake is an InnerError that names the provider; what cannot be seen from here is a note.
+
+Not promised: that the provider accepts the keys, or has boxes left. A replica finds that at its first box.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from executors.platforms import FAR
+from executors.platforms.places import Place
+from executors.preflight.place_faults import about_sandbox, may_bring
+from inner.errors import InnerError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a provider needs.   keys: variables.   file: below the home folder, in the place of the variables."""
+
+    package: str
+    keys: tuple[str, ...] = ()
+    file: str = ""
+
+
+NEEDS = {
+    "e2b": Needs("e2b", ("E2B_API_KEY",)),
+    "modal": Needs("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), ".modal.toml"),
+    "hf": Needs("huggingface_hub", ("HF_TOKEN",), ".cache/huggingface/token"),
+}
+
+
+def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return notes about boxes of this provider at these places.   Raises InnerError for the first mistake."""
+    told = f'inner.sampling.boxes = "{provider}"'
+    if provider == "local":
+        missing = f"{told} needs `bwrap`, which is not on the PATH. `apt-get install bubblewrap`"
+        return about_sandbox(told, "" if shutil.which("bwrap") else missing, places)
+    for place in places:
+        fault = _far_fault if place.executor in FAR else _near_fault
+        if text := fault(NEEDS[provider], place, environ):
+            raise InnerError(f"{told}: {text}")
+    return list(_notes(NEEDS[provider], places))
+
+
+def _near_fault(needs: Needs, place: Place, environ: Mapping[str, str]) -> str:
+    if importlib.util.find_spec(needs.package) is None:
+        return f"the package {needs.package} is not installed here. `pip install {needs.package}`"
+    missing = [key for key in needs.keys if not environ.get(key)]
+    if not missing or (needs.file and (Path.home() / needs.file).is_file()):
+        return ""
+    return f"{missing[0]} is not set, so it has no credentials. `export {missing[0]}=…`"
+
+
+def _far_fault(needs: Needs, place: Place, environ: Mapping[str, str]) -> str:
+    if importlib.util.find_spec(needs.package) is None and not may_bring(place, needs.package):
+        return (
+            f"the package {needs.package} is not installed here, and so not in the image on {place.executor}. "
+            f"`pip install {needs.package}`"
+        )
+    missing = [key for key in needs.keys if key not in place.secrets and key not in place.env]
+    if not missing or (place.executor == "modal" and place.secrets):
+        return ""
+    return (
+        f"replicas on {place.executor} need {missing[0]}, and see nothing of this environment. Add "
+        f"`--secret {missing[0]}`" + (" (a Modal secret that holds it)" if place.executor == "modal" else "")
+    )
+
+
+def _notes(needs: Needs, places: Sequence[Place]) -> Iterator[str]:
+    for place in places:
+        if place.executor == "modal" and place.secrets and needs.keys:
+            yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(needs.keys)}"

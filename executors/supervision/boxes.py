@@ -1,0 +1,56 @@
+"""Stops what is left of a run's boxes, and says how many are left.
+
+    run.json: inner.sampling.boxes, nonce ──▶ python -m inner.extras.boxes.sweep ──▶ "0 boxes left" or what to do
+                                              a process of its own: the core imports no provider, and none may hang us
+
+Not promised: boxes of the provider "local" on other machines; these are folders without processes once the replica
+has ended.  Boxes of a replica that still runs: it starts new ones.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.run.record import Run
+
+MODULE = "inner.extras.boxes.sweep"
+ANSWER_S = 300.0
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The result of a sweep.   none_left: it is proven that no box is left."""
+
+    none_left: bool
+    text: str
+
+
+def sweep_boxes(run: Run) -> Swept:
+    """Stop the boxes of a run whose config names a provider."""
+    provider = str(run.config.inner.sampling.boxes)
+    command = [sys.executable, "-m", MODULE, provider, run.record.nonce]
+    found = _ask(command)
+    if found.get("left") == 0:
+        where = " on this machine" if provider == "local" else f" on {provider}"
+        return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped")
+    words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
+    return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`, or look at {provider}'s console")
+
+
+def _ask(command: list[str]) -> dict[str, Any]:
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"trouble": f"the provider of boxes gave no answer within {ANSWER_S:.0f} s"}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        return {"trouble": f"the look for boxes ended with code {done.returncode}: {done.stderr.strip()[-300:]}"}

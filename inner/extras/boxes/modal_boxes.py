@@ -1,0 +1,142 @@
+"""Boxes that are Modal's sandboxes, through Modal's own SDK.
+
+    ModalBoxes()                 app "diloco-boxes"; the credentials are the SDK's: MODAL_TOKEN_… or ~/.modal.toml
+    owner.key ─▶ name            Modal keeps names unique in an app: a second create fails, and the box is looked up
+    owner.labels ─▶ tags         ttl_s ─▶ the sandbox's timeout     image ─▶ a registry's name, or im-… of a built one
+    user "root" ─▶ root          any other ─▶ uid 1000, by setpriv
+
+Files go through commands, so that a box needs nothing but bash, coreutils and util-linux.
+
+Not promised: a price, which is that of what a box uses; a quick notice of a lost box, because the SDK tries again for
+five minutes. Tested with modal 1.6.4 and a server of the tests, not with Modal.
+"""
+
+import asyncio
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any
+
+from inner.errors import InnerError
+from inner.extras.boxes.box import (
+    ANSWER_S,
+    KILL_AFTER_S,
+    MADE_BY,
+    BoxGone,
+    BoxOwner,
+    BoxRecipe,
+    ProviderFailed,
+    Ran,
+    as_user,
+    read_output,
+    wrapped_command,
+)
+
+IMAGE = "python:3.12-slim"
+PIECE = 1 << 20  # bytes of a file that are sent at once
+READ = '[ -f "$0" ] && exec cat -- "$0"'
+WRITE = '{ [ -f "$0" ] || [ ! -e "$0" ]; } && mkdir -p -- "$(dirname -- "$0")" && exec cat > "$0"'
+
+
+class ModalBoxes:
+    """The provider.   app: of the account.   more: keywords of modal.Sandbox.create, such as cpu, memory, region."""
+
+    price_per_hour = None
+
+    def __init__(self, app: str = "diloco-boxes", **more: Any) -> None:
+        self._sdk, self._more = _sdk(), more
+        with _as_ours(self._sdk, ProviderFailed):
+            self._app = self._sdk.App.lookup(app, create_if_missing=True)
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "ModalBox":
+        images, name = self._sdk.Image, recipe.image or IMAGE
+        image = images.from_id(name) if name.startswith("im-") else images.from_registry(name)
+        with _as_ours(self._sdk, ProviderFailed):
+            coming = self._sdk.Sandbox.create.aio(
+                app=self._app, image=image, name=f"box-{sha256(owner.key.encode()).hexdigest()[:32]}",
+                tags={**MADE_BY, **owner.labels, "folder": recipe.folder}, timeout=int(recipe.ttl_s), **self._more,
+            )  # fmt: skip
+            made = asyncio.run(_within(coming, timeout_s))
+        return ModalBox(self._sdk, made, recipe.folder)
+
+    def find(self, labels: Mapping[str, str]) -> Sequence["ModalBox"]:
+        with _as_ours(self._sdk, ProviderFailed):
+            found = list(self._sdk.Sandbox.list(app_id=self._app.app_id, tags={**MADE_BY, **labels}))
+        return [ModalBox(self._sdk, one) for one in found]
+
+
+class ModalBox:
+    """One sandbox.   made: the SDK's object.   folder: where commands begin; "": the sandbox's tags say it."""
+
+    def __init__(self, sdk: Any, made: Any, folder: str = "") -> None:
+        self._sdk, self._made, self._folder = sdk, made, folder
+
+    def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+        with _as_ours(self._sdk, BoxGone):
+            there = f"cd {shlex.quote(self._root())} 2>/dev/null\n{command}"  # the first command makes the folder
+            words = [*as_user(user), *wrapped_command(there, timeout_s)]
+            limit = int(timeout_s + KILL_AFTER_S + ANSWER_S)
+            code, raw = self._run(words, limit)
+            return Ran(137 if code < 0 else code, read_output(raw))
+
+    def read(self, path: str) -> bytes:
+        with _as_ours(self._sdk, BoxGone):
+            code, raw = self._run(["bash", "-c", READ, self._place(path)], int(ANSWER_S))
+        if code:
+            raise FileNotFoundError(f"{path!r} is no file of the box.")
+        return raw
+
+    def write(self, path: str, data: bytes) -> None:
+        with _as_ours(self._sdk, BoxGone):
+            code, _ = self._run(["bash", "-c", WRITE, self._place(path)], int(3 * ANSWER_S), data)
+        if code:
+            raise FileExistsError(f"{path!r} is no plain file in the box, or may not be one. Remove it.")
+
+    def stop(self) -> None:
+        with _as_ours(self._sdk, ProviderFailed):
+            self._made.terminate()
+
+    def _run(self, words: Sequence[str], limit_s: int, stdin: bytes = b"") -> tuple[int, bytes]:
+        """Return a command's exit code, -1 if it did not end in time, and its output."""
+        ran = self._made.exec(*words, timeout=limit_s, text=False)
+        for at in range(0, len(stdin), PIECE):
+            ran.stdin.write(stdin[at : at + PIECE])
+            ran.stdin.drain()
+        ran.stdin.write_eof()
+        ran.stdin.drain()
+        raw = ran.stdout.read()
+        return ran.wait(), raw
+
+    def _root(self) -> str:
+        self._folder = self._folder or self._made.get_tags()["folder"]
+        return self._folder
+
+    def _place(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self._root()}/{path}"
+
+
+async def _within(coming: Any, timeout_s: float) -> Any:
+    return await asyncio.wait_for(coming, timeout_s)
+
+
+@contextmanager
+def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
+    """Raise the SDK's errors as ours: InnerError for refused credentials, else `kind`."""
+    errors = sdk.exception
+    try:
+        yield
+    except errors.AuthError as error:
+        raise InnerError(f"Modal refuses the credentials: {error}. `modal token set`, or MODAL_TOKEN_…") from error
+    except errors.ResourceExhaustedError as error:
+        raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error
+    except (errors.Error, OSError) as error:
+        raise kind(f"{type(error).__name__}: {error}") from error
+
+
+def _sdk() -> Any:
+    try:
+        import modal
+    except ModuleNotFoundError as missing:
+        raise InnerError("boxes of Modal need its SDK, which is not installed. `pip install modal`") from missing
+    return modal

@@ -1,0 +1,233 @@
+"""A run whose episodes have boxes: what `diloco plan` refuses, and that `diloco stop` leaves no box."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco.run.config import RunConfig
+from diloco.run.record import read_run
+from diloco.runlog.reader import read_report
+from executors.cli.looking.box_costs import BoxCosts, box_costs
+from executors.platforms.on_host.executor import claimed_process, newest_claims
+from executors.platforms.places import Place
+from executors.preflight.needs import box_faults
+from executors.preflight.needs.box_faults import check_boxes
+from executors.preflight.quote import fitted_places
+from executors.supervision import boxes
+from inner.errors import InnerError
+from tests.executors.test_preflight import plan
+from tests.inner.test_boxes import write_task
+from tests.inner.test_toolworld import small_folder
+from tests.support.e2b_server import E2bServer
+from tests.support.hf_boxes import BoxHub
+from tests.support.modal_server import ModalPlatform
+from tests.support.planted_boxes import namespaces_work, write_bwrap
+
+RUN = '[inner]\nmodel = "toolworld"\n[inner.data]\ntask = "harbor:tasks"\n[inner.sampling]\nboxes = "{boxes}"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN.format(boxes="local"))
+    write_task(tmp_path / "tasks/one")
+    return tmp_path
+
+
+@pytest.fixture
+def bwrap(tmp_path: Path) -> str:
+    return f"{write_bwrap(tmp_path / 'bin')}:/usr/bin:/bin"
+
+
+def test_a_run_toml_is_all_that_a_user_writes(folder: Path, bwrap: str) -> None:
+    told = plan(folder, PATH=bwrap)
+    assert told.code == 0 and "harbor:tasks" in told.err and "nothing was started" in told.out
+
+
+def test_a_task_without_a_verifier_is_named(folder: Path, bwrap: str) -> None:
+    (folder / "tasks/one/tests/test.sh").unlink()
+    told = plan(folder, PATH=bwrap)
+    assert told.code == 2 and "tasks/one has no verifier: tests/test.sh is missing" in told.err
+
+
+def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) -> None:
+    write_task(folder / "tasks/two")
+    (folder / "tasks/two/instruction.md").write_text("another one")
+    held_out = '\n[eval]\ntask = "harbor:tasks"\ntask_size = 9\nevery = 2\n'
+    config = RUN.format(boxes="local").replace('"harbor:tasks"', '"harbor:tasks"\ntask_size = 1') + held_out
+    (folder / "run.toml").write_text(config)
+    told = plan(folder, PATH=bwrap)
+    assert told.code == 0 and "eval.task: 1 rows that are among the training prompts were left out" in told.err, told
+    bare = f"[inner]\nmodel = 'toolworld'\n{held_out}"
+    (folder / "run.toml").write_text(bare)
+    assert "eval.task = 'harbor:tasks' runs in boxes" in plan(folder, PATH=bwrap).err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"local"', '"nowhere"', "inner.sampling.boxes = 'nowhere' is not known. Use one of: local, e2b"),
+        ('boxes = "local"', "tool_workers = 2", "inner.data.task = 'harbor:tasks' runs in boxes. Set inner.sampling"),
+        ('task = "harbor:tasks"', "", "inner.sampling.boxes = 'local' has no Harbor tasks"),
+        ("harbor:tasks", "harbor:absent", "absent has no Harbor task"),
+        ('"harbor:tasks"', '"harbor:tasks"\ntask_options = {color = 1}', "Harbor tasks have no option 'color'"),
+    ],
+)
+def test_settings_that_cannot_work(folder: Path, bwrap: str, old: str, new: str, says: str) -> None:
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace(old, new))
+    assert says in plan(folder, PATH=bwrap).err
+
+
+def test_local_boxes_without_bubblewrap(folder: Path) -> None:
+    told = plan(folder, PATH=str(folder))
+    assert told.code == 2 and 'boxes = "local" needs `bwrap`, which is not on the PATH' in told.err
+
+
+def test_a_provider_without_its_package_or_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, far = [Place("local")], [Place("hf-jobs")]
+    monkeypatch.setattr(box_faults.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InnerError, match=r'"e2b": the package e2b is not installed here. `pip install e2b`'):
+        check_boxes("e2b", here, {})
+    with pytest.raises(InnerError, match="not in the image on hf-jobs"):
+        check_boxes("e2b", far, {})
+    monkeypatch.setattr(box_faults.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(InnerError, match="E2B_API_KEY is not set"):
+        check_boxes("e2b", here, {})
+    assert check_boxes("e2b", here, {"E2B_API_KEY": "k"}) == []
+    with pytest.raises(InnerError, match="replicas on hf-jobs need E2B_API_KEY"):
+        check_boxes("e2b", far, {"E2B_API_KEY": "k"})
+    assert check_boxes("e2b", [Place("hf-jobs", secrets=("E2B_API_KEY",))], {}) == []
+    assert check_boxes("e2b", [Place("modal", secrets=("mine",))], {}) == [
+        "not checked: that the Modal secret mine holds E2B_API_KEY"
+    ]
+
+
+def test_replicas_elsewhere_get_the_providers_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from executors.preflight.needs import task_packages
+
+    monkeypatch.setattr(task_packages.metadata, "version", lambda name: "2.63.0")
+    monkeypatch.setattr(task_packages, "_is_local", lambda name: False)
+    config = RunConfig.from_dict({"inner": {"data": {"task": "harbor:tasks"}, "sampling": {"boxes": "e2b"}}})
+    (place,) = fitted_places([Place("modal")], config)
+    assert place.options["pip"] == ["e2b==2.63.0"]
+
+
+# -------------------------------------------------------------------- kill -9, then stop
+
+
+LIVE = RUN.replace(
+    '"toolworld"', '"{model}"\nbatch_size = 4\n[outer]\nsync_every = 1\n[fleet]\nreplicas = 1\nsteps = 1'
+) + ("num_generations = 4\ntool_workers = 4\nmax_completion_length = 24\n")
+real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
+
+
+@pytest.fixture(params=["local", "e2b", "modal", "hf"])
+def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], int]]]:
+    """-> its name, the variables that lead to it, a function that counts its live boxes."""
+    if request.param == "local":
+        env = {"PATH": f"{write_bwrap(tmp_path / 'bin')}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+        yield "local", env, lambda: len(list(tmp_path.glob("diloco-boxes-*/*/box.json")))
+        return
+    if request.param == "modal":
+        with ModalPlatform() as modal:
+            yield "modal", modal.environ, lambda: len(modal.server.boxes)
+        return
+    if request.param == "hf":
+        with BoxHub() as hub:
+            yield "hf", hub.environ, hub.live_boxes
+        return
+    pytest.importorskip("e2b", reason="make test-boxes has it")
+    with E2bServer(tmp_path / "server") as server:
+        url = server.options["api_url"]
+        env = {"E2B_API_KEY": server.options["api_key"], "E2B_API_URL": url, "E2B_SANDBOX_URL": url}
+        yield "e2b", {**env, "E2B_HTTP_VERSION": "1.1"}, lambda: len(server.boxes)
+        server.shutdown()
+
+
+@real
+def test_a_killed_replica_leaves_no_box_after_stop(
+    tmp_path: Path, provider: tuple[str, dict[str, str], Callable[[], int]]
+) -> None:
+    name, env, count = provider
+    write_task(tmp_path / "tasks/one", test="sleep 1000\n")  # the boxes live as long as the verifier
+    (tmp_path / "run.toml").write_text(LIVE.format(boxes=name, model=small_folder()))
+    url, env = str(tmp_path / "run"), {**os.environ, **env}
+    command = [sys.executable, "-m", "executors.cli"]
+    train = [*command, "train", str(tmp_path / "run.toml"), "--run", url]
+    with subprocess.Popen(train, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env) as launcher:
+        _wait(lambda: count() == 4 or launcher.poll() is not None)
+        launcher.kill()
+    for claim in newest_claims(url):
+        if (process := claimed_process(url, claim)) is not None:
+            os.kill(process.pid, signal.SIGKILL)
+    assert count() == 4, "boxes whose replica is gone"
+    other = subprocess.run([*command, "stop", url, "--json"], capture_output=True, text=True, env=env, timeout=120)
+    boxes = next(end for end in json.loads(other.stdout)["ends"] if end["name"] == "boxes")
+    assert boxes["live"] is False and boxes["text"].startswith("0 boxes left") and "4 stopped" in boxes["text"]
+    assert other.returncode == 0 and count() == 0
+    assert len(read_run(url).record.nonce) > 8, "the label that they had"
+
+
+@real
+@pytest.mark.slow
+def test_a_run_to_its_end_says_that_no_box_is_left(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks/one", test="echo $((RANDOM % 2)) > /logs/verifier/reward.txt\n")
+    (tmp_path / "run.toml").write_text(LIVE.format(boxes="local", model=small_folder()))
+    env = {**os.environ, "PATH": f"{write_bwrap(tmp_path / 'bin')}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-m",
+        "executors.cli",
+        "train",
+        str(tmp_path / "run.toml"),
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read_report(read_run(str(tmp_path / "run")).store)
+    (swept,) = [event["text"] for event in report.events if event["event"] == "boxes_swept"]
+    assert swept == "0 boxes left on this machine, 0 stopped"
+    asked = subprocess.run([*command[:3], "costs", str(tmp_path / "run"), "--json"], capture_output=True, env=env)
+    used = json.loads(asked.stdout)["boxes"]
+    assert (used["provider"], used["usd"]) == ("local", 0.0) and used["boxes"] >= 4 and used["hours"] > 0
+    assert list(tmp_path.glob("diloco-boxes-*/*/box.json")) == []
+
+
+def test_box_hours_and_dollars_are_summed() -> None:
+    one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0, "usd": 0.005}
+    forged = {"event": "boxes_used", "boxes": "3", "usd": -1, "box_s": None}
+    found = box_costs("hf", [one, one, {"event": "step"}, forged])
+    assert found is not None and found == BoxCosts("hf", 6, 1.0, 0.01)
+    assert found.line.startswith("  boxes      hf              6    1.00     0.01  boxes are not in the sum")
+    half = box_costs("e2b", [one, {"event": "boxes_used", "boxes": 1, "box_s": 1.0}])
+    assert half is not None and half.usd is None
+    assert box_costs(None, [one]) is None
+
+
+def test_a_sweep_that_proves_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(inner=SimpleNamespace(sampling=SimpleNamespace(boxes="e2b"))),
+        record=SimpleNamespace(nonce="n0"),
+    )
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    swept = boxes.sweep_boxes(run)  # neither the package nor the key is here
+    assert not swept.none_left and "boxes of E2B need" in swept.text
+    assert "Try again: `python -m inner.extras.boxes.sweep e2b n0`, or look at e2b's console" in swept.text
+    monkeypatch.setattr(boxes, "_ask", lambda command: {"stopped": 1, "left": 2})
+    assert boxes.sweep_boxes(run).text.startswith("2 boxes left. Try again")
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.1)
