@@ -17,8 +17,10 @@ before `load_gguf`.
 
 import struct
 from collections import Counter
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -160,9 +162,10 @@ def load_gguf(model: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedToken
     name = path.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
-        read = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=getattr(torch, dtype), local_files_only=True
-        )
+        with redirect_stderr(StringIO()):  # its progress bar fills the log's last lines, and cannot be turned off
+            read = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=getattr(torch, dtype), local_files_only=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InnerError(
             f"model = '{model}' could not be read: {str(error).splitlines()[0]}. Give a folder that save_pretrained "

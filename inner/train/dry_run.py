@@ -33,6 +33,10 @@ from inner.usercode.rehearse import ask_child, read_asked
 TIME_S = 120.0
 PROMPTS_S = 30.0
 LEARNED = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?|pos_emb\w*)([._]|$)")
+NO_TOOLS = (
+    " The run has tools or an environment. Give a model whose chat template has tools, such as Qwen/Qwen3-0.6B, or "
+    "take tools and environment out of the run."
+)
 Spelling = str | list[str] | None
 
 
@@ -77,8 +81,9 @@ def check_start(
     except InnerError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        hint = NO_TOOLS if "not support tool calling" in str(error) else ""
         raise InnerError(
-            f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}"
+            f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}{hint}"
         ) from error
     except (NotImplementedError, RuntimeError) as error:  # the meta device may cause them; a replica does not use it
         return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"
