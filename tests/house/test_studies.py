@@ -423,3 +423,9 @@ def test_a_trial_is_warned_if_its_drift_passed_the_limit_before_it_fell() -> Non
     row = {"curve": [(0, 0.1), (8, 0.9), (16, 0.4), (48, 0.0), (64, 0.0)], "drift": [0.1, 0.1, 0.1, 0.3, 0.9]}
     assert staleness.is_warned(row) and staleness.is_collapsed(row)
     assert not staleness.is_warned({**row, "drift": [0.1, 0.1, 0.1, 0.1, 0.9]}), "at inner step 16 it had fallen"
+
+
+def test_the_page_of_old_rollouts_has_the_tables_of_its_rows() -> None:
+    rows, page = read_rows(ROWS / "staleness.jsonl"), (ROWS.parent / "staleness.md").read_text()
+    assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in staleness.ARMS for s in staleness.SEEDS}
+    assert all(of(rows) in page for of in (staleness.table, staleness.comparisons, staleness.guard))
