@@ -1,5 +1,6 @@
 """The fleet of the studies takes the steps of a real one; their curves, differences and rules are what they say."""
 
+import math
 import random
 import sys
 from dataclasses import replace
@@ -15,6 +16,8 @@ from diloco.replica.replica import REJOIN_WARMUP, share_of
 from diloco.run.config import derive_seed
 from diloco.run.record import read_run
 from inner import InnerLoop, Seeds, build_inner
+from inner.rollouts.bundle import Bundle
+from tests.inner.test_acting import a_loop, sampled
 from tests.support.fleet import Fleet
 from tests.support.study_trials import count_to_seed
 
@@ -26,6 +29,7 @@ import overlap
 import pretrained
 import process
 import replicas
+import staleness
 import tuned
 import wall_clock
 from fleet import Turn, flat, outer_steps, scripted_steps, with_nesterov
@@ -365,3 +369,63 @@ def test_a_rule_is_decided_by_its_bound_at_four_replicas_and_by_its_worst_other_
     assert (told["times"][2], told["times"][4]) == ("yes", "no") and told["times"][3].startswith("-2.0, text")
     assert (told["norm"][2], told["norm"][4]) == ("no", "yes")
     assert tuned.gain("toolworld", same, 4, 5, "sqrt").mean == pytest.approx(-0.5), "more is better there"
+
+
+# -------------------------------------------------------------------- old rollouts
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """Of the weights that will train on it."""
+    ((_, body),) = sampled().bodies.items()
+    return Bundle.unpack(body)
+
+
+def likelier(bundle: Bundle, factor: float, tokens: int) -> Bundle:
+    """The bundle as if its sampler had given each rollout's first tokens a `factor` times smaller probability."""
+    assert bundle.logprobs is not None
+    shifted = [[x - math.log(factor) * (i < tokens) for i, x in enumerate(row)] for row in bundle.logprobs]
+    return replace(bundle, logprobs=shifted)
+
+
+def grad_norm(correction: str, bundle: Bundle) -> float:
+    """Of one inner step on a bundle, in a study's arm of this correction."""
+    loop, handed = a_loop(), staleness.Handed(correction, measures=True)
+    handed.join(loop)
+    handed.bundles[0] = bundle
+    loop.train(lambda: True)
+    assert not handed.bundles and len(handed.drifts) == 1
+    return loop.pop_metrics()["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("correction", "factor", "tokens", "counts"),
+    [("off", 4.0, 99, 1), ("token", 1.5, 99, 1.5), ("token", 4.0, 99, 2), ("sequence", 2.5, 1, 2.5),
+     ("sequence", 0.5, 1, 0.5), ("sequence", 1.5, 2, 2.25), ("sequence", 4.0, 1, 0)],
+)  # fmt: skip
+def test_each_correction_weighs_the_loss_as_the_page_says(
+    correction: str, factor: float, tokens: int, counts: float, bundle: Bundle
+) -> None:
+    """Beyond the guard's limit, too: it is off."""
+    plain = grad_norm("off", bundle)
+    found = grad_norm(correction, likelier(bundle, factor, tokens))
+    assert plain > 0 and found == pytest.approx(counts * plain, rel=2e-3, abs=1e-6)
+
+
+def test_one_sampling_for_a_fleet_is_cut_into_each_replicas_generations(bundle: Bundle) -> None:
+    parts = [staleness.part(bundle, i, 4) for i in range(0, len(bundle.ids), 4)]
+    assert [ids for one in parts for ids in one.ids] == list(bundle.ids)
+    assert torch.equal(torch.cat([one.rewards for one in parts]), bundle.rewards)
+    assert all(len(one.prompts) == len(one.logprobs or []) == len(one.mask or []) == 4 for one in parts)
+
+
+def test_a_trial_is_warned_if_its_drift_passed_the_limit_before_it_fell() -> None:
+    row = {"curve": [(0, 0.1), (8, 0.9), (16, 0.4), (48, 0.0), (64, 0.0)], "drift": [0.1, 0.1, 0.1, 0.3, 0.9]}
+    assert staleness.is_warned(row) and staleness.is_collapsed(row)
+    assert not staleness.is_warned({**row, "drift": [0.1, 0.1, 0.1, 0.1, 0.9]}), "at inner step 16 it had fallen"
+
+
+def test_the_page_of_old_rollouts_has_the_tables_of_its_rows() -> None:
+    rows, page = read_rows(ROWS / "staleness.jsonl"), (ROWS.parent / "staleness.md").read_text()
+    assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in staleness.ARMS for s in staleness.SEEDS}
+    assert all(of(rows) in page for of in (staleness.table, staleness.comparisons, staleness.guard))

@@ -1,0 +1,300 @@
+"""What do old rollouts cost, and what do importance weights give back? Four replicas, ToolWorld, S outer steps of age.
+
+    python examples/studies/staleness.py --to studies          about an hour of one core
+
+    θ₀ … θ_t−S … θ_t ──▶ outer step t: each replica trains H inner steps, each on 16 rollouts
+              └ one sampler at θ_max(0, t−S) makes all of them before it begins
+
+    own            each replica samples before each inner step, from its weights of that moment; no sampler
+    S0 … S8        S = 0: of θ_t itself, so 0 to H−1 inner steps old; S: S·H to S·H + H−1
+    -off           the loss as if the rollouts were the replica's own
+    -token         each token's loss × min(π_now / π_sampled, 2)           TRL's "token_truncate"; what actors have
+    -sequence      each rollout's × Π π_now / π_sampled; 0 if over 3       TRL's "sequence_mask"; TRL's default
+
+The guard against distant policies (inner/rollouts/drift.py) is off.  Random numbers of the sampler depend on the seed
+and t alone, so arms of one seed differ in weights only.
+
+Not promised: bundles that come late or not at all; language models; engines whose log-probs are rounded otherwise.
+"""
+
+import argparse
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, pairwise, product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from fleet import Turn, flat, put, scripted_steps, with_nesterov
+from replicas import by_seed
+from torch import Tensor
+from transformers import set_seed
+from trials import STUDENT, Curve, Row, Trial, area, paired, run_missing
+from worlds import WORLDS, mean_reward
+
+from diloco import OuterConfig
+from inner import InnerConfig, InnerLoop, ToolWorld
+from inner.data.order import Share
+from inner.rollouts.acting import Sampler
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.drift import drift_of
+from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
+from inner.settings.task import ToolworldSettings
+from rendezvous.agreement.rules import Rules
+
+SEEDS = range(8)
+MACHINES, EVERY, ROUNDS, BATCH = 4, 4, 16, 16
+LR = 1e-3  # of four replicas: half of the product's default, so that rollouts of one's own are safe
+VALUED = 2  # outer steps from one point of a curve to the next
+TASK, PROMPTS = ToolworldSettings(kinds=4, names=8), 128
+FAR = 0.2  # nats per token: the guard's limit, here only a mark
+AGES, CORRECTIONS = (0, 1, 2, 4, 8), ("off", "token", "sequence")
+MODES = {"token": ("token_truncate", 2.0), "sequence": ("sequence_mask", 3.0)}  # TRL's mode, and its clip_max
+
+
+def config(batch: int, lr: float) -> InnerConfig:
+    return InnerConfig(batch_size=batch, lr=lr, toolworld=TASK)
+
+
+def reward(loop: InnerLoop) -> float:
+    return mean_reward(loop, ToolWorld(kinds=TASK.kinds, names=TASK.names).rows(PROMPTS, seed=99))
+
+
+WORLD = replace(WORLDS["toolworld"], name="toolworld-4x8", lr=LR, config=config, value=reward)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """age: S, of the sampler's weights; None: there is no sampler."""
+
+    age: int | None = None
+    correction: str = "off"
+
+
+ARMS = {"own": Arm(), **{f"S{age}-{kind}": Arm(age, kind) for age, kind in product(AGES, CORRECTIONS)}}
+
+
+def main() -> None:
+    given = arguments()
+    WORLD.prepare(given.to)
+    trials = [Trial(arm, seed) for seed in given.seeds for arm in given.arms]
+    rows = run_missing(trials, partial(run, given.to), given.to / "staleness.jsonl", given.workers)
+    print("\n\n".join((table(rows), comparisons(rows), guard(rows))))
+
+
+# -------------------------------------------------------------------- one trial
+
+
+class Handed:
+    """The places of one replica: bundles that are made before its outer step, by generation.
+
+    drifts: of each bundle when it is trained on, as the guard would have measured it; where it measures.
+    """
+
+    def __init__(self, correction: str, measures: bool) -> None:
+        self.correction, self.measures = correction, measures
+        self.bundles: dict[int, Bundle] = {}
+        self.drifts: list[float] = []
+        self.loop: InnerLoop | None = None
+
+    def join(self, loop: InnerLoop) -> None:
+        """Let a loop train on these bundles, and with this correction."""
+        trainer = loop.trainer  # type: ignore[attr-defined]
+        record_rollouts(trainer, self)
+        if self.correction in MODES:
+            trainer.vllm_importance_sampling_mode, trainer.vllm_importance_sampling_clip_max = MODES[self.correction]
+        self.loop = loop
+
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle:
+        bundle = self.bundles.pop(place.generation)
+        plain = replace(bundle, logprobs=None)
+        if why := unfit(plain):  # all but the guard, which looks at log-probs
+            raise ValueError(f"{place}: {why}")
+        if self.measures:
+            self.drifts.append(drift_of(self.loop.trainer, bundle))  # type: ignore[union-attr]
+        return bundle if self.correction in MODES else plain
+
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        raise AssertionError("a replica sampled by itself")
+
+
+class FleetSampler(Sampler):
+    """Samples for all replicas at once.   The share: of the first one; its trainer's generation is an outer step's."""
+
+    def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
+        shares = [Share(share.seed + machine) for machine in range(MACHINES)]
+        return [row for one in shares for row in super(FleetSampler, self).rows(one, generation)]
+
+
+class Actor:
+    """Makes what replicas train on in an outer step, from a θ of its choice."""
+
+    def __init__(self, loop: InnerLoop, seed: int) -> None:
+        self._loop, self._seed = loop, seed
+        self._sampler = FleetSampler(loop.trainer)  # type: ignore[attr-defined]
+
+    def fill(self, places: Sequence[Handed], t: int, theta: Tensor) -> None:
+        """Give each replica the bundles of its generations in outer step t."""
+        put(self._loop, theta)
+        set_seed(1000 * self._seed + t)
+        made = self._sampler.sample(Share(1000 * self._seed), t)
+        for i in range(MACHINES * EVERY):
+            places[i // EVERY].bundles[EVERY * t + i % EVERY] = part(made, i * BATCH, BATCH)
+
+
+def part(bundle: Bundle, first: int, count: int) -> Bundle:
+    """Return some of a bundle's rollouts."""
+    names = ("prompts", "completions", "prompt_ids", "ids", "mask", "logprobs", "rewards", "environments")
+    parts = {name: getattr(bundle, name) for name in names}
+    return replace(bundle, **{k: None if v is None else v[first : first + count] for k, v in parts.items()})
+
+
+def run(folder: Path, trial: Trial) -> tuple[Curve, Row]:
+    torch.set_num_threads(1)
+    arm = ARMS[trial.arm]
+    build = partial(WORLD.build, folder, trial.seed, lr=LR)
+    places = [Handed(arm.correction, measures=machine == 0) for machine in range(MACHINES)]
+    judge = build(0, batch=BATCH)
+    actor = None if arm.age is None else Actor(build(0, batch=EVERY * BATCH), trial.seed)
+    thetas, loops = [flat(judge)], list[InnerLoop]()
+
+    def script(t: int) -> list[Turn]:
+        if actor is not None:
+            actor.fill(places, t, thetas[max(0, t - (arm.age or 0))])
+        return [Turn(machine, EVERY, t) for machine in range(MACHINES)]
+
+    def build_one(machine: int, session: int, start: int) -> InnerLoop:
+        loops.append(build(machine, batch=BATCH))
+        if actor is not None:
+            places[machine].join(loops[-1])
+        return loops[-1]
+
+    for theta in trained(thetas[0].clone(), build_one, script):
+        thetas.append(theta)  # one by one: `script` reads them
+    return curve_of(judge, thetas), told(arm, places, loops)
+
+
+def trained(theta: Tensor, build: Callable[..., InnerLoop], script: Callable[[int], list[Turn]]) -> Generator[Tensor]:
+    """θ after each outer step, at the product's default outer rate."""
+    outer = with_nesterov(lambda mean, deltas: float(OuterConfig().lr), OuterConfig().momentum)
+    steps = scripted_steps(theta, build, script, rules=Rules(sync_every=EVERY), outer=outer)
+    for one in islice(steps, ROUNDS):
+        yield one.clone()
+    steps.close()
+
+
+def curve_of(judge: InnerLoop, thetas: Sequence[Tensor]) -> Curve:
+    found: Curve = []
+    for t in range(0, ROUNDS + 1, VALUED):
+        put(judge, thetas[t])
+        found.append((EVERY * t, WORLD.value(judge)))
+    return found
+
+
+def told(arm: Arm, places: Sequence[Handed], loops: Sequence[InnerLoop]) -> Row:
+    """What trainers saw: the first one's drift by outer steps; the loss's weights and the masked share, means."""
+    metrics = [loop.pop_metrics() for loop in loops]
+    drifts = places[0].drifts
+    found: Row = {"drift": [round(fmean(drifts[i : i + EVERY]), 4) for i in range(0, len(drifts), EVERY)]}
+    names = [name for name in ("importance_ratio", "importance_masked") if name in metrics[0]]
+    if bool(names) != (arm.age is not None and arm.correction in MODES):
+        raise AssertionError(f"{arm}: the loss was weighed by {names}")
+    return found | {name: round(fmean(one[name] for one in metrics), 4) for name in names}
+
+
+# -------------------------------------------------------------------- telling
+
+
+def last_third(curve: Curve) -> float:
+    """The mean over the last third of the run: it hangs on single points less than the end does."""
+    return area([point for point in curve if 3 * point[0] >= 2 * curve[-1][0]])
+
+
+OUTCOMES: tuple[Callable[[Curve], float], ...] = (area, last_third)
+
+
+def is_collapsed(row: Row) -> bool:
+    return last_third(row["curve"]) < 0.5
+
+
+def difference(a: list[Row], b: list[Row], of: Callable[[Curve], float]) -> str:
+    """Mean ± standard error of a − b, paired over seeds; a star where the two-sided 95 % interval excludes 0."""
+    found = paired(*([of(row["curve"]) for row in rows] for rows in (a, b)))
+    error = found.half_width / STUDENT[len(a) - 1][1]
+    return f"{found.mean:+.3f} ± {error:.3f}{' *' if abs(found.mean) > found.half_width > 0 else ''}"
+
+
+def table(rows: list[Row]) -> str:
+    """One line for each arm; differences from `own`."""
+    lines = ["| arm | mean | last third | − own, mean | − own, last third | collapsed | drift | weight | masked |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    own = by_seed(rows, "own")
+    for arm in ARMS:
+        mine = by_seed(rows, arm)
+        if len(mine) == len(own) > 1:
+            means = [f"{fmean(of(row['curve']) for row in mine):.3f}" for of in OUTCOMES]
+            cells = [*means, *(difference(mine, own, of) for of in OUTCOMES), *seen(mine)]
+            lines.append(f"| {' | '.join([arm, *cells])} |")
+    return "\n".join(lines)
+
+
+def seen(rows: list[Row]) -> list[str]:
+    """Four cells: seeds that collapsed, and means over seeds, where the arm has them; of drifts the median."""
+    drifts = [fmean(row["drift"]) for row in rows if row["drift"]]
+    names = ("importance_ratio", "importance_masked")
+    means = [f"{fmean(row[name] for row in rows):.3f}" if name in rows[0] else "" for name in names]
+    return [f"{sum(map(is_collapsed, rows))}", f"{median(drifts):.3f}" if drifts else "", *means]
+
+
+def comparisons(rows: list[Row]) -> str:
+    """Positive where the first one is better."""
+    lines = ["| first − second | mean | last third |", "|---|---|---|"]
+    pairs = [(f"S{age}-{kind}", f"S{age}-off") for age in AGES for kind in MODES]
+    pairs += [(f"S{age}-sequence", f"S{age}-token") for age in AGES]
+    pairs += [(f"S8-{kind}", f"S0-{kind}") for kind in CORRECTIONS]
+    pairs += [(f"S{b}-{kind}", f"S{a}-{kind}") for kind in CORRECTIONS for a, b in pairwise(AGES)]
+    for first, second in pairs:
+        a, b = by_seed(rows, first), by_seed(rows, second)
+        if len(a) == len(b) > 1:
+            lines.append(f"| {first} − {second} | {' | '.join(difference(a, b, of) for of in OUTCOMES)} |")
+    return "\n".join(lines)
+
+
+def guard(rows: list[Row]) -> str:
+    """Trials by correction: whether the drift passed the guard's limit in some outer step, and whether they collapsed.
+
+    Warned: it did so before the value had fallen to half of its best.
+    """
+    lines = ["| correction | collapsed, warned | collapsed, not warned | far, but well | never far, well |"]
+    lines += ["|---|---|---|---|---|"]
+    for kind in CORRECTIONS:
+        mine = [row for row in rows if row["arm"].endswith(kind)]
+        bad, good = ([row for row in mine if is_collapsed(row) is which] for which in (True, False))
+        warned, far = sum(map(is_warned, bad)), sum(max(row["drift"]) > FAR for row in good)
+        lines.append(f"| {kind} | {warned} | {len(bad) - warned} | {far} | {len(good) - far} |")
+    return "\n".join(lines)
+
+
+def is_warned(row: Row) -> bool:
+    best = max(range(len(row["curve"])), key=lambda i: row["curve"][i][1])
+    level = row["curve"][best][1] / 2
+    fallen = next((step for step, value in row["curve"][best:] if value < level), EVERY * ROUNDS)
+    return any(drift > FAR and EVERY * t < fallen for t, drift in enumerate(row["drift"]))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=list(SEEDS))
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help=", ".join(ARMS))
+    parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
+    given = parser.parse_args()
+    if unknown := [name for name in given.arms if name not in ARMS]:
+        parser.error(f"no arm is called {unknown[0]!r}; there are: {', '.join(ARMS)}")
+    return given
+
+
+if __name__ == "__main__":
+    main()
