@@ -31,6 +31,14 @@ class BoxCosts:
         return f"  {'boxes':10s} {self.provider:8s} {self.boxes:8d} {self.hours:7.2f} {price:>8s}  {APART}"
 
 
+def provider_in(config: Mapping[str, Any]) -> str | None:
+    """Return the provider that a run.json's config names; None without one, or for a config of odd types."""
+    found: Any = config
+    for name in ("inner", "sampling", "boxes"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
 def box_costs(provider: str | None, events: Sequence[Mapping[str, Any]]) -> BoxCosts | None:
     """Return the sum of a run whose config names a provider; None for another one."""
     if provider is None:

@@ -105,13 +105,13 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 def _costs(args: Namespace) -> Answer:
     from diloco.runlog.scope import COSTS, EVERYTHING
     from executors.cli.looking import status
-    from executors.cli.looking.box_costs import box_costs
+    from executors.cli.looking.box_costs import box_costs, provider_in
     from executors.supervision.money.bills import costs
 
     view, reader = _opened(args.run, COSTS)
-    if (boxes := view.run.config.inner.sampling.boxes) is not None:
-        view, reader = _opened(args.run, EVERYTHING)  # replicas' logs say what boxes they used
     report = reader.refresh()
+    if (boxes := provider_in(report.config)) is not None:
+        report = _opened(args.run, EVERYTHING)[1].refresh()  # replicas' logs say what boxes they used
     used = box_costs(boxes, report.events)
     spent = costs(report, time.time())
     data = {
