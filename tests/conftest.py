@@ -9,6 +9,8 @@ DILOCO_TEST_GPU=1 and runs the tests that are about a GPU.
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 if os.environ.get("DILOCO_TEST_GPU") != "1":
@@ -43,6 +45,18 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
             asked(*args)
 
     monkeypatch.setattr(on_modal, "check_account", check_account)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_stay() -> Iterator[None]:
+    """Fail a test that leaves a signal handler, which would hide the signals of later tests of this process."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    left = [number.name for number, handler in before.items() if signal.getsignal(number) is not handler]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert not left, f"the test left its handlers of {', '.join(left)}"
 
 
 @pytest.fixture(autouse=True)

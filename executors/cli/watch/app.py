@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -89,6 +89,7 @@ class WatchApp(PlainApp):
         self.everything = False
         self._reads = reads
         self._drawn: list[str] = []
+        self._handlers: dict[signal.Signals, Any] = {}
         self._ended = threading.Event()
         self._wake = threading.Event()
 
@@ -113,7 +114,13 @@ class WatchApp(PlainApp):
         self.set_interval(1.0, self.draw_ages)
         if self._reads:
             threading.Thread(target=self._read_on, name="looks", daemon=True).start()
-            _leave_on(signal.SIGTERM, signal.SIGHUP, leave=lambda: self.call_from_thread(self.action_leave))
+            self._handlers = _leave_on(
+                signal.SIGTERM, signal.SIGHUP, leave=lambda: self.call_from_thread(self.action_leave)
+            )
+
+    def on_unmount(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def on_resize(self, event: Resize) -> None:
         columns, lines = event.size.width, event.size.height
@@ -292,11 +299,15 @@ def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
     return text
 
 
-def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> None:
-    """Let signals end the app as `q` does, so that the terminal is restored."""
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, lambda *_: threading.Thread(target=leave, daemon=True).start())
+def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> dict[signal.Signals, Any]:
+    """Let signals end the app as `q` does, so that the terminal is restored; -> the handlers before."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+
+    def hear(*_: object) -> None:
+        threading.Thread(target=leave, daemon=True).start()
+
+    return {number: signal.signal(number, hear) for number in numbers}
 
 
 def run_app(looks: RunLooks) -> int:
