@@ -10,7 +10,7 @@ Not promised: that two devices quantise to the same bits; 4-bit weights under vL
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,11 +37,13 @@ def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantization_config=how, **options)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
     model.is_loaded_in_4bit = False  # TRL would round the adapter to bfloat16, and the outer step averages fp32
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # generation would pack the weights anew, and change their digest
+            cast(
+                "Any", module
+            ).support_avx512bf16_for_cpu = False  # generation would pack the weights anew, and change their digest
     return loaded
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
+NF4 = "inner.extras.nf4"
+
 
 def build_inner(
     config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
@@ -111,9 +113,7 @@ def base_of(lora: "LoraSettings | None") -> str | None:
 def _read(source: str | Path, dtype: str, base: str | None, **options: Any) -> Any:
     if base is None:
         return AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
-    from inner.extras.nf4 import load_nf4
-
-    return load_nf4(source, getattr(torch, dtype), **options)
+    return import_module(NF4).load_nf4(source, getattr(torch, dtype), **options)
 
 
 def _load_model(

@@ -109,6 +109,7 @@ def test_a_plan_counts_four_bits_for_linear_layers_and_rented_machines_get_the_p
     model, _ = load_start(tmp_path / "model", "float32")
     linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     assert linear == sum(m.weight.numel() for m in linears) < whole
+    assert trained is not None
     found = footprint(run, whole, 2, 4, trained, linear)
     assert found.device == pytest.approx(4 * (whole - linear) + 0.516 * linear + 16 * trained, abs=1)
     needed = with_requirements(Place("modal", count=1), task_requirements(run))
