@@ -27,7 +27,7 @@ from diloco.run.record import ModelRecord, Run, read_run
 from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
-from inner.train.build import base_of, load_start
+from inner.train.build import load_dequantised, load_start
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_wishes
@@ -75,10 +75,8 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
         start = start_folder(run, record, Path(scratch) / "model")
         model, _ = load_start(start, inner.dtype, inner.lora)
         refuse_other_base(record.base, model)
-        if merge and base_of(inner.lora):
-            from inner.extras.nf4 import on_dequantised
-
-            model = on_dequantised(start, inner.dtype, inner.lora)
+        if merge and inner.lora is not None and inner.lora.base is not None:
+            model = load_dequantised(start, inner.dtype, inner.lora)
         put_into(model, state)
         if inner.lora is not None and not merge:
             _copy_others(start, to, left_out=MODEL_CONFIGS)

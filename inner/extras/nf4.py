@@ -16,8 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inner.errors import InnerError
-from inner.models.lora import ADAPTER, load_adapter
-from inner.settings.task import LoraSettings
 
 NEEDED = (
     "inner.lora.base = \"nf4\" needs bitsandbytes: pip install 'serverless-diloco[nf4]'. Or leave base out, for a base "
@@ -28,7 +26,7 @@ NEEDED = (
 def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
     """Load as `from_pretrained` does, with linear layers but the head in NF4.   Raises InnerError."""
     try:
-        from bitsandbytes.nn import Linear4bit
+        from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         raise InnerError(NEEDED) from missing
     from transformers import BitsAndBytesConfig
@@ -45,9 +43,3 @@ def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
                 "Any", module
             ).support_avx512bf16_for_cpu = False  # generation would pack the weights anew, and change their digest
     return loaded
-
-
-def on_dequantised(folder: Path, dtype: str, lora: LoraSettings) -> Any:
-    """Load the start model's adapter on its base as the 4 bits read it, in `dtype`: what `export --merge` adds to."""
-    base = load_nf4(folder, getattr(torch, dtype), local_files_only=True)
-    return load_adapter(base.dequantize(dtype=getattr(torch, dtype)), folder / ADAPTER, lora)

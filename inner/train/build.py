@@ -106,6 +106,12 @@ def load_start(
     return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
 
 
+def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
+    """Load the adapter on its base in `dtype`, with the values that the 4 bits stand for."""
+    base = _read(model_dir, dtype, lora.base, local_files_only=True)
+    return _load_adapter(base.dequantize(dtype=getattr(torch, dtype)), model_dir, lora)
+
+
 def base_of(lora: "LoraSettings | None") -> str | None:
     return None if lora is None else lora.base
 
