@@ -114,7 +114,7 @@ $(TRACKERS)/.installed: pyproject.toml | install
 
 test-backends: $(VERL)/.installed $(MONARCH)/.installed
 	$(BIN)/python -m pytest -q tests/inner/test_prime_rl.py
-	$(VERL)/bin/python -m pytest -q tests/inner/test_verl.py
+	$(VERL)/bin/python -m pytest -q tests/inner/test_verl.py tests/inner/test_verl_trainer.py
 	$(MONARCH)/bin/python -m pytest -q tests/inner/test_rounds.py tests/inner/test_monarch.py tests/executors/test_monarch.py
 
 # verl's own pins want an older transformers; what is tested here runs with ours, which stands behind it
