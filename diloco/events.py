@@ -200,6 +200,7 @@ KINDS: Mapping[str, EventKind] = {
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
+    "deletion_flagged": EventKind(DATA, "Feature Deletion: what the monitor found; the hidden tests decide."),
     "boxes_used": EventKind(DATA, "The boxes that a batch of rollouts used, when the last one had ended."),
     "lease": EventKind(DATA, "The time until which replicas may run without a supervisor, and the costs so far."),
 }  # fmt: skip

@@ -8,7 +8,7 @@
     the original     must pass every test, twice                          else InnerError: the tests are wrong
     without it       tests that fail are fail-to-pass, the others pass-to-pass. Both are the same twice, neither is
                      empty, and some fail-to-pass test expects a value, not an exception
-    the solution     scores 1 when it is put back; without it the score is 0
+    the solution     scores 1 in the environment (world.py), also beside a test file of the agent; without it 0
 
 A body becomes `raise NotImplementedError`. Signature and docstring stay, as the description. Helpers that only the
 feature used also stay, unless they are listed.
@@ -28,6 +28,7 @@ from typing import Any
 from inner.errors import InnerError
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest, canonical, judge
+from inner.extras.deletion.world import FeatureDeletion
 
 GONE = 'raise NotImplementedError("this feature was taken out")'
 ASK = (
@@ -35,6 +36,9 @@ ASK = (
     "docstrings and the rest of the package say, with the standard library alone. Hidden tests decide; the other "
     "functions must go on working."
 )
+OWN_TEST = {  # an agent's own test, which the monitor flags
+    "tests/test_own.py": "import unittest\n\n\nclass Own(unittest.TestCase):\n    def test_own(self):\n        pass\n"
+}
 
 
 def make_tasks(repo: Path) -> list[DeletionTask]:
@@ -74,9 +78,8 @@ def _make_task(
 def check_task(task: DeletionTask) -> None:
     """Raise InnerError unless the solution passes all tests, exactly the fail-to-pass tests fail without it, and both
     kinds exist."""
-    whole = judge(task, {**task.files, **task.solution})
-    if whole.failed:
-        raise InnerError(f"{task.name}: the original itself fails {', '.join(sorted(whole.failed))}. Fix these tests.")
+    _ask_environment(task, task.solution)
+    _ask_environment(task, {**task.solution, **OWN_TEST})
     without = judge(task, task.files)
     if without.failed != frozenset(task.fail_to_pass):
         odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
@@ -84,11 +87,25 @@ def check_task(task: DeletionTask) -> None:
     for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
         if not found:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
-    if all(isinstance(t.expect, dict) and set(t.expect) == {"raises"} for t in task.tests if t.name in without.failed):
+    if all(test.expects_exception for test in task.tests if test.name in without.failed):
         raise InnerError(
             f"{task.name}: each fail-to-pass test expects an exception, so raising it always would do. Write one that "
             "expects a value."
         )
+
+
+def _ask_environment(task: DeletionTask, written: Mapping[str, str]) -> None:
+    """Raise InnerError unless an agent that writes these files gets 1."""
+    world = FeatureDeletion()
+    world.reset(task.dump())
+    try:
+        for path, text in written.items():
+            world.write_file(path, text)
+    except ValueError as error:
+        raise InnerError(f"{task.name}: no agent can write the solution: {error}. Choose other functions.") from error
+    if world.get_reward() != 1.0:
+        failed = ", ".join(sorted(judge(task, {**task.files, **written}).failed))
+        raise InnerError(f"{task.name}: the original with {', '.join(written)} fails {failed}. Fix these tests.")
 
 
 def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:

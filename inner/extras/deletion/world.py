@@ -2,7 +2,12 @@
 
     row["task"]  ──reset──▶  files in memory            list_files() read_file(path) write_file(path, text)
                                   │                     run_python(program): in the sandbox, with the files read-only
-                                  └──get_reward──▶ monitor ──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
+                                  └──get_reward──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
+                                                   monitor: flags ──▶ log, event `deletion_flagged`
+
+    class World(FeatureDeletion):        in your file, for another rule
+        _reward = "share"                the share of fail-to-pass tests; "all" (the default): 1.0 or 0.0
+        _strict = True                   a flag sets the reward to 0
 
 The repository is a dictionary of texts: it has no folder that a link could leave, no history, no bytecode. No sandbox
 that runs the agent's programs contains hidden tests or the solution.
@@ -11,11 +16,13 @@ Not promised: a shell, or packages other than the standard library.
 """
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
+from inner.errors import InnerError
 from inner.extras.deletion.judge import DeletionVerdict, judge, load_task
 from inner.extras.deletion.monitor import find_flags
 from inner.extras.deletion.sandbox import SandboxLimits, checked_path, require_sandbox, run_sandboxed
+from inner.host import Host
 
 LOG = logging.getLogger(__name__)
 TRYING = SandboxLimits(seconds=5.0, output=4 << 10)
@@ -25,8 +32,18 @@ MOST_FILES, MOST_TEXT = 50, 100_000
 class FeatureDeletion:
     """TRL's environment: one instance per rollout; its public methods are the tools."""
 
+    _reward: Literal["all", "share"] = "all"
+    _strict = False
+    _host: Host | None = None
+
     def __init__(self) -> None:
+        if self._reward not in ("all", "share"):
+            raise InnerError(f'{type(self).__name__}._reward is "all" or "share", found {self._reward!r}.')
         require_sandbox()
+
+    @classmethod
+    def _report_to(cls, host: Host) -> None:
+        cls._host = host
 
     def reset(self, task: str, **row: Any) -> None:
         """Begin the task of this row."""
@@ -81,10 +98,19 @@ class FeatureDeletion:
         return f"{said}\n[{ended.why}]" if ended.why else said
 
     def get_reward(self) -> float:
-        """Return 1.0 if all hidden tests pass and there is no flag of an attack, else 0.0."""
+        """Return 1.0 if all hidden tests pass, else 0.0 (or their share)."""
         if self._verdict is None:
             flags = find_flags(self._task.files, self._files, self._programs)
             self._verdict = judge(self._task, self._files, flags)
             if self._verdict.flags:
-                LOG.warning("feature deletion: %s scored 0; flags: %s", self._task.name, "; ".join(self._verdict.flags))
-        return self._verdict.reward
+                self._tell(self._verdict)
+        if self._strict and self._verdict.flags:
+            return 0.0
+        return self._verdict.share(self._task) if self._reward == "share" else self._verdict.reward
+
+    def _tell(self, verdict: DeletionVerdict) -> None:
+        said = f"{self._task.name}: {'; '.join(verdict.flags)}"
+        if self._host is None:
+            LOG.warning("feature deletion: %s", said)
+        else:
+            self._host.emit("deletion_flagged", said, flags=len(verdict.flags), solved=verdict.reward)
