@@ -196,6 +196,25 @@ def test_the_solution_scores_one_through_the_tools() -> None:
     assert world.get_reward() == 1.0 == world.get_reward()
 
 
+def test_a_text_that_occurs_once_is_replaced_and_lines_are_read() -> None:
+    world = begun()
+    world.edit_file(MODULE, "raise NotImplementedError", "return [x, x]")
+    assert world.get_reward() == 1.0 and world.read_file(MODULE, 3, 3) == "    return [x, x]\n"
+    for old, why in (("x", "occurs 4 times"), ("", "occurs 0 times"), ("nothing", "occurs 0 times")):
+        with pytest.raises(ValueError, match=why):
+            world.edit_file(MODULE, old, "y")
+    with pytest.raises(ValueError, match="no file 'a'"):
+        world.edit_file("a", "x", "y")
+
+
+def test_files_beyond_the_tasks_own_are_few() -> None:
+    world = begun()
+    for i in range(50):
+        world.write_file(f"{i}.py", "")
+    with pytest.raises(ValueError, match="you may add at most 50 files"):
+        world.write_file("50.py", "")
+
+
 def test_doing_nothing_scores_nothing() -> None:
     assert begun().get_reward() == 0.0
 
@@ -237,7 +256,7 @@ def test_the_agents_programs_see_neither_tests_nor_packages_nor_this_machine() -
 import os, sys
 seen = [os.path.join(d, f) for top in ("/",) for d, _, fs in os.walk(top) for f in fs if not d.startswith(("/proc", "/usr/lib"))]
 print([s for s in seen if s.endswith(("cases.json", ".pyc", "shadow")) and "/lib/python3" not in s])
-print([s for s in seen if "site-packages" in s or "deletion" in s], sorted(os.listdir("/work")), dict(os.environ).keys() - {"PWD", "LC_CTYPE"})
+print([s for s in seen if "site-packages" in s or "deletion" in s], sorted(os.listdir("/work")), dict(os.environ).keys() - {"PWD", "LC_CTYPE", "PYTHONHASHSEED"})
 print(os.getuid(), os.getpid() < 10)
 """
     assert begun().run_python(look) == "[]\n[] ['box'] set()\n65534 True\n"
@@ -367,8 +386,8 @@ def test_arguments_that_are_no_text_are_the_tools_error_and_do_not_end_the_repli
             world.write_file("m.py", wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="are strings"):
             world.write_file(wrong, "x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at most 100000 characters"):
-        world.run_python("#" * 100_001)
+    with pytest.raises(ValueError, match="at most 200000 characters"):
+        world.run_python("#" * 200_001)
     assert world.get_reward() == 0.0 and not world._verdict.flags  # type: ignore[union-attr]
 
 

@@ -71,7 +71,9 @@ def asked(task: DeletionTask, written: Mapping[str, str]) -> float:
     return world.get_reward()
 
 
-def harbor_said(folder: Path, task: DeletionTask, written: Mapping[str, str], uid: int | None = None) -> float:
+def harbor_said(
+    folder: Path, task: DeletionTask, written: Mapping[str, str], uid: int | None = None, packages: Path | None = None
+) -> float:
     """The reward by Harbor's judge.   uid: the user who runs it and owns all files."""
     write_harbor(task, folder)
     write_files(folder / "environment/repo", written)
@@ -79,14 +81,17 @@ def harbor_said(folder: Path, task: DeletionTask, written: Mapping[str, str], ui
     if uid is not None:
         for path in (folder, *folder.rglob("*")):
             shutil.chown(path, uid, uid)
-    done = judged(folder, uid)
+    done = judged(folder, uid, packages=packages)
     assert done.returncode == 0, done.stdout + done.stderr
     return float((folder / "verifier/reward.txt").read_text())
 
 
-def judged(folder: Path, uid: int | None, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
+def judged(
+    folder: Path, uid: int | None, path: str = "/usr/bin:/bin", packages: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     words = [str(PYTHON), "-I", "-S", str(folder / "tests/judge.py"), "--work", str(folder / "environment/repo")]
     words += ["--tests", str(folder / "tests"), "--to", str(folder / "verifier/reward.txt")]
+    words += ["--packages", str(packages)] if packages is not None else []
     user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env={"PATH": path}, **user)
 

@@ -8,7 +8,7 @@
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
 Not promised: more isolation than the container's, for root. A verdict where this user may not write the reward's file:
-exit code 1, and the old file stays. inside.py sets the limits of each test; after 10 s it is killed.
+exit code 1, and the old file stays. inside.py sets the limits of each test; after 20 s it is killed.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-LIMITS = {"memory": 256 << 20, "cpu": 6, "file": 1 << 20}
-SECONDS, MOST = 10, 64 << 10
+LIMITS = {"memory": 256 << 20, "cpu": 21, "file": 1 << 20}
+SECONDS, MOST = 20, 64 << 10
 
 
 def answer(inside: str, asked: "dict[str, Any]", tests: Path) -> bytes:
@@ -34,9 +34,9 @@ def answer(inside: str, asked: "dict[str, Any]", tests: Path) -> bytes:
         user: Any = {"user": 65534, "group": 65534, "extra_groups": []} if is_root else {}
         os.chmod(room, 0o777)
         child: Any = subprocess.Popen(
-            [*([] if is_root else wall(room, tests)), sys.executable, "-I", "-S", "-B", "-c", inside],
-            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
-            **user,
+            [*([] if is_root else wall(room, tests)), sys.executable, "-s", "-P", "-S", "-B", "-c", inside],
+            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL, env={"PYTHONHASHSEED": "0"}, cwd="/",
+            start_new_session=True, **user,
         )  # fmt: skip
         try:
             child.communicate(json.dumps({**asked, "room": room, "value": True, "limits": LIMITS}).encode(), SECONDS)
@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--work", "--tests", "--to"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--packages", default="/packages")  # the Dockerfile's
     told = parser.parse_args()
     reward = Path(told.to).absolute()
     try:
@@ -85,11 +86,13 @@ def main() -> None:
     refuse_without_a_wall(tests)
     if os.geteuid() == 0:
         os.chmod(tests, 0o700)
-    inside, cases = (tests / "inside.py").read_text(), json.loads((tests / "cases.json").read_text())["tests"]
+    inside, asked = (tests / "inside.py").read_text(), json.loads((tests / "cases.json").read_text())
+    cases, around = asked["tests"], {**asked["around"], "packages": [told.packages]}
+    around["paths"] = [os.path.join(told.work, root) for root in around["paths"]]
     wrong: list[str] = []
     for case in cases:
         expected = json.dumps(case["expect"], sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-        if answer(inside, {"run": case["run"], "path": told.work}, tests) != expected:
+        if answer(inside, {**around, "run": case["run"]}, tests) != expected:
             wrong.append(case["name"])
     print(f"{len(cases) - len(wrong)} of {len(cases)} passed")
     reward.write_text("0\n" if wrong or not cases else "1\n")
