@@ -188,9 +188,7 @@ KINDS: Mapping[str, EventKind] = {
     "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They only take space."),
     "codec": EventKind(DETAIL, "How this run encodes pseudogradients."),
     "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
-    "weights_left_out": EventKind(
-        DETAIL, "The store is slower than a round: the step's bf16 weights were not written; later ones will be."
-    ),
+    "weights_left_out": EventKind(DETAIL, "The store is slower than a round: a step's bf16 weights were not written."),
     "weights_refused": EventKind(DETAIL, "A reader of the bf16 weights ignored what it cannot use."),
     "trouble": EventKind(DETAIL, "An alert was sent: a trouble began."),
     "trouble_over": EventKind(DETAIL, "An alert was sent: a trouble is over."),
