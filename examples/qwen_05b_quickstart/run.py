@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from inner import InnerConfig, build_batch, compose_loss, publish_model
+from inner import InnerConfig, InnerError, build_batch, compose_loss, publish_model
 from inner.models.gguf import load_gguf
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -91,7 +91,7 @@ def read(name: str) -> tuple[Any, Any]:
             return load_gguf(name, "float32")
         tokenizer = AutoTokenizer.from_pretrained(name)
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), tokenizer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InnerError) as error:
         first = str(error).strip().splitlines()[0]
         raise SystemExit(
             f"{name} could not be loaded: {first}\n  next: give a folder that from_pretrained reads (--model DIR), or "
