@@ -182,7 +182,7 @@ test-deletion: $(SDISTS)/.installed
 $(SDISTS)/.installed: | install
 	mkdir -p $(SDISTS)
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d $(SDISTS) \
-	  boltons==26.2.0 cachetools==8.0.2 humanize==4.17.0 inflection==0.5.1 parse==1.22.4
+	  boltons==26.2.0 cachetools==8.0.2 humanize==4.17.0 parse==1.22.4 toolz==1.2.0
 	cd $(SDISTS) && for archive in *.tar.gz; do tar xzf $$archive; done
 	$(BIN)/pip install -q --disable-pip-version-check --target $(SDISTS)/packages pytest==9.2.0 freezegun==1.5.5
 	@touch $@

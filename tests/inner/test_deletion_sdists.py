@@ -23,7 +23,7 @@ TASKS = int(os.environ.get("DILOCO_SDIST_TASKS", "10"))
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["boltons", "cachetools", "humanize", "inflection", "parse"])
+@pytest.mark.parametrize("name", ["boltons", "cachetools", "humanize", "parse", "toolz"])
 def test_ten_tasks_of_a_package(name: str) -> None:
     (folder,) = PLACE.glob(f"{name}-*/")
     began = time.monotonic()

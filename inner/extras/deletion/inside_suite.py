@@ -19,7 +19,7 @@ from typing import Any
 
 LONG = 2000  # characters of a spelling that go out as they are
 WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-o", "addopts=", "--rootdir", ".",
-         "--continue-on-collection-errors")  # fmt: skip
+         "--continue-on-collection-errors", "--import-mode=importlib")  # fmt: skip
 
 
 def spell(value: Any, near: bool = False, depth: int = 0) -> Any:
