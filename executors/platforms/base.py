@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from importlib import import_module
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
 from rendezvous.records.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 from rendezvous.records.schema import Longest, Where, Within
@@ -199,6 +199,7 @@ class LaunchPlan(Plain):
     refused: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class ServerlessExecutor(Protocol):
     """Starts processes on a platform, and reports their statuses and results.
 

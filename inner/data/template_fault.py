@@ -1,4 +1,4 @@
-"""Explain a chat template that writes no prompt, for `check` and for the checks before a run.
+"""Explain a chat template that is missing, or writes no prompt: for `check`, the checks before a run, the trainer.
 
 Not promised: every fault; the template is tried on the rows that it is given.
 """
@@ -8,6 +8,16 @@ from contextlib import suppress
 from typing import Any
 
 from inner.data.rendering import Message, text_of
+from inner.errors import InnerError
+
+
+def require_template(tokenizer: Any, prompt: str | Sequence[Message]) -> None:
+    """Raise InnerError for messages whose tokenizer has no chat template."""
+    if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", "") is None:
+        raise InnerError(
+            "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
+            "write each prompt as text"
+        )
 
 
 def template_fault(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message], config: Any) -> str:

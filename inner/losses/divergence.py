@@ -13,6 +13,7 @@ Not promised: a factor T² (there is none); a detach: run the teacher under no_g
 """
 
 import math
+import warnings
 from typing import Literal
 
 import torch
@@ -153,13 +154,14 @@ def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Non
         return
     if labels.shape != student.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(student.shape[:-1])}.")
-    # a 0/1 mask? (All 0 or all 1 mark every position in both readings.)
-    values = labels.unique() if labels.numel() else labels
-    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
-        raise ValueError(
-            "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
-            "torch.where(mask.bool(), 0, -100)."
-        )
+    text = (
+        "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
+        "torch.where(mask.bool(), 0, -100)."
+    )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(text)
+    if labels.unique().tolist() == [0, 1]:  # they may also be the ids of two tokens
+        warnings.warn(text, stacklevel=3)
 
 
 def check_knobs(beta: float, temperature: float) -> None:

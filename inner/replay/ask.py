@@ -422,7 +422,8 @@ def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_
     if min_student_entropy is not None and silent:
         raise InnerError(
             f"min_student_entropy is set, but {len(silent)} of {len(states)} states do not say how unsure the student "
-            f"was (first: {silent[0]!r}). Write `student_entropy` into the states, or leave min_student_entropy out."
+            f"was (first: {silent[0]!r}). Pass them through inner.channels.state_entropy.measure_entropy (--entropy-of "
+            "MODEL), or leave min_student_entropy out."
         )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -46,6 +47,7 @@ from inner.channels.terms import (
     tap_gradient_norm,
 )
 from inner.data.order import Share, step_in_generation
+from inner.data.template_fault import require_template
 from inner.host import Host
 from inner.losses.divergence import zero_on_graph
 from inner.replay.pairs import DPOPair
@@ -94,6 +96,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
             **pop_channel_settings(kwargs),
         )
         self.reads_turns = self.channels.sdpo.is_used or process is not None
+        for row in islice(kwargs.get("train_dataset") or (), 1):
+            require_template(kwargs.get("processing_class"), row.get("prompt", ""))
         super().__init__(*args, **kwargs)
         self._turns: list[list[Turn]] | None = None  # of each rollout of the last generation, with failed calls
         self.alpha_sdpo = alpha_sdpo

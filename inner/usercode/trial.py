@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.rendering import prompt_ids, render_text, text_of
-from inner.data.template_fault import template_fault
+from inner.data.template_fault import require_template, template_fault
 from inner.models.known import folder_or_refusal
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError
@@ -194,11 +194,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
 
 def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Mapping[str, Any] | None = None) -> int:
     """Count a prompt's tokens as the model reads it: messages go through the chat template, with `options`."""
-    if not isinstance(prompt, str) and tokenizer.chat_template is None:
-        raise InnerError(
-            "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
-            "write each prompt as text"
-        )
+    require_template(tokenizer, prompt)
     return len(prompt_ids(tokenizer, prompt, **(options or {})))
 
 

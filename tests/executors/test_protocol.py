@@ -53,6 +53,13 @@ def test_the_pages_executor_of_six_verbs_runs_the_short_form_and_is_no_fleets() 
         stop_run(MemoryStore(), SystemClock(), 0.0, print, executor=executor)
 
 
+def test_an_object_with_the_six_verbs_is_one_and_another_is_not() -> None:
+    """The notes' `isinstance(executor, ServerlessExecutor)` raised TypeError."""
+    assert isinstance(type("Own", (), dict.fromkeys(SIX))(), ServerlessExecutor) is False, "None is not a method"
+    assert isinstance(type("Own", (), dict.fromkeys(SIX, lambda self: None))(), ServerlessExecutor)
+    assert not isinstance(type("Five", (), dict.fromkeys(SIX - {"poll"}, lambda self: None))(), ServerlessExecutor)
+
+
 def test_one_with_a_verb_too_few_is_refused_when_it_is_made() -> None:
     class Mute(ServerlessExecutor):
         pass

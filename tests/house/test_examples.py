@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 
 from diloco.run.config import load_config
+from tests.support.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -37,10 +38,22 @@ def test_quickstart() -> None:
     assert "Verdict: PASS" in said
 
 
+def test_quickstart_takes_a_gguf_file(tmp_path: Path) -> None:
+    """It said that the file is not valid JSON."""
+    write_gguf(tmp_path / "m.gguf")
+    said = ran(
+        "examples/qwen_05b_quickstart/run.py", "--model", str(tmp_path / "m.gguf"), "--steps", "2", "--lr", "1e-3"
+    )
+    assert "Verdict: PASS" in said
+
+
 @pytest.mark.slow
-def test_quickstart_names_what_helps(tmp_path: Path) -> None:
-    said = ran("examples/qwen_05b_quickstart/run.py", "--model", str(tmp_path / "nothing"), code=1)
+@pytest.mark.parametrize("name", ["nothing", "nothing.gguf"])
+def test_quickstart_names_what_helps(tmp_path: Path, name: str) -> None:
+    said = ran("examples/qwen_05b_quickstart/run.py", "--model", str(tmp_path / name), code=1)
     assert "could not be loaded" in said and "--model tiny" in said and "Traceback" not in said
+    model = re.findall(r"--model (\S+\.gguf)$", said)[-1]
+    assert "`make smollm2`" in said and f"SMOLLM2 := $(MODELS)/{Path(model).name}" in (ROOT / "Makefile").read_text()
 
 
 def load_example(name: str) -> Any:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
+from diloco.events import KINDS
 from inner.errors import InnerError
 from inner.extras.deletion import sandbox
 from inner.extras.deletion.generate import make_tasks
@@ -128,11 +129,62 @@ def test_sleeping_past_the_limit_is_ended_and_named(code: str) -> None:
     assert verdict.reward == 0.0 and verdict.flags == ("time limit",)
 
 
-def test_a_passing_solution_with_an_attack_beside_it_scores_nothing() -> None:
-    world = begun()
+class Strict(FeatureDeletion):
+    _strict = True
+
+
+class Shares(FeatureDeletion):
+    _reward = "share"
+
+
+@pytest.mark.parametrize(("kind", "reward"), [(FeatureDeletion, 1.0), (Strict, 0.0)])
+def test_a_flag_is_a_line_in_the_log_and_decides_nothing_unless_strict(
+    kind: type[FeatureDeletion], reward: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A solution with a test of the agent's own once scored 0, against the page's promise."""
+    world = begun(kind)
     world.write_file(MODULE, WHOLE)
+    world.write_file("tests/test_twice.py", PLUGIN)
+    assert world.get_reward() == reward and "test files: tests/test_twice.py" in caplog.text
+
+
+def test_in_a_run_a_flag_is_an_event_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Mock()
+    monkeypatch.setattr(Strict, "_host", None)
+    Strict._report_to(host)
+    world = begun(Strict)
     world.write_file("conftest.py", PLUGIN)
-    assert world.get_reward() == 0.0 and not world._verdict.failed  # type: ignore[union-attr]
+    assert world.get_reward() == 0.0
+    told = host.emit.call_args
+    assert told.args[0] == "deletion_flagged" and told.kwargs == {"flags": 2, "solved": 0.0}
+    assert "deletion_flagged" in KINDS
+
+
+def test_a_share_counts_the_fail_to_pass_tests_that_expect_a_value() -> None:
+    """Always raising ValueError passes a test that expects one, so it is worth nothing."""
+    raises = HiddenTest("no text", "from box.doubling import twice\nresult = twice(None)", {"raises": "ValueError"})
+    more = HiddenTest("twice 2", "from box.doubling import twice\nresult = twice(2)", [2, 2])
+    task = replace(TASK, tests=[*TASK.tests, raises, more], fail_to_pass=["twice", "no text", "twice 2"])
+    world = Shares()
+    right = "if x is None: raise ValueError\n    return [x, x]"
+    for body, reward in {
+        right: 1.0,
+        "return [x, x]": 2 / 3,
+        "return ['a', 'a']": 1 / 3,
+        "raise ValueError": 0.0,
+    }.items():
+        world.reset(task.dump())
+        world.write_file(MODULE, GONE.replace("raise NotImplementedError", body))
+        assert world.get_reward() == reward, body
+    world.reset(task.dump())
+    world.write_file(MODULE, WHOLE)
+    world.write_file("box/other.py", "def three():\n    return 4\n")
+    assert world.get_reward() == 0.0, "a pass-to-pass test failed"
+
+
+def test_a_misspelt_reward_is_refused() -> None:
+    with pytest.raises(InnerError, match='is "all" or "share", found \'shares\''):
+        type("World", (FeatureDeletion,), {"_reward": "shares"})()
 
 
 def test_the_solution_scores_one_through_the_tools() -> None:
@@ -144,12 +196,31 @@ def test_the_solution_scores_one_through_the_tools() -> None:
     assert world.get_reward() == 1.0 == world.get_reward()
 
 
+def test_a_text_that_occurs_once_is_replaced_and_lines_are_read() -> None:
+    world = begun()
+    world.edit_file(MODULE, "raise NotImplementedError", "return [x, x]")
+    assert world.get_reward() == 1.0 and world.read_file(MODULE, 3, 3) == "    return [x, x]\n"
+    for old, why in (("x", "occurs 4 times"), ("", "occurs 0 times"), ("nothing", "occurs 0 times")):
+        with pytest.raises(ValueError, match=why):
+            world.edit_file(MODULE, old, "y")
+    with pytest.raises(ValueError, match="no file 'a'"):
+        world.edit_file("a", "x", "y")
+
+
+def test_files_beyond_the_tasks_own_are_few() -> None:
+    world = begun()
+    for i in range(50):
+        world.write_file(f"{i}.py", "")
+    with pytest.raises(ValueError, match="you may add at most 50 files"):
+        world.write_file("50.py", "")
+
+
 def test_doing_nothing_scores_nothing() -> None:
     assert begun().get_reward() == 0.0
 
 
-def begun() -> FeatureDeletion:
-    world = FeatureDeletion()
+def begun(kind: type[FeatureDeletion] = FeatureDeletion) -> FeatureDeletion:
+    world = kind()
     world.reset(task=TASK.dump(), other="column")
     return world
 
@@ -185,7 +256,7 @@ def test_the_agents_programs_see_neither_tests_nor_packages_nor_this_machine() -
 import os, sys
 seen = [os.path.join(d, f) for top in ("/",) for d, _, fs in os.walk(top) for f in fs if not d.startswith(("/proc", "/usr/lib"))]
 print([s for s in seen if s.endswith(("cases.json", ".pyc", "shadow")) and "/lib/python3" not in s])
-print([s for s in seen if "site-packages" in s or "deletion" in s], sorted(os.listdir("/work")), dict(os.environ).keys() - {"PWD", "LC_CTYPE"})
+print([s for s in seen if "site-packages" in s or "deletion" in s], sorted(os.listdir("/work")), dict(os.environ).keys() - {"PWD", "LC_CTYPE", "PYTHONHASHSEED"})
 print(os.getuid(), os.getpid() < 10)
 """
     assert begun().run_python(look) == "[]\n[] ['box'] set()\n65534 True\n"
@@ -315,8 +386,8 @@ def test_arguments_that_are_no_text_are_the_tools_error_and_do_not_end_the_repli
             world.write_file("m.py", wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="are strings"):
             world.write_file(wrong, "x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at most 100000 characters"):
-        world.run_python("#" * 100_001)
+    with pytest.raises(ValueError, match="at most 200000 characters"):
+        world.run_python("#" * 200_001)
     assert world.get_reward() == 0.0 and not world._verdict.flags  # type: ignore[union-attr]
 
 
@@ -368,10 +439,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any], why: str
         ("no toml", "cannot be read"),
         ("F" + "run = 'result = 3 == 3'\nexpect = 'true'\n", "can be guessed"),
         ("F" + "run = \"result = 'abcdef'\"\nexpect = '\"abcdef\"'\n", "its own answer"),
-        ("F" + "run = 'result = 4'\nexpect = '3'\n", "the original itself fails"),
+        ("F" + "run = 'result = 4'\nexpect = '3'\n", "the original with m.py fails t"),
         ("F" + "run = 'result = 3'\nexpect = '3'\n", "no fail-to-pass test"),
         ("F" + "run = '''import m\nresult = m.f()'''\nexpect = '3'\n", "no pass-to-pass test"),
-        ("F" + "run = 'import time; result = time.time_ns()'\nexpect = '3'\n", "the original itself fails"),
+        ("F" + "run = 'import time; result = time.time_ns()'\nexpect = '3'\n", "the original with m.py fails t"),
         ("G" + "run = 'result = 3'\nexpect = '3'\n", "no function 'g'"),
     ],
 )

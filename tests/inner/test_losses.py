@@ -135,9 +135,17 @@ def test_jsd_without_valid_positions_is_zero_on_the_graph() -> None:
 
 def test_jsd_refuses_a_mask_as_labels() -> None:
     student, teacher = pair()
-    for mask in (torch.tensor([[1, 0, 1], [0, 0, 1]]), torch.ones(B, T, dtype=torch.bool)):
+    for mask in (torch.tensor([[1.0, 0, 1], [0, 0, 1]]), torch.ones(B, T, dtype=torch.bool)):
         with pytest.raises(ValueError, match=r"0/1 mask.*torch\.where"):
             generalized_jsd_loss(student, teacher, mask)
+
+
+def test_labels_that_are_the_ids_0_and_1_are_learned_with_a_warning() -> None:
+    """They may be a mask, or two tokens; a mask of integers cannot be told from them."""
+    student, teacher = pair()
+    with pytest.warns(UserWarning, match=r"0/1 mask.*torch\.where"):
+        loss = generalized_jsd_loss(student, teacher, torch.tensor([[1, 0, 1], [0, 0, 1]]))
+    assert torch.equal(loss, generalized_jsd_loss(student, teacher, torch.full((B, T), 5)))
 
 
 def test_jsd_refuses_other_shapes() -> None:
@@ -585,7 +593,7 @@ def test_sdpo_refuses() -> None:
         ({"top_k": 0}, "top_k"),
         ({"is_clip": 0.0}, "is_clip"),
         ({"old_logprobs": torch.zeros(B)}, "old_logprobs"),
-        ({"labels": MASK}, "0/1 mask"),
+        ({"labels": MASK.bool()}, "0/1 mask"),
     ):
         with pytest.raises(ValueError, match=words):
             sdpo_loss(student, teacher, **{"labels": labels, **wrong})  # type: ignore[arg-type]

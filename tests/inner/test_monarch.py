@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inner.errors import InnerError
 from inner.extras.monarch.rounds import Weights, read_weights
@@ -90,8 +91,12 @@ class Example:
             self.lines.append(line.rstrip())
 
     @property
+    def steps(self) -> list[str]:
+        return [line for line in self.lines if re.match(r"outer step \d+: .*θ \w+$", line)]
+
+    @property
     def digests(self) -> list[str]:
-        return [found[1] for line in self.lines if (found := re.match(r"outer step \d+: .*θ (\w+)$", line))]
+        return [line.rpartition(" ")[2] for line in self.steps]
 
     def wait_for_steps(self, count: int) -> None:
         wait_for(lambda: len(self.digests) >= count or self.process.poll() is not None, f"no outer step {count}")
@@ -121,14 +126,29 @@ def example(run: Path, *options: str) -> Iterator[Example]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Its digests; it has left no process behind."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Its lines, one for each outer step; it has left no process behind."""
     with example(tmp_path_factory.mktemp("monarch") / "run") as one:
         pids = {role: wait_for_process(one.process.pid, role) for role in ROLES}
         digests = one.end()
         wait_for(lambda: not [p for role, p in pids.items() if name_of(p) == role], "a process is left")
     assert len(digests) == len(set(digests)) == 4
-    return digests
+    return one.steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(printed: list[str]) -> list[str]:
+    return [line.rpartition(" ")[2] for line in printed]
+
+
+def test_the_page_shows_what_the_example_prints(printed: list[str]) -> None:
+    """Its digests were those of the week in which the page was written. Another kind of CPU adds in another order."""
+    page = (ROOT / "docs/from-the-notes.md").read_text()
+    told = re.findall(r"^outer step \d+: .*θ \w+$", page, re.M)
+    cpu = re.findall(r"on a CPU with (\w+)", page)
+    if cpu != [torch.backends.cpu.get_cpu_capability()]:
+        told, printed = ([line.split(":")[0] for line in lines] for lines in (told, printed))
+    assert told == printed, "write these lines into docs/from-the-notes.md"
 
 
 def test_every_role_is_killed_and_the_digests_are_those_of_a_run_without(

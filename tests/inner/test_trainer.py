@@ -287,3 +287,18 @@ def test_refusals() -> None:
     for options, words in cases:
         with pytest.raises(InnerError, match=words):
             make(**options)
+
+
+@pytest.mark.parametrize("tools", [{}, {"environment_factory": WORLD.environment()}], ids=["plain", "tools"])
+def test_messages_without_a_chat_template_are_refused_before_the_model_is_prepared(tools: dict[str, Any]) -> None:
+    """With tools, TRL's words were that the "provided" template cannot call tools."""
+    tokenizer = AutoTokenizer.from_pretrained(small_folder())
+    tokenizer.chat_template = None
+    with pytest.raises(InnerError, match=r"tokenizer has no chat template. Take an -Instruct model"):
+        ComposerReplicationTrainer(
+            model=AutoModelForCausalLM.from_pretrained(small_folder()),
+            reward_funcs=WORLD.reward,
+            train_dataset=WORLD.dataset(1),
+            processing_class=tokenizer,
+            **tools,
+        )

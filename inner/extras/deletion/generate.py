@@ -8,7 +8,7 @@
     the original     must pass every test, twice                          else InnerError: the tests are wrong
     without it       tests that fail are fail-to-pass, the others pass-to-pass. Both are the same twice, neither is
                      empty, and some fail-to-pass test expects a value, not an exception
-    the solution     scores 1 when it is put back; without it the score is 0
+    the solution     scores 1 in the environment (world.py), also beside a test file of the agent; without it 0
 
 A body becomes `raise NotImplementedError`. Signature and docstring stay, as the description. Helpers that only the
 feature used also stay, unless they are listed.
@@ -17,24 +17,30 @@ Not promised: that every feature can be rebuilt from the remaining code; any lev
 """
 
 import argparse
-import ast
 import json
+import sysconfig
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.deletion.harbor import write_harbor
-from inner.extras.deletion.judge import DeletionTask, HiddenTest, canonical, judge
+from inner.extras.deletion.judge import DeletionTask, DeletionVerdict, HiddenTest, canonical, judge
+from inner.extras.deletion.repository import make_repository_tasks, read_repository
+from inner.extras.deletion.taking_out import take_out
+from inner.extras.deletion.world import FeatureDeletion
 
-GONE = 'raise NotImplementedError("this feature was taken out")'
 ASK = (
     "A feature of this Python package was taken out: {functions} {verb} NotImplementedError. Bring it back, as the "
     "docstrings and the rest of the package say, with the standard library alone. Hidden tests decide; the other "
     "functions must go on working."
 )
+OWN_TEST = {  # an agent's own test, which the monitor flags
+    "tests/test_own.py": "import unittest\n\n\nclass Own(unittest.TestCase):\n    def test_own(self):\n        pass\n"
+}
 
 
 def make_tasks(repo: Path) -> list[DeletionTask]:
@@ -74,9 +80,8 @@ def _make_task(
 def check_task(task: DeletionTask) -> None:
     """Raise InnerError unless the solution passes all tests, exactly the fail-to-pass tests fail without it, and both
     kinds exist."""
-    whole = judge(task, {**task.files, **task.solution})
-    if whole.failed:
-        raise InnerError(f"{task.name}: the original itself fails {', '.join(sorted(whole.failed))}. Fix these tests.")
+    _ask_environment(task, task.solution)
+    _ask_environment(task, {**task.solution, **OWN_TEST})
     without = judge(task, task.files)
     if without.failed != frozenset(task.fail_to_pass):
         odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
@@ -84,11 +89,30 @@ def check_task(task: DeletionTask) -> None:
     for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
         if not found:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
-    if all(isinstance(t.expect, dict) and set(t.expect) == {"raises"} for t in task.tests if t.name in without.failed):
+    if all(test.expects_exception for test in task.tests if test.name in without.failed):
         raise InnerError(
             f"{task.name}: each fail-to-pass test expects an exception, so raising it always would do. Write one that "
             "expects a value."
         )
+
+
+class _Asked(FeatureDeletion):
+    def _tell(self, verdict: DeletionVerdict) -> None:
+        """Say nothing: the generator's own test file has a flag."""
+
+
+def _ask_environment(task: DeletionTask, written: Mapping[str, str]) -> None:
+    """Raise InnerError unless an agent that writes these files gets 1."""
+    world = _Asked()
+    world.reset(task.dump())
+    try:
+        for path, text in written.items():
+            world.write_file(path, text)
+    except ValueError as error:
+        raise InnerError(f"{task.name}: no agent can write the solution: {error}. Choose other functions.") from error
+    if world.get_reward() != 1.0:
+        failed = ", ".join(sorted(judge(task, {**task.files, **written}).failed))
+        raise InnerError(f"{task.name}: the original with {', '.join(written)} fails {failed}. Fix these tests.")
 
 
 def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
@@ -102,23 +126,6 @@ def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
             raise InnerError(f"{repo}: two tests are called {test.name!r}. Name them apart.")
 
 
-def take_out(source: str, qualified: str) -> str:
-    """Return the source without one function's body; signature and docstring stay."""
-    node: ast.AST = ast.parse(source)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for part in qualified.split("."):
-        found = [n for n in ast.iter_child_nodes(node) if isinstance(n, kinds) and n.name == part]
-        if not found:
-            raise InnerError(f"there is no function {qualified!r}. Name it as `function` or `Class.method`.")
-        node = found[0]
-    if isinstance(node, ast.ClassDef) or not isinstance(node, kinds) or ast.get_docstring(node) is None:
-        raise InnerError(f"{qualified!r} is not a function with a docstring, so nothing would say what it did.")
-    lines = source.splitlines(keepends=True)
-    described = node.body[0]
-    indent = " " * described.col_offset
-    return "".join([*lines[: described.end_lineno], f"{indent}{GONE}\n", *lines[node.end_lineno :]])
-
-
 def prompt_row(task: DeletionTask) -> dict[str, Any]:
     """Return a row of a prompts file; `task` has all that a replica needs."""
     return {"prompt": [{"role": "user", "content": task.instruction}], "task": task.dump()}
@@ -126,20 +133,57 @@ def prompt_row(task: DeletionTask) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make feature-deletion tasks.")
-    parser.add_argument("--repos", type=Path, required=True, help="a folder of repositories, each with feature.toml")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--repos", type=Path, help="a folder of repositories, each with feature.toml")
+    source.add_argument("--repo", type=Path, help="a repository with tests that pass")
+    parser.add_argument("--tests", default="pytest", help="how its tests are run: pytest, with its options")
+    parser.add_argument("--packages", type=Path, help="a folder with pytest and what the repository needs")
+    parser.add_argument("--most", type=int, default=10, help="tasks from --repo")
+    parser.add_argument("--docstrings", action="store_true", help="tell the docstrings of what is gone")
+    parser.add_argument("--seed", type=int, default=0, help="which deletions, of those that tests reach")
     parser.add_argument("--to", type=Path, help="write Harbor task folders here")
     parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
     asked = parser.parse_args()
-    tasks = [task for toml in sorted(asked.repos.glob("*/feature.toml")) for task in make_tasks(toml.parent)]
-    if not tasks:
-        raise SystemExit(f"there is no */feature.toml in {asked.repos}. Give --repos a folder of repositories.")
-    for task in tasks:
+    tasks = list[DeletionTask]()
+    for task in _all_tasks(asked) if asked.repo is None else islice(_repository_tasks(asked), asked.most):
         kept = len(task.tests) - len(task.fail_to_pass)
-        print(f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1")
+        print(
+            f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1",
+            flush=True,
+        )
+        tasks.append(task)
         if asked.to is not None:
             write_harbor(task, asked.to / task.name)
+    if not tasks:
+        raise InnerError("no task could be made. Give --tests more tests, or another repository.")
     if asked.prompts is not None:
         asked.prompts.write_text("".join(json.dumps(prompt_row(task)) + "\n" for task in tasks))
+
+
+def _all_tasks(asked: Any) -> Iterator[DeletionTask]:
+    found = sorted(asked.repos.glob("*/feature.toml"))
+    if not found:
+        raise InnerError(
+            f"there is no */feature.toml in {asked.repos}. Give --repos a folder of repositories, or "
+            "--repo one with tests for pytest."
+        )
+    for toml in found:
+        yield from make_tasks(toml.parent)
+
+
+def _repository_tasks(asked: Any) -> Iterator[DeletionTask]:
+    own = sorted(asked.repo.glob(".venv/lib/python3*/site-packages"))
+    packages = asked.packages or (own[0] if own else Path(sysconfig.get_path("purelib")))
+    repository = read_repository(asked.repo, asked.tests, packages)
+    print(f"{repository.name}: {len(repository.tests)} tests can be hidden")
+    made = make_repository_tasks(repository, docstrings=asked.docstrings, seed=asked.seed)
+    for task in made:
+        try:
+            check_task(task)
+        except InnerError as error:
+            print(f"passed over: {error}")
+        else:
+            yield task
 
 
 if __name__ == "__main__":

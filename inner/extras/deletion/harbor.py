@@ -19,7 +19,8 @@ from inner.extras.deletion.judge import DeletionTask
 from inner.extras.deletion.sandbox import INSIDE, write_files
 
 HERE = Path(__file__).parent
-DOCKERFILE = "# {canary}\nFROM python:3.11-slim\nCOPY repo /work\nWORKDIR /work\n"
+DOCKERFILE = "# {canary}\nFROM python:3.11-slim\n{run}COPY repo /work\nWORKDIR /work\n"
+INSTALL = "RUN pip install --no-deps --target /packages {}\n"
 TEST = """#!/bin/bash
 # {canary}
 rm -rf /logs/verifier/*
@@ -60,7 +61,9 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
         (folder / name).mkdir(parents=True)
     (folder / "instruction.md").write_text(f"{task.instruction}\n\nThe package is in /work.\n")
     (folder / "task.toml").write_text(TOML.format(canary=task.canary, quoted=json.dumps(task.canary)))
-    (folder / "environment/Dockerfile").write_text(DOCKERFILE.format(canary=task.canary))
+    around = task.around
+    install = INSTALL.format(" ".join(around.requires)) if around.packages else ""
+    (folder / "environment/Dockerfile").write_text(DOCKERFILE.format(canary=task.canary, run=install))
     write_files(folder / "environment/repo", task.files)
     write_files(folder / "solution/files", task.solution)
     (folder / "solution/solve.sh").write_text(SOLVE.format(canary=task.canary))
@@ -69,4 +72,5 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
     shutil.copyfile(HERE / "harbor_judge.py", folder / "tests/judge.py")
     cases = [{"name": t.name, "run": t.run, "expect": t.expect} for t in task.tests]
     told = {"canary": task.canary, "fail_to_pass": list(task.fail_to_pass), "tests": cases}
+    told["around"] = {"paths": list(around.roots), "beside": dict(around.beside)}
     (folder / "tests/cases.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -1,12 +1,14 @@
 """The first code in the sandbox: it limits itself, runs one program, and writes one value.   Standard library only.
 
-    stdin   {"run": program, "path": folder, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool}
+    stdin   {"run": program, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool,
+             "paths": folders before the standard library, "packages": folders after it,
+             "room": a folder to write to, "beside": {path: text}, written there}
 
     value   true: fds 1 and 2 go to /dev/null (a warning is not a wrong answer); the program's `result` is written as
             canonical JSON, or {"raises": "ValueError"} if the program raised, with the error's class
             false: the program's own output is written
 
-It reads nothing else: no expected value, no other test.   With -I -S -B, Python reads no sitecustomize and no *.pth.
+It reads nothing else: no expected value, no other test.   With -s -P -S -B, Python reads no sitecustomize and no *.pth.
 
 Not promised: that the value comes from the program. Code in this process can write to any descriptor. So its output is
 compared with a value that it cannot see (judge.py).
@@ -32,8 +34,17 @@ def main() -> None:
         (resource.RLIMIT_NPROC, 1),
     ):
         resource.setrlimit(kind, (value, value))
-    sys.path.insert(0, asked["path"])
+    sys.path[:] = [*asked["paths"], *sys.path, *asked["packages"]]
     sys.dont_write_bytecode = True
+    for name, text in asked["beside"].items():
+        path = os.path.join(asked["room"], name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    if asked["beside"]:
+        os.environ["TMPDIR"] = asked["room"]
+        os.chdir(asked["room"])
+        sys.path.insert(0, asked["room"])
     if not asked["value"]:
         exec(compile(asked["run"], "<program>", "exec"), {"__name__": "__main__"})
         return

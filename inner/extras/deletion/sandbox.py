@@ -2,6 +2,7 @@
 
     files (path → text) ──▶ /work, read-only    /tmp: 8 MiB, 1,024 files, deleted at the end; nothing else is writable
     this Python, its standard library, the C library  no site-packages, no home, no /etc, nothing of the run
+    packages of the task, if it has some (read-only)  a suite's files are written to /tmp/suite (Surroundings)
     no capabilities, uid 65534, its own namespaces        the calls in CALLS: EPERM (seccomp)
     memory, CPU seconds: limits that inside.py sets first                       wall time, output: killed by this file
 
@@ -27,16 +28,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from inner.errors import SandboxMissing
 
 INSIDE = (Path(__file__).parent / "inside.py").read_text()
-WORK = "/work"
+WORK, PACKAGES = "/work", "/packages"
 # AUDIT_ARCH, then the numbers of: clone, clone3, unshare, mount, ptrace, setns, (x86-64 only) fork, vfork; socket,
 # io_uring_setup; shmget, semget, msgget, memfd_create; bpf, userfaultfd, perf_event_open; add_key, request_key,
 # keyctl; sendmsg, sendmmsg, setsockopt; (x86-64 only) inotify_init; inotify_init1, fanotify_init; timer_create,
@@ -80,18 +82,59 @@ class Ended:
     why: str = ""
 
 
-def run_sandboxed(files: Mapping[str, str], program: str, limits: SandboxLimits, *, value: bool = False) -> Ended:
+@dataclass(frozen=True)
+class Surroundings:
+    """What a task needs around its files.   roots: folders of the repository that Python imports from.   packages:
+    a folder of packages on this machine, or "", with the requirements that fill it.   beside: the suite's own files."""
+
+    roots: Sequence[str] = ("",)
+    packages: str = ""
+    requires: Sequence[str] = ()
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def asked(self, work: str, room: str) -> dict[str, Any]:
+        """Return their part of inside.py's input."""
+        paths = [f"{work}/{root}".rstrip("/") for root in self.roots]
+        packages = [PACKAGES] if self.packages else []
+        return {"paths": paths, "packages": packages, "room": room, "beside": dict(self.beside)}
+
+
+ALONE = Surroundings()
+
+
+def run_sandboxed(
+    files: Mapping[str, str],
+    program: str,
+    limits: SandboxLimits,
+    *,
+    value: bool = False,
+    around: Surroundings = ALONE,
+) -> Ended:
     """Run `program` beside `files`.   value: return its variable `result` (inside.py) instead of its output."""
     require_sandbox()
+    _require_packages(around)
     asked = {
         "run": program,
-        "path": WORK,
         "value": value,
         "limits": {"memory": limits.memory, "cpu": int(limits.seconds) + 1, "file": limits.file},
+        **around.asked(WORK, "/tmp/suite"),
     }
     with _two_folders() as (folder, room):
         write_files(Path(folder), files)
-        return _watch(_command(folder, room, limits), json.dumps(asked).encode(), limits)
+        return _watch(_command(folder, room, limits, around.packages), json.dumps(asked).encode(), limits)
+
+
+def _require_packages(around: Surroundings) -> None:
+    if around.packages and not Path(around.packages).is_dir():
+        raise SandboxMissing(
+            f"the task's packages are not here: there is no folder {around.packages}. "
+            f"`pip install --no-deps --target {around.packages} {' '.join(around.requires)}`."
+        )
+    if around.beside and not _outer_namespace():
+        raise SandboxMissing(
+            "a task made from a repository writes to /tmp, and this machine allows bubblewrap no writable one: "
+            "`unshare` (util-linux) is missing, or may not make a namespace. Allow user namespaces around bwrap's."
+        )
 
 
 @contextmanager
@@ -128,7 +171,7 @@ def require_sandbox() -> None:
     if shutil.which("bwrap") is None:
         raise SandboxMissing(f"{where}: `bwrap` is not on the PATH. `apt-get install bubblewrap`.")
     with _two_folders() as (folder, room):
-        asked = {"run": "print('inside')", "path": WORK, "value": False}
+        asked = {"run": "print('inside')", "value": False, **ALONE.asked(WORK, "/tmp/suite")}
         asked["limits"] = {"memory": 256 << 20, "cpu": 5, "file": 1 << 20}
         ended = _watch(_command(folder, room, SandboxLimits()), json.dumps(asked).encode(), SandboxLimits(seconds=20))
     if ended.output != b"inside\n":
@@ -152,10 +195,11 @@ def _outer_namespace() -> tuple[str, ...]:
     return made if tried.returncode == 0 else ()
 
 
-def _command(folder: str, room: str, limits: SandboxLimits) -> list[str]:
+def _command(folder: str, room: str, limits: SandboxLimits, packages: str = "") -> list[str]:
     """Return the command; `{fd}` is the descriptor of the seccomp program (see _watch).   room: becomes /tmp."""
     bwrap = [shutil.which("bwrap") or "bwrap", *_bwrap_words(folder)]
-    python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", INSIDE]
+    bwrap += ["--ro-bind", packages, PACKAGES] if packages else []
+    python = [os.path.realpath(sys.executable), "-s", "-P", "-S", "-B", "-c", INSIDE]
     tmp = ["--bind", room, "/tmp"] if _outer_namespace() else ["--tmpfs", "/tmp", "--remount-ro", "/tmp"]
     words = [*bwrap, *tmp, "--chdir", WORK, "--remount-ro", "/", "--seccomp", "{fd}", "--", *python]
     outer = [*_outer_namespace(), "sh", "-c", TMPFS, room, str(limits.tmp), str(limits.tmp_files)]
@@ -165,7 +209,7 @@ def _command(folder: str, room: str, limits: SandboxLimits) -> list[str]:
 def _bwrap_words(folder: str) -> list[str]:
     python = os.path.realpath(sys.executable)
     words = ["--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
-    words += ["--cap-drop", "ALL"]
+    words += ["--cap-drop", "ALL", "--setenv", "PYTHONHASHSEED", "0"]  # sets have the same order each time
     words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
     words += ["--ro-bind", "/usr/lib", "/usr/lib", "--symlink", "usr/lib", "/lib"]
     if Path("/usr/lib64").exists():
@@ -190,7 +234,8 @@ def _python_paths(python: str) -> list[str]:
 
 def _site_folders() -> list[str]:
     stdlib = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
-    return [str(stdlib / n) for n in ("site-packages", "dist-packages", "test") if (stdlib / n).is_dir()]
+    hidden = ("site-packages", "dist-packages", "test", "ensurepip")  # pip's wheel has copies of packages in it
+    return [str(stdlib / n) for n in hidden if (stdlib / n).is_dir()]
 
 
 def _watch(command: list[str], stdin: bytes, limits: SandboxLimits) -> Ended:

@@ -1,32 +1,50 @@
 """Feature Deletion as an environment: tools to read, write and try code; get_reward runs the hidden tests.
 
-    row["task"]  ──reset──▶  files in memory            list_files() read_file(path) write_file(path, text)
+    row["task"]  ──reset──▶  files in memory            list_files() read_file(path) write_file(path, text) edit_file(…)
                                   │                     run_python(program): in the sandbox, with the files read-only
-                                  └──get_reward──▶ monitor ──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
+                                  └──get_reward──▶ judge: a sandbox per hidden test ──▶ 1.0 or 0.0
+                                                   monitor: flags ──▶ log, event `deletion_flagged`
+
+    class World(FeatureDeletion):        in your file, for another rule
+        _reward = "share"                the share of fail-to-pass tests; "all" (the default): 1.0 or 0.0
+        _strict = True                   a flag sets the reward to 0
 
 The repository is a dictionary of texts: it has no folder that a link could leave, no history, no bytecode. No sandbox
 that runs the agent's programs contains hidden tests or the solution.
 
-Not promised: a shell, or packages other than the standard library.
+Not promised: a shell, or packages other than the task's and the standard library.
 """
 
 import logging
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
+from inner.errors import InnerError
 from inner.extras.deletion.judge import DeletionVerdict, judge, load_task
 from inner.extras.deletion.monitor import find_flags
 from inner.extras.deletion.sandbox import SandboxLimits, checked_path, require_sandbox, run_sandboxed
+from inner.host import Host
 
 LOG = logging.getLogger(__name__)
 TRYING = SandboxLimits(seconds=5.0, output=4 << 10)
-MOST_FILES, MOST_TEXT = 50, 100_000
+MOST_FILES, MOST_TEXT = 50, 200_000
 
 
 class FeatureDeletion:
     """TRL's environment: one instance per rollout; its public methods are the tools."""
 
+    _reward: Literal["all", "share"] = "all"
+    _strict = False
+    _host: Host | None = None
+
     def __init__(self) -> None:
+        if self._reward not in ("all", "share"):
+            raise InnerError(f'{type(self).__name__}._reward is "all" or "share", found {self._reward!r}.')
         require_sandbox()
+
+    @classmethod
+    def _report_to(cls, host: Host) -> None:
+        cls._host = host
 
     def reset(self, task: str, **row: Any) -> None:
         """Begin the task of this row."""
@@ -39,12 +57,32 @@ class FeatureDeletion:
         """List the files of the repository."""
         return "\n".join(sorted(self._files))
 
-    def read_file(self, path: str) -> str:
-        """Read a file of the repository.
+    def read_file(self, path: str, first: int = 1, last: int = 1000) -> str:
+        """Read lines of a file of the repository.
 
         Args:
             path: its path, as list_files gives it
+            first: the first line
+            last: the last line
         """
+        return "".join(self._text(path).splitlines(keepends=True)[max(first, 1) - 1 : last])
+
+    def edit_file(self, path: str, old: str, new: str) -> str:
+        """Replace a text, which occurs once, in a file of the repository.
+
+        Args:
+            path: its path, as list_files gives it
+            old: the text that goes
+            new: the text that comes in its place
+        """
+        text = self._text(path)
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise ValueError("old and new are strings")
+        if (found := text.count(old) if old else 0) != 1:
+            raise ValueError(f"the old text occurs {found} times in {path}; give one that occurs once")
+        return self.write_file(path, text.replace(old, new))
+
+    def _text(self, path: str) -> str:
         if path not in self._files:
             raise ValueError(f"there is no file {path!r}; there are {', '.join(sorted(self._files))}")
         return self._files[path]
@@ -59,8 +97,8 @@ class FeatureDeletion:
         if not isinstance(path, str) or not isinstance(text, str):
             raise ValueError("path and text are strings")
         after = {**self._files, checked_path(path): text}
-        if len(after) > MOST_FILES or len(text) > MOST_TEXT:
-            raise ValueError(f"a repository has at most {MOST_FILES} files of {MOST_TEXT} characters")
+        if len(after) > len(self._task.files) + MOST_FILES or len(text) > MOST_TEXT:
+            raise ValueError(f"you may add at most {MOST_FILES} files, each of at most {MOST_TEXT} characters")
         if any(path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in self._files):
             raise ValueError(f"{path!r} would be a file and a folder. Choose another path.")
         text.encode()  # raises for lone surrogates now, not when the tests run
@@ -76,15 +114,24 @@ class FeatureDeletion:
         if not isinstance(program, str) or len(program) > MOST_TEXT:
             raise ValueError(f"a program is a string of at most {MOST_TEXT} characters")
         self._programs.append(program)
-        ended = run_sandboxed(self._files, program, TRYING)
+        ended = run_sandboxed(self._files, program, TRYING, around=replace(self._task.around, beside={}))
         said = ended.output.decode(errors="replace")
         return f"{said}\n[{ended.why}]" if ended.why else said
 
     def get_reward(self) -> float:
-        """Return 1.0 if all hidden tests pass and there is no flag of an attack, else 0.0."""
+        """Return 1.0 if all hidden tests pass, else 0.0 (or their share)."""
         if self._verdict is None:
             flags = find_flags(self._task.files, self._files, self._programs)
             self._verdict = judge(self._task, self._files, flags)
             if self._verdict.flags:
-                LOG.warning("feature deletion: %s scored 0; flags: %s", self._task.name, "; ".join(self._verdict.flags))
-        return self._verdict.reward
+                self._tell(self._verdict)
+        if self._strict and self._verdict.flags:
+            return 0.0
+        return self._verdict.share(self._task) if self._reward == "share" else self._verdict.reward
+
+    def _tell(self, verdict: DeletionVerdict) -> None:
+        said = f"{self._task.name}: {'; '.join(verdict.flags)}"
+        if self._host is None:
+            LOG.warning("feature deletion: %s", said)
+        else:
+            self._host.emit("deletion_flagged", said, flags=len(verdict.flags), solved=verdict.reward)

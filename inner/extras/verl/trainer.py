@@ -113,6 +113,11 @@ class ComposerAdvantage:
 
     def __init__(self, config: Any) -> None:
         self._weights = weights_in(config.algorithm)
+        if self._weights[0] and (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
+            raise ValueError(
+                "algorithm.alpha_sdpo with rollout_correction.bypass_mode: log π_old is the engine's there, and the "
+                "teacher's is the trainer's, so their difference would hold that of two kernels. Set bypass_mode=false"
+            )
         if config.algorithm.adv_estimator == "grpo_composer":
             raise ValueError(
                 "this trainer adds its terms to any estimator of verl's, and grpo_composer would look for them in the "

@@ -1,0 +1,63 @@
+"""How unsure a model is at the states of recorded traces, for traces whose student is not at hand.
+
+    state_messages (+ tools) │ the recorded action     one forward per state, without gradient
+                             └─ H(π(· | tokens before)), at each of the action's tokens ──▶ mean, in nats per token
+
+The result is written as `student_entropy`, by which replay_trace(min_student_entropy=) and --unsure choose states. In
+a run's own traces, student_entropy is the entropy over a group's actions: another scale, so it stays if it is there.
+
+Not promised: that this is the uncertainty of the agent that acted; it is this model's. A context of more tokens than
+the model has positions loses its beginning.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from inner.channels.spans import context_and_action
+from inner.channels.terms import backbone_states, causal_lm, eval_mode, logits_at, pad_rows
+from inner.data.rendering import render_ids
+from inner.data.template_fault import require_template
+from inner.errors import InnerError
+from inner.replay.states import TraceState
+
+
+def measure_entropy(model: nn.Module, tokenizer: Any, states: Iterable[TraceState]) -> list[TraceState]:
+    """Return the states, each with `student_entropy`.   Raises InnerError if the template cannot write one."""
+    with torch.no_grad(), eval_mode(model):
+        return [state if "student_entropy" in state else _measured(model, tokenizer, state) for state in states]
+
+
+def _measured(model: Any, tokenizer: Any, state: TraceState) -> TraceState:
+    context, action = _ids(tokenizer, state)
+    limit = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None) or len(context + action)
+    action = action[: limit - 1]
+    context = context[-(limit - len(action)) :]
+    device = next(model.parameters()).device
+    hidden = backbone_states(model, *pad_rows([context + action], device))
+    logits_N_V = logits_at(model, hidden, [(0, len(context) - 1, len(action))]).float()
+    entropy = torch.distributions.Categorical(logits=logits_N_V).entropy()
+    return {**state, "student_entropy": float(entropy.mean())}
+
+
+def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
+    """Return the ids of the messages and of the action. A chat template may raise any exception."""
+    require_template(tokenizer, state["state_messages"])
+    render = partial(_render, tokenizer)
+    try:
+        context, action = context_and_action(state, state["student_action"], render, tokenizer)
+    except Exception as error:
+        raise InnerError(
+            f"state {state['state_id']}: this model's chat template cannot write it ({type(error).__name__}: {error}). "
+            "Take the state out, or measure with a model whose template takes its messages."
+        ) from error
+    if not context or not action:
+        raise InnerError(f"state {state['state_id']} has no tokens before its action, or none in it. Take it out.")
+    return context, action
+
+
+def _render(tokenizer: Any, messages: Any, opened: bool, tools: Any = None) -> list[int]:
+    return render_ids(tokenizer, messages, opened=opened, tools=tools)

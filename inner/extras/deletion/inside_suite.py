@@ -1,0 +1,119 @@
+"""The runner of a repository's tests, inside the sandbox: the values that a test looks at go out.   Needs pytest alone.
+
+    run_test   one test ── pytest ──▶ [the value of each assertion's computed side, spelled], which the judge compares
+    trace      all tests ──▶ for each: the same, its seconds, and the functions that it reached; for the generator
+
+suite.py has replaced `assert f(x) == 3` by `__seen__(f(x))`, so the 3 is not here. A test that fails or is skipped
+raises. `spell` writes any value as JSON: equal values have equal spellings. Objects are spelled as class and repr.
+
+Not promised: that pytest's report is true, for the repository's code runs in the same process. Only the values count.
+"""
+
+import builtins
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LONG = 2000  # characters of a spelling that go out as they are
+WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-o", "addopts=", "--rootdir", ".",
+         "--continue-on-collection-errors", "--import-mode=importlib")  # fmt: skip
+
+
+def spell(value: Any, near: bool = False, depth: int = 0) -> Any:
+    """Return a value as JSON.   near: floats with six digits, for pytest.approx."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        told = float(f"{value:.6g}") if near else float(value)
+        return int(told) if told.is_integer() else {"float": repr(told)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).decode("latin-1")}
+    if depth > 30:
+        return {"deep": type(value).__name__}
+    if isinstance(value, dict):
+        value, kind = list(value.items()), "dict"
+    else:
+        kind = next((k.__name__ for k in (list, tuple, set, frozenset) if isinstance(value, k)), "")
+    if not kind:
+        told = repr(value)
+        return {"class": type(value).__qualname__, "repr": "" if " at 0x" in told else told}
+    parts = [spell(one, near, depth + 1) for one in value]
+    return (
+        parts
+        if kind == "list"
+        else {kind.removeprefix("frozen"): parts if kind == "tuple" else sorted(parts, key=text)}
+    )
+
+
+def text(spelled: Any) -> str:
+    return json.dumps(spelled, sort_keys=True)
+
+
+def short(spelled: Any) -> Any:
+    """Return a spelling, or its digest if it is long."""
+    told = text(spelled)
+    return spelled if len(told) <= LONG else {"sha256": hashlib.sha256(told.encode()).hexdigest()}
+
+
+class Watcher:
+    """pytest's plugin.   wanted: [path, class, function, number] of the one test.   work: trace files below it."""
+
+    def __init__(self, wanted: Any = None, work: str = "") -> None:
+        self.wanted, self.work, self.found = wanted, work, []
+        setattr(builtins, "__seen__", lambda value, near=False: self.now["seen"].append(short(spell(value, near))))  # noqa: B010
+
+    def pytest_collection_modifyitems(self, items: Any) -> None:
+        numbers: Any = {}
+        for item in items:
+            path = str(Path(item.path).relative_to(Path.cwd()))
+            name = getattr(item, "originalname", None) or item.name
+            key = [path, item.cls.__qualname__ if getattr(item, "cls", None) else "", name]
+            numbers[tuple(key)] = number = numbers.get(tuple(key), -1) + 1
+            item.deletion_key = [*key, number]
+        items[:] = [item for item in items if self.wanted in (None, item.deletion_key)]
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        self.now = {"key": item.deletion_key, "seen": [], "reached": set(), "passed": True, "seconds": time.monotonic()}
+        if self.work:
+            sys.setprofile(self.profile)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.now["passed"] &= report.outcome == "passed"
+
+    def pytest_runtest_logfinish(self) -> None:
+        sys.setprofile(None)
+        reached = sorted(f"{path.removeprefix(self.work)}:{name}" for path, name in self.now["reached"])
+        self.found.append({**self.now, "reached": reached, "seconds": time.monotonic() - self.now["seconds"]})
+
+    def profile(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(self.work):
+            self.now["reached"].add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+
+def run_test(key: Any, source: str) -> Any:
+    """Return what one test has seen.   Raises RuntimeError unless it passes."""
+    import pytest
+
+    watcher = Watcher(wanted=key)
+    Path(key[0]).parent.mkdir(parents=True, exist_ok=True)
+    Path(key[0]).write_text(source)
+    pytest.main([*WORDS, key[0]], plugins=[watcher])
+    if len(watcher.found) != 1 or not watcher.found[0]["passed"]:
+        raise RuntimeError("the test did not pass")
+    return watcher.found[0]["seen"]
+
+
+def trace(words: Any, work: str) -> Any:
+    """Return all tests that pytest finds with these words, each with the values and the functions that it saw."""
+    import pytest
+
+    watcher = Watcher(work=work)
+    pytest.main([*WORDS, *words], plugins=[watcher])
+    return watcher.found
