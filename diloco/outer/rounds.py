@@ -99,7 +99,8 @@ class StoreRounds:
         self.left = False  # whether the `with` ended because this replica was asked to leave
         self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
-        self._founds = founds
+        self.founds = founds
+        self.frozen = frozen_digest
         self._theta_0 = theta_0
         self._report: StepReport | None = None
         self._samples: list[float] = []  # samples of each fragment since its last offer
@@ -114,7 +115,7 @@ class StoreRounds:
         """Heal the loop: load the run's θ.   Raises WrongRun."""
         rv = self.session.rv
         self.loop = loop
-        if self._founds:
+        if self.founds:
             self._found_run(loop)
         if loop.rules.codec == AUTO:
             raise OuterConfigError(
@@ -165,7 +166,7 @@ class StoreRounds:
         rv = self.session.rv
         stands = agree_on_run(
             rv.store, self.session.clock, loop.mathematics(), layout_of(loop.model),
-            frozen=frozen_digest(loop.model), replicas=rv.wanted.replicas,
+            frozen=self.frozen(loop.model), replicas=rv.wanted.replicas,
         )  # fmt: skip
         loop.rules = replace(loop.rules, codec=stands.codec)
         if text := solo_warning(rv.wanted):
@@ -258,7 +259,7 @@ class StoreRounds:
 
     # ---------------------------------------------------------------- between rounds, and the end
 
-    def progress(self, inner: int, rate: float) -> None:
+    def progress(self, inner: int, rate: float) -> float:
         """Put into the next heartbeat: `inner` steps are done in this round, at `rate` seconds per step."""
         status = self.session.rv.members.status
         status.inner = inner
@@ -266,6 +267,7 @@ class StoreRounds:
         self.session.check_alive()
         if self.in_flight is not None and self.in_flight.failed:
             self.in_flight.land()
+        return rate
 
     def close(self, reason: str) -> None:
         """Leave the run: the last write of this generation."""

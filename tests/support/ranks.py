@@ -1,0 +1,126 @@
+"""Slots of one or more ranks that train a small model on gradients which a test injects.
+
+    run_fleet(url, {"r00": 2, "r01": 1}, sharded=True, sync_every=4) -> {"r00": [digest of θ and m per outer step], …}
+
+A gradient depends on the slot and the inner step alone, and every product is exact, so each number of ranks, and each
+way to hold the parameters, has to give the same bits.
+"""
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import StoreManager
+from diloco.outer.ranks.led import lead
+from diloco.process.ranks import Followers
+from rendezvous.agreement.rules import Timing
+from tests.support.fleet import WAIT_S, context
+
+FAST = Timing(beat=0.1, poll=0.01, give_up=100.0)
+
+
+class Small(nn.Module):
+    """Tied, uneven for 2 and for 3 shards, with −0.0 in it, and a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid = nn.Embedding(13, 5), nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 13, bias=False)
+        self.head.weight = self.emb.weight
+        generator = torch.Generator().manual_seed(3)
+        for p in self.parameters():
+            p.data.copy_(torch.randn(p.shape, generator=generator))
+            p.data.view(-1)[::3] = -0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(torch.tanh(self.mid(self.emb(x)))))
+
+
+def inject(model: nn.Module, seed: int) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    for p in (p for p in model.parameters() if p.requires_grad):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        grad.view(-1)[::3] = 0.0
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else grad
+
+
+def train(url: str, slot: str, kind: str, told: str, die: str, wishes: dict[str, Any], outer: dict[str, Any]) -> int:
+    """Be one rank of a slot.   kind: "float32", "bfloat16", "sharded".   told: file for the digests; rank 0 writes it."""
+    torch.set_num_threads(1)
+    manager = lead(lambda: StoreManager(url, slot, timing=FAST, **wishes))
+    model = Small()
+    if kind == "bfloat16":
+        model.to(torch.bfloat16)
+    if kind == "sharded" and torch.distributed.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    digests, at = list[str](), 0
+    with make_diloco(model, optimizer, manager, **outer) as run:
+        while not manager.done:
+            if die == f"{os.environ.get('RANK', '0')}@{at}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            inject(model, 1000 * int(slot[1:]) + at)
+            optimizer.step()
+            at += 1
+            if run.committed() > len(digests):
+                digests.append(run.state.digest())
+    if os.environ.get("RANK", "0") == "0":
+        Path(told).write_text(json.dumps(digests))
+    return 0
+
+
+def be_slot(ranks: int, log: str, *arguments: Any) -> None:
+    """The process of a slot: a child of the test."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+    act = partial(train, *arguments)
+    followers = Followers(ranks, act) if ranks > 1 else None
+    code = 1
+    try:
+        code = act()
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        if followers is not None:
+            followers.settle()
+    finally:
+        if followers is not None:
+            followers.end()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def start(folder: Path, slot: str, ranks: int, *, kind: str = "float32", die: str = "", **outer: Any) -> Any:
+    wishes = {name: outer.pop(name) for name in ("replicas", "min_replicas", "steps") if name in outer}
+    arguments = (f"file://{folder}/run", slot, kind, str(folder / f"{slot}.json"), die, wishes, outer)
+    child = context().Process(target=be_slot, args=(ranks, str(folder / f"{slot}.log"), *arguments))
+    child.start()
+    return child
+
+
+def run_fleet(folder: Path, slots: dict[str, int], **settings: Any) -> dict[str, list[str]]:
+    """Train to the end.   slots: name -> its ranks."""
+    folder.mkdir(exist_ok=True)
+    wishes = {"replicas": len(slots), "min_replicas": len(slots), "steps": 3}
+    children = {s: start(folder, s, ranks, **{**wishes, **settings}) for s, ranks in slots.items()}
+    for child in children.values():
+        child.join(WAIT_S)
+    codes = {s: child.exitcode for s, child in children.items()}
+    for child in children.values():
+        child.kill()
+    assert set(codes.values()) == {0}, (codes, *(p.read_text()[-3000:] for p in folder.glob("*.log")))
+    return {s: json.loads((folder / f"{s}.json").read_text()) for s in slots}
