@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,16 @@ def inject(model: nn.Module, seed: int) -> None:
         p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else grad
 
 
-def train(url: str, slot: str, kind: str, told: str, die: str, wishes: dict[str, Any], outer: dict[str, Any]) -> int:
-    """Be one rank of a slot.   kind: "float32", "bfloat16", "sharded".   told: file for the digests; rank 0 writes it."""
+def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[str, Any], outer: dict[str, Any]) -> int:
+    """Be one rank of a slot.   told: file for the digests; rank 0 writes it.
+
+    kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP" or "wait STEP PATH", both at an inner step."""
     torch.set_num_threads(1)
     manager = lead(lambda: StoreManager(url, slot, timing=FAST, **wishes))
     model = Small()
-    if kind == "bfloat16":
+    if "bfloat16" in kind:
         model.to(torch.bfloat16)
-    if kind == "sharded" and torch.distributed.is_initialized():
+    if "sharded" in kind and torch.distributed.is_initialized():
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
@@ -70,8 +73,7 @@ def train(url: str, slot: str, kind: str, told: str, die: str, wishes: dict[str,
     digests, at = list[str](), 0
     with make_diloco(model, optimizer, manager, **outer) as run:
         while not manager.done:
-            if die == f"{os.environ.get('RANK', '0')}@{at}":
-                os.kill(os.getpid(), signal.SIGKILL)
+            fail(faults, at)
             inject(model, 1000 * int(slot[1:]) + at)
             optimizer.step()
             at += 1
@@ -80,6 +82,16 @@ def train(url: str, slot: str, kind: str, told: str, die: str, wishes: dict[str,
     if os.environ.get("RANK", "0") == "0":
         Path(told).write_text(json.dumps(digests))
     return 0
+
+
+def fail(faults: str, step: int) -> None:
+    kind, *rest = faults.split() or [""]
+    if kind == "die" and rest == [os.environ.get("RANK", "0"), str(step)]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "wait" and rest[0] == str(step):
+        until = time.monotonic() + WAIT_S
+        while not Path(rest[1]).exists() and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def be_slot(ranks: int, log: str, *arguments: Any) -> None:
@@ -104,9 +116,9 @@ def be_slot(ranks: int, log: str, *arguments: Any) -> None:
         os._exit(code)
 
 
-def start(folder: Path, slot: str, ranks: int, *, kind: str = "float32", die: str = "", **outer: Any) -> Any:
+def start(folder: Path, slot: str, ranks: int, *, kind: str = "", faults: str = "", **outer: Any) -> Any:
     wishes = {name: outer.pop(name) for name in ("replicas", "min_replicas", "steps") if name in outer}
-    arguments = (f"file://{folder}/run", slot, kind, str(folder / f"{slot}.json"), die, wishes, outer)
+    arguments = (f"file://{folder}/run", slot, kind, str(folder / f"{slot}.json"), faults, wishes, outer)
     child = context().Process(target=be_slot, args=(ranks, str(folder / f"{slot}.log"), *arguments))
     child.start()
     return child
@@ -117,10 +129,18 @@ def run_fleet(folder: Path, slots: dict[str, int], **settings: Any) -> dict[str,
     folder.mkdir(exist_ok=True)
     wishes = {"replicas": len(slots), "min_replicas": len(slots), "steps": 3}
     children = {s: start(folder, s, ranks, **{**wishes, **settings}) for s, ranks in slots.items()}
-    for child in children.values():
-        child.join(WAIT_S)
-    codes = {s: child.exitcode for s, child in children.items()}
-    for child in children.values():
-        child.kill()
-    assert set(codes.values()) == {0}, (codes, *(p.read_text()[-3000:] for p in folder.glob("*.log")))
+    codes = {s: wait(child) for s, child in children.items()}
+    assert set(codes.values()) == {0}, (codes, words(folder))
     return {s: json.loads((folder / f"{s}.json").read_text()) for s in slots}
+
+
+def wait(child: Any) -> int:
+    """The exit code of a slot, once it has ended."""
+    child.join(WAIT_S)
+    code = child.exitcode
+    child.kill()
+    return code
+
+
+def words(folder: Path) -> list[str]:
+    return [f"{path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.log"))]
