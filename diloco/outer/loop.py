@@ -238,7 +238,7 @@ class OuterLoop:
 
 def _alone(manager: "OuterManager") -> type[FlatFragment]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from diloco.outer.ranks.led import refuse_unled
+        from diloco.outer.ranks.lead import refuse_unled
 
         refuse_unled(manager)
     return FlatFragment

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
-from diloco.outer.ranks.led import lead
+from diloco.outer.ranks.lead import lead
 from diloco.process.ranks import Followers
 from rendezvous.agreement.rules import Timing
 from tests.support.fleet import WAIT_S, context
@@ -94,11 +95,10 @@ def fail(faults: str, step: int) -> None:
             time.sleep(0.01)
 
 
-def be_slot(ranks: int, log: str, *arguments: Any) -> None:
-    """The process of a slot: a child of the test."""
+def be_slot(ranks: int, log: str, act: Callable[[], int]) -> None:
+    """The process of a slot: a child of the test.   act: called in each rank."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1), os.dup2(out, 2)
-    act = partial(train, *arguments)
     followers = Followers(ranks, act) if ranks > 1 else None
     code = 1
     try:
@@ -119,7 +119,11 @@ def be_slot(ranks: int, log: str, *arguments: Any) -> None:
 def start(folder: Path, slot: str, ranks: int, *, kind: str = "", faults: str = "", **outer: Any) -> Any:
     wishes = {name: outer.pop(name) for name in ("replicas", "min_replicas", "steps") if name in outer}
     arguments = (f"file://{folder}/run", slot, kind, str(folder / f"{slot}.json"), faults, wishes, outer)
-    child = context().Process(target=be_slot, args=(ranks, str(folder / f"{slot}.log"), *arguments))
+    return start_ranks(ranks, folder / f"{slot}.log", partial(train, *arguments))
+
+
+def start_ranks(ranks: int, log: Path, act: Callable[[], int]) -> Any:
+    child = context().Process(target=be_slot, args=(ranks, str(log), act))
     child.start()
     return child
 

@@ -9,7 +9,7 @@ A broadcast keeps all bits.  (An all-reduce of floats would not: −0.0 + 0.0 = 
 
 Besides the flat vector, a rank holds one whole parameter at a time.
 
-Not promised: shards in host memory below a GPU's mesh (FSDP2's CPU offload).
+Not promised: a mesh over several hosts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diloco.outer.flat import FlatFragment
 from diloco.outer.ranks.group import Group
+from diloco.run.config import OuterError
 
 
 class SharedFragment(FlatFragment):
@@ -31,6 +32,7 @@ class SharedFragment(FlatFragment):
         size = sum(p.numel() for p in live)
         super().__init__(live, torch.empty(size if group.is_main else 0))
         self._group = group
+        refuse_offload(live)
         at = 0
         for p in live:
             for part, values in self._host_parts(p):
@@ -59,3 +61,12 @@ class SharedFragment(FlatFragment):
             p.to_local().copy_(shard.to_local())
         else:
             super()._write(p, whole)
+
+
+def refuse_offload(live: Sequence[nn.Parameter]) -> None:
+    """Raise OuterError for shards that lie on the CPU while their ranks meet on GPUs: they could not be gathered."""
+    if any(isinstance(p, DTensor) and p.device.type != p.device_mesh.device_type for p in live):
+        raise OuterError(
+            "FSDP2 keeps this model's shards on the CPU (cpu_offload), where its GPUs cannot gather them. Leave "
+            "cpu_offload out, or use more GPUs"
+        )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from diloco.outer.flat import frozen_digest, layout_of
 from diloco.outer.ranks.fragment import SharedFragment
-from diloco.outer.ranks.group import Group, launched_ranks
+from diloco.outer.ranks.group import Group
 from diloco.outer.rounds import Work
 from diloco.process.ranks import Followed
 from diloco.process.watchdog import Watchdog
@@ -33,6 +33,7 @@ from rendezvous.errors import Leaving
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
     from diloco.outer.managers.manager import StoreManager
+    from diloco.process.session import Session
 
 DONE, LEAVES, FAILED = range(3)  # outcomes of a call on rank 0
 NANO = 10**9
@@ -81,6 +82,16 @@ class Led:
         self.leader = make()
         self.watchdog = self.leader.rounds.watchdog
         self.leader.rounds.stats = lambda: self._merged
+
+    @property
+    def session(self) -> "Session | None":
+        """The slot's session, on rank 0; None elsewhere."""
+        return None if self.leader is None else self.leader.session
+
+    def ask_to_leave(self, why: str = "asked to leave") -> None:
+        """Let the replica leave. A launcher asks every rank, and rank 0 answers for all."""
+        if self.leader is not None:
+            self.leader.ask_to_leave(why)
 
     def fragment(self, live: Sequence[nn.Parameter]) -> SharedFragment:
         return SharedFragment(live, self.group)
@@ -269,22 +280,3 @@ def _difference(ours: Any, theirs: Any) -> str:
         return f"{name} is {ours.get(name)!r} on rank 0, {theirs.get(name)!r} there"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     return f"parameter {at} is {ours[at : at + 1]} on rank 0, {theirs[at : at + 1]} there"
-
-
-def lead(make: "Callable[[], StoreManager]") -> "StoreManager | Led":
-    """Return make()'s manager, or one that leads all ranks, if a launcher has started several.
-
-        manager = lead(lambda: StoreManager("s3://bucket/run", slot="r00"))     in a script under torchrun
-    """
-    return Led(Group(), make) if launched_ranks() > 1 else make()
-
-
-def refuse_unled(manager: object) -> None:
-    """Raise OuterError for a manager that would claim the slot once on each of several ranks."""
-    import torch.distributed as dist
-
-    if dist.get_world_size() > 1:
-        raise OuterError(
-            f"{dist.get_world_size()} processes train this model, and each has a {type(manager).__name__} of its own, "
-            "so all would claim one slot. Let rank 0 lead: lead(lambda: StoreManager(…)), from diloco.outer.ranks.led"
-        )
