@@ -5,7 +5,7 @@
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
     SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
 
-The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices per replica.
+The exit code says why the process ended (diloco/process/exitcodes.py).  --devices K: with K processes (ranks.py).
 """
 
 import argparse
@@ -69,6 +69,7 @@ SLOW_CODEC = (
     "the compiled kernels of the codecs are missing ({why}): packing, means and sums take about three times as long, "
     "with the same bits. Install a C compiler there (gcc, libc6-dev)"
 )
+Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # build_loop, manager_of, evaluator_of
 ZEROS = "zeros"  # the folder of a start model without its weights
 OPEN_S = 60.0  # limit for the first answer of the store
 LOOP_FOLDER = "inner"  # in a replica's scratch folder: files of the inner loop's libraries
@@ -76,7 +77,11 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    url, slot, parent = _parse_arguments(argv)
+    url, slot, parent, devices = _parse_arguments(argv)
+    if devices > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+        from diloco.replica.ranks import run_ranks
+
+        return run_ranks(url, slot, parent, devices)
     return run_member(url, slot, _train_or_run_script, parent=parent)
 
 
@@ -172,10 +177,11 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 
 
 def _train_or_run_script(run: Run, session: Session) -> int:
-    return (_train_session if run.config.script is None else _run_script)(run, session)
+    return (train_session if run.config.script is None else _run_script)(run, session)
 
 
-def _train_session(run: Run, session: Session) -> int:
+def train_session(run: Run, session: Session, parts: Parts | None = None) -> int:
+    """Fetch the inputs and train.   parts: steps that a replica of several ranks takes in another way."""
     record = wait_for_model(run, session)
     stay = lambda: leave_now(session)  # noqa: E731
     with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
@@ -183,7 +189,7 @@ def _train_session(run: Run, session: Session) -> int:
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""
         stay()
-        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
+        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
 def _run_script(run: Run, session: Session) -> int:
@@ -215,7 +221,7 @@ def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Pa
     return from_hub(session, model, fetch, lambda: leave_now(session))
 
 
-def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
+def fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
     """Fetch the whole start model if `folder` lacks the weights; else return `folder`."""
     if folder.name != ZEROS:
         return folder
@@ -247,7 +253,7 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     return at_hand and newest is not None and newest.t > 0
 
 
-def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
+def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs, parts: Parts | None) -> int:
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
     from diloco import make_diloco
@@ -259,6 +265,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     config = run.config
+    build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
     if run.config.rendezvous == BUCKET:
         at = first_open_step(session.rv.store)
     else:
@@ -268,14 +275,14 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     before = run.record.parent
     seeds = seeds_of(run, session.rv.slot, session.rv.generation)
     joins_late = at + before.outer_steps > 0
-    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
+    loop, model_dir = build(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
     refuse_other_base(record.base, loop.model)
-    whole = lambda: _fetch_weights(run, session, record, model_dir)  # noqa: E731
+    whole = lambda: fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
-    manager = _manager(config, session, again if record.hub else None)
+    manager = manage(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session, run.record.nonce))
     tell_of_rollouts = lambda: None  # noqa: E731
@@ -292,14 +299,14 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
         start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
-        evaluator = _make_evaluator(run, session, loop, inputs, outer)
+        evaluator = judge(run, session, loop, inputs, outer)
         _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
     tell_of_rollouts()
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 
-def _manager(
+def manager_of(
     config: RunConfig, session: Session, theta_0: "Callable[[], Mapping[str, Any]] | None"
 ) -> "StoreManager | LighthouseManager":
     if config.rendezvous == BUCKET:
@@ -311,7 +318,7 @@ def _manager(
     return connect_lighthouse(config.rendezvous, session)
 
 
-def _build_loop(
+def build_loop(
     run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
 ) -> "tuple[InnerLoop, Path]":
     """Return the inner loop and its model's folder, with weights if the snapshots lack some."""
@@ -327,7 +334,7 @@ def _build_loop(
     model_dir = inputs.model_dir
     loop = build(model_dir)
     if model_dir.name == ZEROS and has_more_than_trained(loop.model):
-        model_dir = _fetch_weights(run, session, record, model_dir)
+        model_dir = fetch_weights(run, session, record, model_dir)
         loop = build(model_dir)
     return loop, model_dir
 
@@ -354,7 +361,7 @@ def _run_inner(
         loop.train(stop)
 
 
-def _make_evaluator(
+def evaluator_of(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
     """Make the evaluator. Return None if the config has no [eval]."""
@@ -470,11 +477,12 @@ def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str
     return {k: float(v) for k, v in loop.pop_metrics().items() if math.isfinite(v)}
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str]:
-    """Return (url, slot, parent)."""
+def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str, int]:
+    """Return (url, slot, parent, devices)."""
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
+    parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
     typed = parser.parse_args(argv)
-    return typed.url, typed.slot, typed.parent
+    return typed.url, typed.slot, typed.parent, typed.devices

@@ -102,6 +102,8 @@ def _silence_libraries() -> Iterator[None]:
 class GrpoLoop:
     """The InnerLoop of loop = "grpo"."""
 
+    calls = RewardCalls
+
     def __init__(
         self,
         config: InnerConfig,
@@ -125,7 +127,7 @@ class GrpoLoop:
         self.optimizer: Optimizer = make_optimizer(config, model)
         self._means = MetricMeans()
         self._theta: Theta | None = None
-        self._reward_calls = RewardCalls(
+        self._reward_calls = self.calls(
             config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic,
             broken=config.rewards.broken,
         )  # fmt: skip

@@ -180,4 +180,5 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
 
     if os.environ.get("TEST_ONE_SEED"):
         replica.derive_seed = lambda *parts: 1
-    os._exit(replica.main([url, "--slot", slot]))
+    devices = os.environ.get("TEST_DEVICES", "1")
+    os._exit(replica.main([url, "--slot", slot, "--devices", devices]))

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 DONE, LEAVES, FAILED = range(3)  # outcomes of a call on rank 0
 NANO = 10**9
-COUNTED = ("samples", "reward_missing")
 NOTHING = -1  # a value: no fragment, or no missed step
 
 
@@ -58,14 +57,14 @@ class Word(NamedTuple):
 
 
 class Led:
-    """torchft's names and the OuterRounds of a replica of several ranks.   make: called on rank 0 alone.
+    """torchft's names and the OuterRounds of a replica of several ranks.   make: called on rank 0; other ranks need none.
 
     Raises what `make` raises; Followed on the other ranks."""
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
     done_with_delta = True
 
-    def __init__(self, group: Group, make: "Callable[[], StoreManager]") -> None:
+    def __init__(self, group: Group, make: "Callable[[], StoreManager] | None" = None) -> None:
         self.group = group
         self.rounds = self
         self.leader: StoreManager | None = None
@@ -78,7 +77,8 @@ class Led:
         self._word = Word()
         self._lead(lambda: self._begin(make))
 
-    def _begin(self, make: "Callable[[], StoreManager]") -> None:
+    def _begin(self, make: "Callable[[], StoreManager] | None") -> None:
+        assert make is not None, "rank 0 has a manager"
         self.leader = make()
         self.watchdog = self.leader.rounds.watchdog
         self.leader.rounds.stats = lambda: self._merged
@@ -257,10 +257,10 @@ class Led:
 
 
 def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over the ranks that have it; the sum of those in COUNTED."""
+    """Return the mean of each number over the ranks that have it; the sum of "samples"."""
     names = dict.fromkeys(name for numbers in of_ranks for name in numbers)
     found = {name: [numbers[name] for numbers in of_ranks if name in numbers] for name in names}
-    return {name: sum(values) / (1 if name in COUNTED else len(values)) for name, values in found.items()}
+    return {name: sum(values) / (1 if name == "samples" else len(values)) for name, values in found.items()}
 
 
 def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
