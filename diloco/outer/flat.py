@@ -16,7 +16,7 @@ The outer step averages only these vectors, so replicas would differ in the rest
     when it is entered         frozen_digest: weights and buffers that are not averaged are equal in all replicas
     at every sync              parameters frozen, unfrozen or replaced since · buffers that training has changed
 
-Not promised: a model in shards (ranks/fragment.py has those; vectors are in host memory); state outside of the module (an optimizer's, a
+Not promised: a model in shards (ranks/fragment.py has those); state outside of the module (an optimizer's, a
 scheduler's, a data loader's), and buffers that a module does not save.
 """
 
@@ -87,16 +87,13 @@ class FlatFragment(nn.Module):
         """Write model ← flat.   merged: flat is not θ, but θ merged with local values (α > 0)."""
         self.merged = self.flat.data.clone() if merged and self.rounds else None
         for p, values in self.shaped(self.flat.data):
-            self._write(p, values)
+            p.copy_(values)
 
     def shaped(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of `flat`, in its shape."""
         at = 0
         for p in self.live:
             yield p, flat[at : (at := at + p.numel())].view(p.shape)
-
-    def _write(self, p: nn.Parameter, values: Tensor) -> None:
-        p.copy_(values)
 
 
 def staged_parts(p: Tensor, staging: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -11,6 +11,7 @@ shorter lr warm-up for a session that has them.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from torch.optim import Adam, AdamW, Optimizer
 from diloco.outer.flat import trainable_parameters
 from rendezvous.records.digests import digest_of
 from rendezvous.records.wire import as_bytes
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
+    from diloco.process.session import Session
 
 MOST_BYTES = 256 << 20  # more than the moments of an adapter of 30 M parameters
 STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
@@ -56,6 +61,23 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
         moments = {kind: torch.from_numpy(found[kind][span].copy()).view(p.shape).to(p) for kind in (MEAN, SQUARE)}
         optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i])), **moments}
     return ""
+
+
+def pack_moments(session: "Session", loop: "OuterLoop") -> dict[str, np.ndarray]:
+    """Return the loop's moments, and log their digest."""
+    moments = read_moments(loop.model, loop.optimizer)
+    if moments:
+        session.emit("moments_left", digest=moments_digest(moments))
+    return moments
+
+
+def unpack_moments(session: "Session", loop: "OuterLoop") -> None:
+    """Load the moments that the slot's previous session left."""
+    if why := write_moments(loop.model, loop.optimizer, session.rv.inherited):
+        session.emit("bad_moments", text=f"moments of the session before: {why}; the optimizer starts fresh")
+    else:
+        taken = read_moments(loop.model, loop.optimizer)
+        session.emit("moments_taken", digest=moments_digest(taken), bytes=sum(a.nbytes for a in taken.values()))
 
 
 def _ranks() -> int:

@@ -1,4 +1,4 @@
-"""A replica of K ranks on one machine: its process is rank 0, which starts the others and ends with the first that fails.
+"""A replica of K ranks on one machine: its process is rank 0, starts the others, and ends with the first that fails.
 
     the slot's process = rank 0 ── fork (or a fresh interpreter) ──▶ rank 1 … K − 1     RANK, WORLD_SIZE, LOCAL_RANK
          │                           they ignore SIGTERM: rank 0 leaves for all of them
@@ -20,7 +20,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -92,9 +93,10 @@ class Followers:
         found: list[tuple[bool, bool, int, int]] = []
         said: dict[int, str] = {}
         for index, (process, pipe) in enumerate(self._ranks, 1):
-            process.join(0)
+            if wait([process.sentinel], 0):  # it closes a moment before the exit code is there
+                process.join(SETTLE_S)
             if process.exitcode:
-                said[index], follows = pipe.recv() if pipe.poll() else ("", False)
+                said[index], follows = _last_words(pipe)
                 found.append((follows, process.exitcode > 0, index, process.exitcode))
         if not found:
             return None
@@ -143,8 +145,16 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
         line = (str(error).splitlines() or [""])[0]
         pipe.send((f"{type(error).__name__}: {line}", isinstance(error, RankLost)))
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
+
+
+def _last_words(pipe: Connection) -> tuple[str, bool]:
+    """Return the words of a rank that has ended, "" if it had no time for any, and whether it only followed others."""
+    with suppress(EOFError, OSError):
+        return pipe.recv()
+    return "", False
 
 
 def _end_with_parent() -> None:
@@ -154,7 +164,7 @@ def _end_with_parent() -> None:
         os._exit(exitcodes.CRASHED)
 
 
-def told_twice(count: int, environ: Sequence[str] | Any = os.environ) -> str:
+def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return why this process cannot start ranks: a launcher has started it as one already; or ""."""
     if (size := environ.get("WORLD_SIZE", "1")) == "1":
         return ""

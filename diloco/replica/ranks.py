@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
 from diloco.process.ranks import Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
-from diloco.run.config import RunConfig
-from diloco.run.ranks import refuse_ranks
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.ranks import rank_fault
 from diloco.run.record import ModelRecord, Run
 from inner.errors import RewardFailed
 from inner.settings.inner import Seeds
@@ -33,6 +33,7 @@ from rendezvous.errors import RendezvousError
 
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
+    from diloco.outer.managers.manager import StoreManager
     from diloco.outer.ranks.group import Group
     from diloco.outer.ranks.led import Led
     from diloco.replica.evaluation import Evaluator
@@ -66,7 +67,8 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
 
 
 def _lead_session(followers: Followers, devices: int, run: Run, session: Session) -> int:
-    refuse_ranks(run.config, devices)
+    if fault := rank_fault(run.config, devices):
+        raise ConfigError(fault)
     followers.on_loss = partial(_say_loss, session)
     leader = Leader()
     try:
@@ -103,12 +105,12 @@ class Leader:
     def manage(self, config: RunConfig, session: Session, theta_0: Callable[[], Mapping[str, Any]] | None) -> "Led":
         from diloco.outer.ranks.led import Led
 
-        return Led(self.group, lambda: replica.manager_of(config, session, theta_0))
+        return Led(self.group, lambda: cast("StoreManager", replica.manager_of(config, session, theta_0)))
 
     def judge(
         self, run: Run, session: Session, loop: "LeadingLoop", inputs: replica.Inputs, outer: "OuterLoop"
     ) -> "LeadingEvaluator | None":
-        evaluator = replica.evaluator_of(run, session, loop, inputs, outer)
+        evaluator = replica.evaluator_of(run, session, cast("InnerLoop", loop), inputs, outer)
         return None if evaluator is None else LeadingEvaluator(evaluator, self.group)
 
 

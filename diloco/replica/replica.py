@@ -77,12 +77,12 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    url, slot, parent, devices = _parse_arguments(argv)
-    if devices > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+    asked = _parse_arguments(argv)
+    if asked.devices > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
         from diloco.replica.ranks import run_ranks
 
-        return run_ranks(url, slot, parent, devices)
-    return run_member(url, slot, _train_or_run_script, parent=parent)
+        return run_ranks(asked.url, asked.slot, asked.parent, asked.devices)
+    return run_member(asked.url, asked.slot, _train_or_run_script, parent=asked.parent)
 
 
 def run_member(
@@ -477,12 +477,10 @@ def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str
     return {k: float(v) for k, v in loop.pop_metrics().items() if math.isfinite(v)}
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str, int]:
-    """Return (url, slot, parent, devices)."""
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
     parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
-    typed = parser.parse_args(argv)
-    return typed.url, typed.slot, typed.parent, typed.devices
+    return parser.parse_args(argv)

@@ -258,7 +258,7 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
             args.load_best_model_at_end
         ),
         "DeepSpeed keeps its own copy of the weights. Use FSDP2 (fsdp = True)": args.deepspeed,
-        "this is FSDP 1, whose parameters are flat. Use fsdp_config = {\"version\": 2}": (
+        'this is FSDP 1, whose parameters are flat. Use fsdp_config = {"version": 2}': (
             args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2
         ),
         "resume_from_checkpoint would replace θ: the bucket is the checkpoint. Leave it out": state.global_step > 0,

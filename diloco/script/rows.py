@@ -96,7 +96,7 @@ def refuse_small_share(loader: Any, of: int) -> None:
 
 
 def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
-    """Make a data loader read this share after the `used` batches of each rank. Return False if its dataset has no length.
+    """Make a data loader read this share after the `used` batches of each rank. Return False without a length.
 
     A single replica, `is_alone`, reads at first the same rows as without a run.
     """

@@ -1,12 +1,10 @@
 """Real fleets whose replicas have several ranks: they learn, one is killed, and the run goes on."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.inner.test_toolworld import SMALL
 from tests.support.fleet import Fleet
-
 
 NO_TEXT = {"text": None, "context_length": 64}
 

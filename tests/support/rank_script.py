@@ -1,6 +1,6 @@
 """A person's script that trains a tiny model with a stock trainer: by itself, under torchrun, under accelerate launch.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.rank_script sft FOLDER …
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.rank_script sft FOLDER …
 """
 
 import json

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.outer.make import make_diloco
-from diloco.outer.managers.manager import StoreManager
+from diloco.outer.managers.manager import MockManager, StoreManager
+from diloco.outer.ranks.group import Group, join_ranks
 from diloco.outer.ranks.lead import lead
 from diloco.process.ranks import Followers
 from rendezvous.agreement.rules import Timing
@@ -54,15 +55,24 @@ def inject(model: nn.Module, seed: int) -> None:
     for p in (p for p in model.parameters() if p.requires_grad):
         grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         grad.view(-1)[::3] = 0.0
-        p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else grad
+        sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if sharded else grad
 
 
 def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[str, Any], outer: dict[str, Any]) -> int:
     """Be one rank of a slot.   told: file for the digests; rank 0 writes it.
 
-    kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP" or "wait STEP PATH", both at an inner step."""
+    kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP", "wait STEP PATH", both at an inner step;
+    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "raise RANK STEP"."""
     torch.set_num_threads(1)
-    manager = lead(lambda: StoreManager(url, slot, timing=FAST, **wishes))
+    rank = os.environ.get("RANK", "0")
+    arm(faults.split(), rank)
+    if faults == "differ" and rank == "1":
+        outer = {**outer, "sync_every": 2 * outer["sync_every"]}
+    if faults == "unled":
+        join_ranks()
+    make = partial(StoreManager, url, slot, timing=FAST, **wishes)
+    manager = MockManager(f"unled-{rank}") if faults == "unled" else lead(make)
     model = Small()
     if "bfloat16" in kind:
         model.to(torch.bfloat16)
@@ -74,21 +84,38 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     digests, at = list[str](), 0
     with make_diloco(model, optimizer, manager, **outer) as run:
         while not manager.done:
-            fail(faults, at)
+            fail(faults, rank, at)
             inject(model, 1000 * int(slot[1:]) + at)
             optimizer.step()
             at += 1
             if run.committed() > len(digests):
                 digests.append(run.state.digest())
-    if os.environ.get("RANK", "0") == "0":
+    if rank == "0":
         Path(told).write_text(json.dumps(digests))
     return 0
 
 
-def fail(faults: str, step: int) -> None:
+def arm(words: list[str], rank: str) -> None:
+    """Let this rank die at a call of its group."""
+    if len(words) != 4 or words[:2] != ["die", rank]:
+        return
+    original, left = getattr(Group, words[2]), [int(words[3])]
+
+    def call(self: Group, *args: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args)
+
+    setattr(Group, words[2], call)
+
+
+def fail(faults: str, rank: str, step: int) -> None:
     kind, *rest = faults.split() or [""]
-    if kind == "die" and rest == [os.environ.get("RANK", "0"), str(step)]:
+    if rest == [rank, str(step)] and kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if rest == [rank, str(step)] and kind == "raise":
+        raise ValueError("no more")
     if kind == "wait" and rest[0] == str(step):
         until = time.monotonic() + WAIT_S
         while not Path(rest[1]).exists() and time.monotonic() < until:

@@ -41,7 +41,7 @@ class SharedFragment(FlatFragment):
 
     def _host_parts(self, p: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of a whole parameter, fp32 on rank 0's host; nothing elsewhere."""
-        whole = p.detach().full_tensor() if isinstance(p, DTensor) else p
+        whole = p.full_tensor().detach() if isinstance(p, DTensor) else p
         if self._group.is_main:
             yield from super()._host_parts(whole)
 
@@ -55,12 +55,14 @@ class SharedFragment(FlatFragment):
             yield p, whole.view(p.shape)
 
     @torch.no_grad()
-    def _write(self, p: nn.Parameter, whole: Tensor) -> None:
-        if isinstance(p, DTensor):
-            shard = distribute_tensor(whole.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
-            p.to_local().copy_(shard.to_local())
-        else:
-            super()._write(p, whole)
+    def scatter(self, merged: bool) -> None:
+        self.merged = self.flat.data.clone() if merged and self.rounds else None
+        for p, whole in self.shaped(self.flat.data):
+            if isinstance(p, DTensor):
+                shard = distribute_tensor(whole.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+                p.to_local().copy_(shard.to_local())
+            else:
+                p.copy_(whole)
 
 
 def refuse_offload(live: Sequence[nn.Parameter]) -> None:

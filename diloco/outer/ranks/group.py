@@ -38,7 +38,7 @@ class Group:
         join_ranks()
         self.index = dist.get_rank()
         self.count = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=patience)
+        self._group: Any = dist.new_group(backend="gloo", timeout=patience)
 
     @property
     def is_main(self) -> bool:
@@ -75,8 +75,8 @@ class Group:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.index} of {self.count} lost another rank of its replica: {str(error).splitlines()[0]}. The "
-                "replica ends as a whole; its slot is started again"
+                f"rank {self.index} of {self.count} lost another rank of its replica: {str(error).split('. ')[0]}. "
+                "The replica ends as a whole; its slot is started again"
             ) from error
 
 

@@ -1,7 +1,8 @@
 """Which manager a process has: its own, or one that follows rank 0.
 
     manager = lead(lambda: StoreManager("s3://bucket/run", slot="r00"))
-                 │ one process: that manager         several, by torchrun or accelerate launch: rank 0 has it, all have a Led
+                 │ one process: that manager
+                 │ several, by torchrun or accelerate launch: rank 0 has that manager, and all have a Led
 
 Not promised: two models in one launch.
 """

@@ -57,9 +57,9 @@ class Word(NamedTuple):
 
 
 class Led:
-    """torchft's names and the OuterRounds of a replica of several ranks.   make: called on rank 0; other ranks need none.
+    """torchft's names and the OuterRounds of a replica of several ranks.
 
-    Raises what `make` raises; Followed on the other ranks."""
+    make: called on rank 0; the other ranks need none.   Raises what `make` raises; Followed on the other ranks."""
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
     done_with_delta = True
@@ -71,10 +71,10 @@ class Led:
         self.watchdog = Watchdog(SystemClock())
         self.stats: Callable[[], dict[str, float]] = dict
         self.why = ""
-        self._round_began = 0.0
+        self.round_began = 0.0  # seconds by which rank 0's round begins later, after an evaluation
         self._merged: dict[str, float] = {}
         self._told: BaseException | None = None  # the other ranks know of it
-        self._word = Word()
+        self._hear(Word())
         self._lead(lambda: self._begin(make))
 
     def _begin(self, make: "Callable[[], StoreManager] | None") -> None:
@@ -110,7 +110,7 @@ class Led:
                 self._told = error = raised
                 outcome = LEAVES if isinstance(raised, Leaving) else FAILED
         try:
-            self._word = Word(*self.group.agree(*self._now(outcome, value)))
+            self._hear(Word(*self.group.agree(*self._now(outcome, value))))
         finally:
             if error is not None:
                 raise error
@@ -125,52 +125,22 @@ class Led:
             return Word(outcome, value)
         rounds, run = self.leader.rounds, self.leader.session.rv
         return Word(
-            outcome, value, self.leader.current_step(), self.leader.num_participants() or run.wanted.replicas,
-            rounds.h_cap, rounds.leaving, rounds.fenced, rounds.behind, rounds.alone, self.leader.done, rounds.left,
+            outcome, value, step=self.leader.current_step(), h_cap=rounds.h_cap,
+            participants=self.leader.num_participants() or run.wanted.replicas,
+            leaving=rounds.leaving, fenced=rounds.fenced, behind=rounds.behind,
+            alone=rounds.alone, done=self.leader.done, left=rounds.left,
         )  # fmt: skip
+
+    def _hear(self, word: Word) -> None:
+        self._word = word
+        self.leaving, self.fenced, self.behind = bool(word.leaving), bool(word.fenced), bool(word.behind)
+        self.alone, self.done, self.left = bool(word.alone), bool(word.done), bool(word.left)
+        self.h_cap = word.h_cap
 
     @property
     def _rounds(self) -> Any:
         """Rank 0's rounds; called inside `_lead` alone."""
         return cast("StoreManager", self.leader).rounds
-
-    @property
-    def leaving(self) -> bool:
-        return bool(self._word.leaving)
-
-    @property
-    def fenced(self) -> bool:
-        return bool(self._word.fenced)
-
-    @property
-    def behind(self) -> bool:
-        return bool(self._word.behind)
-
-    @property
-    def alone(self) -> bool:
-        return bool(self._word.alone)
-
-    @property
-    def done(self) -> bool:
-        return bool(self._word.done)
-
-    @property
-    def left(self) -> bool:
-        return bool(self._word.left)
-
-    @property
-    def h_cap(self) -> int:
-        return self._word.h_cap
-
-    @property
-    def round_began(self) -> float:
-        return self._round_began if self.leader is None else self.leader.rounds.round_began
-
-    @round_began.setter
-    def round_began(self, at: float) -> None:
-        self._round_began = at
-        if self.leader is not None:
-            self.leader.rounds.round_began = at
 
     def current_step(self) -> int:
         return self._word.step
@@ -191,7 +161,7 @@ class Led:
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
         """Offer rank 0's tensor, which is all of Δ. The returned Work waits for the commit, on every rank."""
-        self._merge_stats()
+        self._end_inner_steps()
         work: list[Work] = []
         self._lead(lambda: work.append(cast("StoreManager", self.leader).allreduce(tensor)))
 
@@ -222,7 +192,7 @@ class Led:
         return self._lead(act) / NANO
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        self._merge_stats()
+        self._end_inner_steps()
         self._lead(lambda: self._rounds.offer(delta, h))
 
     def finish_round(self) -> int | None:
@@ -251,9 +221,12 @@ class Led:
     def close(self, reason: str) -> None:
         self._lead(lambda: self._rounds.close(self._rounds.why if reason != "done" else reason))
 
-    def _merge_stats(self) -> None:
+    def _end_inner_steps(self) -> None:
         """Take the round's numbers of all ranks to rank 0."""
         self._merged = merged_numbers(self.group.gather(self.stats()))
+        if self.leader is not None:
+            self.leader.rounds.round_began += self.round_began
+        self.round_began = 0.0
 
 
 def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
