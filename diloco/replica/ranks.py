@@ -99,12 +99,14 @@ class Leader:
         whole = replica.fetch_weights(run, session, record, inputs.model_dir)
         inputs = replica.Inputs(whole, inputs.files, inputs.scratch)
         self.group.tell(Job(run.config, inputs, seeds, warmup, run.record.parent.outer_steps))
-        loop, folder = replica.build_loop(run, session, record, inputs, seeds, warmup=warmup)
-        return LeadingLoop(loop, self.group), folder
+        self.loop: Any
+        self.loop, folder = replica.build_loop(run, session, record, inputs, seeds, warmup=warmup)
+        return LeadingLoop(self.loop, self.group), folder
 
     def manage(self, config: RunConfig, session: Session, theta_0: Callable[[], Mapping[str, Any]] | None) -> "Led":
         from diloco.outer.ranks.led import Led
 
+        self.loop.place()  # after the start model's bits were compared
         return Led(self.group, lambda: cast("StoreManager", replica.manager_of(config, session, theta_0)))
 
     def judge(
@@ -177,6 +179,7 @@ def _follow_training(group: "Group", job: Job) -> None:
     scratch = inputs.scratch / f"rank{group.index}"
     scratch.mkdir(exist_ok=True)
     loop: Any = build_inner(config.inner, inputs.model_dir, inputs.files, job.seeds, job.warmup, scratch=scratch)
+    loop.place()
     manager = Led(group)
     manager.stats = loop.pop_metrics
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:

@@ -10,7 +10,7 @@ from diloco.run.config import BUCKET, RunConfig
 
 def rank_fault(config: RunConfig, ranks: int) -> str:
     """Return why this run's replicas cannot have several ranks, or "".   ranks: of one replica."""
-    inner, fleet = config.inner, config.fleet
+    inner, outer, fleet = config.inner, config.outer, config.fleet
     policy = inner.objective_settings
     reasons = {
         "`diloco launch` starts a script in one process": config.script is not None,
@@ -25,6 +25,13 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
         f'inner.optimizer = "{inner.optimizer}" was seen in one process only': inner.optimizer != "adamw",
+        "inner.trl.beta compares with a reference model, which was seen in one process only": bool(inner.trl.get("beta")),
+        "inner.rewards.functions has a reward model, which was seen in one process only": any(
+            name.startswith("hub:") for name in inner.rewards.functions
+        ),
+        "[eval] needs the whole model's outer steps (outer.fragments = 1, fragment_sync_delay = 0)": (
+            config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
+        ),
         "fleet.record_rollouts (and so actors) need one process": fleet.record_rollouts,
     }
     found = next((text for text, holds in reasons.items() if holds), "")

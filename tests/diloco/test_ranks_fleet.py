@@ -45,14 +45,18 @@ def test_a_replica_of_two_ranks_takes_its_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", [{}, LORA], ids=["whole", "lora"])
-def test_a_replica_of_two_ranks_trains_and_evaluates_beside_one_of_one(inner: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("inner", "ranks"), [({}, {}), ({}, {"TEST_SHARD": "1"}), (LORA, {})], ids=["replicated", "sharded", "lora"]
+)
+def test_a_replica_of_two_ranks_trains_and_evaluates_beside_one_of_one(
+    inner: dict[str, Any], ranks: dict[str, str], tmp_path: Path
+) -> None:
     write_files(tmp_path, held_out=15)
     fleet = Fleet(
         tmp_path, inner={**INNER, **QUICK, **inner}, outer={"sync_every": 2},
         fleet={"replicas": 2, "steps": 2, "min_replicas": 2}, eval={"prompts": "held_out.jsonl", "samples": 1},
     )  # fmt: skip
-    fleet.start("r00", TEST_DEVICES="2")
+    fleet.start("r00", TEST_DEVICES="2", **ranks)
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
     check_run(tmp_path / "run", 2)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from diloco import DiLoCoCallback
 from diloco.outer.ranks.group import join_ranks, launched_ranks
 from diloco.process.ranks import MEET
+from tests.support.ranks import let_accelerate_shard
 from tests.support.tiny_models import tiny_model_folder
 
 
@@ -26,10 +27,13 @@ def train(kind: str, folder: str, settings: dict[str, Any], outer: dict[str, Any
     tiny_model_folder("llama")  # before the ranks meet: then Transformers would let rank 0 alone save it
     if launched_ranks() > 1 and MEET in os.environ:
         join_ranks()
+        if settings.get("fsdp"):
+            let_accelerate_shard()
     callback = DiLoCoCallback(f"file://{folder}/run", **outer)
     rank = int(os.environ.get("RANK", "0"))
     trainer = trainer_of(kind, Path(folder) / f"rank{rank}", [callback], **settings)
     trainer.train()
+    assert all(isinstance(p, DTensor) == bool(settings.get("fsdp")) for p in trainer.model.parameters())
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
     if rank == 0:
         torch.save(torch.cat([p.detach().reshape(-1) for p in whole]), Path(folder) / "weights.pt")

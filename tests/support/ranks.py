@@ -149,6 +149,21 @@ def start(folder: Path, slot: str, ranks: int, *, kind: str = "", faults: str = 
     return start_ranks(ranks, folder / f"{slot}.log", partial(train, *arguments))
 
 
+def let_accelerate_shard() -> None:
+    """Let accelerate take these CPU ranks for GPUs: it uses FSDP2 on accelerators alone, and replicates here."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    begin = PartialState.__init__
+
+    def begin_with_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = begin_with_gpus
+
+
 def start_ranks(ranks: int, log: Path, act: Callable[[], int]) -> Any:
     child = context().Process(target=be_slot, args=(ranks, str(log), act))
     child.start()

@@ -178,6 +178,10 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
         script.__enter__()
     from diloco.replica import replica
 
+    if os.environ.get("TEST_SHARD"):
+        from tests.support.ranks import let_accelerate_shard
+
+        let_accelerate_shard()
     if os.environ.get("TEST_ONE_SEED"):
         replica.derive_seed = lambda *parts: 1
     devices = os.environ.get("TEST_DEVICES", "1")
