@@ -25,7 +25,9 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
         f'inner.optimizer = "{inner.optimizer}" was seen in one process only': inner.optimizer != "adamw",
-        "inner.trl.beta compares with a reference model, which was seen in one process only": bool(inner.trl.get("beta")),
+        "inner.trl.beta compares with a reference model, which was seen in one process only": bool(
+            inner.trl.get("beta")
+        ),
         "inner.rewards.functions has a reward model, which was seen in one process only": any(
             name.startswith("hub:") for name in inner.rewards.functions
         ),

@@ -59,7 +59,8 @@ class Place(Plain):
     @property
     def devices(self) -> int:
         """The number of processes that train a replica's model together, each on a device of its own."""
-        return int(self.options.get("devices", 1)) if self.executor == "local" else 1
+        asked = self.options.get("devices", 1) if self.executor == "local" else 1
+        return asked if isinstance(asked, int) else 1  # else the executor refuses it
 
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:

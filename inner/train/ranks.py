@@ -2,7 +2,7 @@
 
     a generation   prompts of K · batch rows ──▶ rank 0: the first batch · rank 1: the second · …    generate, reward
                    rewards of all ranks ──gather──▶ one tensor on each: groups, advantages ──▶ each rank's own rows
-    a step         gradients are averaged (DDP), so each rank takes the same step
+    a step         whole models on GPUs are in shards (FSDP2), adapters and models on CPUs are copied (DDP)
 
 A slot of K ranks reads the prompts, in the order, that one rank with K times the batch reads.  Ranks draw their noise
 from seeds of their own, so completions differ from that one rank's.
@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from inner.settings.inner import InnerConfig, Theta
 from inner.train.grpo import GrpoLoop
 from inner.usercode.reward_calls import RewardCalls
-
 
 SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 

@@ -150,7 +150,9 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert told_twice(2, {}) == ""
-    assert told_twice(2, {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}).startswith("torchrun has started this replica")
+    assert told_twice(2, {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}).startswith(
+        "torchrun has started this replica"
+    )
     monkeypatch.setenv("WORLD_SIZE", "8")
     for devices in ("1", "2"):
         assert replica.main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR

@@ -37,7 +37,10 @@ def logged(fleet: Fleet, slot: str, kind: str) -> list[dict[str, Any]]:
 
 def test_a_replica_of_two_ranks_takes_its_steps(tmp_path: Path) -> None:
     fleet = Fleet(
-        tmp_path, inner={**PLAIN, **QUICK}, outer={"sync_every": 1}, fleet={"replicas": 1, "steps": 1, "min_replicas": 1}
+        tmp_path,
+        inner={**PLAIN, **QUICK},
+        outer={"sync_every": 1},
+        fleet={"replicas": 1, "steps": 1, "min_replicas": 1},
     )
     fleet.start("r00", TEST_DEVICES="2")
     assert fleet.wait() == {"r00": [0]}, fleet.logs()

@@ -26,7 +26,15 @@ from trl.trainer.utils import RepeatSampler
 from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
-from diloco.script.callback import ALONE, follow_run, generation_steps, refuse_fights, refuse_flat_shards, rounds_of, total_steps
+from diloco.script.callback import (
+    ALONE,
+    follow_run,
+    generation_steps,
+    refuse_fights,
+    refuse_flat_shards,
+    rounds_of,
+    total_steps,
+)
 from diloco.script.rollouts import calling_trainer
 from diloco.script.rows import ShareSampler, give_share, refuse_small_share
 from diloco.views.samples import session_samples
