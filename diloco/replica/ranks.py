@@ -24,8 +24,8 @@ from diloco.process import exitcodes
 from diloco.process.ranks import Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
+from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import ConfigError, RunConfig
-from diloco.run.ranks import rank_fault
 from diloco.run.record import ModelRecord, Run
 from inner.errors import RewardFailed
 from inner.settings.inner import Seeds

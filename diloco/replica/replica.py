@@ -5,16 +5,15 @@
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
     SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
 
-The exit code says why the process ended (diloco/process/exitcodes.py).  --devices K: with K processes (ranks.py).
+The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices (ranks.py).
 """
 
-import argparse
 import math
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,15 +73,6 @@ ZEROS = "zeros"  # the folder of a start model without its weights
 OPEN_S = 60.0  # limit for the first answer of the store
 LOOP_FOLDER = "inner"  # in a replica's scratch folder: files of the inner loop's libraries
 REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    asked = _parse_arguments(argv)
-    if asked.devices > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
-        from diloco.replica.ranks import run_ranks
-
-        return run_ranks(asked.url, asked.slot, asked.parent, asked.devices)
-    return run_member(asked.url, asked.slot, _train_or_run_script, parent=asked.parent)
 
 
 def run_member(
@@ -176,7 +166,7 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
     return None
 
 
-def _train_or_run_script(run: Run, session: Session) -> int:
+def train_or_run_script(run: Run, session: Session) -> int:
     return (train_session if run.config.script is None else _run_script)(run, session)
 
 
@@ -475,12 +465,3 @@ def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
 def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str, float]:
     session.add_sample(loop.sample(rollouts) if rollouts else {})
     return {k: float(v) for k, v in loop.pop_metrics().items() if math.isfinite(v)}
-
-
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
-    parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
-    parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
-    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
-    parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
-    return parser.parse_args(argv)

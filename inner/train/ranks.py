@@ -9,7 +9,7 @@ from seeds of their own, so completions differ from that one rank's.
 
 What is known on one rank alone reaches the others before it counts: failed rewards, completions that broke a judge.
 
-Not promised: sdpo, replay and process channels, vLLM, dynamic sampling (diloco/run/ranks.py refuses them by name); a
+Not promised: sdpo, replay and process channels, vLLM, dynamic sampling (refused by name before the start); a
 reward's pauses and events of ranks other than 0 in the run's log, as only rank 0 has a session.
 """
 

@@ -13,7 +13,7 @@ from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_unequal
 from diloco.process import exitcodes
 from diloco.process.ranks import told_twice
-from diloco.replica import replica
+from diloco.replica import main
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
 from rendezvous.stores.open import open_store
@@ -155,5 +155,5 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
     )
     monkeypatch.setenv("WORLD_SIZE", "8")
     for devices in ("1", "2"):
-        assert replica.main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR
+        assert main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR
         assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err

@@ -1,7 +1,7 @@
 """Finds mistakes about several devices for each replica.
 
     idle_devices    --gpu H100:8 on a rented machine, where a replica uses one device
-    ranks_fault     --option devices=2 with a setting that needs one process (diloco/run/ranks.py)
+    ranks_fault     --option devices=2 with a setting that needs one process (diloco/replica/rank_faults.py)
 
 Each returns a sentence about a mistake, or "".
 
@@ -10,8 +10,8 @@ Not promised: that this machine has memory for so many processes.
 
 import re
 
+from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
-from diloco.run.ranks import rank_fault
 from executors.platforms.places import Place
 
 
