@@ -70,10 +70,10 @@ class Followers:
         if self._failed.wait(SETTLE_S):
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
-    def end(self) -> None:
-        """End the ranks, now that rank 0's work is done."""
+    def end(self, patience_s: float = END_S) -> None:
+        """End the ranks, now that rank 0's work is done.   patience_s: time for them to end by themselves."""
         self._ending = True
-        until = time.monotonic() + END_S
+        until = time.monotonic() + patience_s
         for process, _ in self._ranks:
             process.join(max(0.0, until - time.monotonic()))
             process.kill()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
-from diloco.process.ranks import Followers, told_twice
+from diloco.process.ranks import END_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
@@ -57,10 +57,12 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     followers = Followers(devices, follow)
+    code = exitcodes.CRASHED
     try:
-        return replica.run_member(url, slot, partial(_lead_session, followers, devices), parent=parent)
+        code = replica.run_member(url, slot, partial(_lead_session, followers, devices), parent=parent)
     finally:
-        followers.end()
+        followers.end(END_S if code in (exitcodes.DONE, exitcodes.LEFT) else 0.0)
+    return code
 
 
 # -------------------------------------------------------------------- rank 0

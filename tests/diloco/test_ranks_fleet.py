@@ -19,7 +19,7 @@ from rendezvous.stores.open import open_store
 from tests.diloco.test_eval_fleet import INNER, write_files
 from tests.inner.test_toolworld import SMALL
 from tests.support.audit import check_run
-from tests.support.fleet import WAIT_S, Fleet
+from tests.support.fleet import ENDLESS, WAIT_S, Fleet
 
 PLAIN = {**SMALL, "loop": "grpo", "model": "toolworld", "data": {"text": None, "context_length": 64}}
 QUICK = {"batch_size": 8, "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 60}}
@@ -69,6 +69,22 @@ def test_a_replica_of_two_ranks_trains_and_evaluates_beside_one_of_one(
     scores = [(e.step, kind, e.scores[kind]["reward"].prompts) for e in report.evaluations for kind in e.scores]
     assert scores == [(t, kind, 15) for t in (0, 2) for kind in ("greedy", "sampled")]
     assert session_samples(open_store(fleet.url), "r00", 1, 100), "rank 0's rollouts are in the log"
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_ranks_leaves_with_its_work(tmp_path: Path) -> None:
+    fleet = Fleet(
+        tmp_path, inner={**PLAIN, **QUICK}, outer={"sync_every": 8},
+        fleet={"replicas": 1, "steps": ENDLESS, "min_replicas": 1},
+    )  # fmt: skip
+    slot = fleet.start("r00", TEST_DEVICES="2")
+    fleet.wait_for(lambda: fleet.training("r00", 1))
+    ranks = Path(f"/proc/{slot.pid}/task/{slot.pid}/children").read_text().split()
+    fleet.signal("r00", signal.SIGTERM)
+    assert fleet.wait() == {"r00": [exitcodes.LEFT]}, fleet.logs()
+    session = report_of(fleet).sessions[0]
+    assert session.end == "left" and len(ranks) == 1 and not Path(f"/proc/{ranks[0]}").exists()
+    assert fleet.store.list(f"steps/{fleet.head():010d}/offer/"), "the inner steps since the last sync are offered"
 
 
 HANGS = """
