@@ -34,6 +34,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         "[eval] needs the whole model's outer steps (outer.fragments = 1, fragment_sync_delay = 0)": (
             config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
         ),
+        "inner.lora.base was seen in one process only": inner.lora is not None and inner.lora.base is not None,
         "fleet.record_rollouts (and so actors) need one process": fleet.record_rollouts,
     }
     found = next((text for text, holds in reasons.items() if holds), "")

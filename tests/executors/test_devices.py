@@ -25,6 +25,7 @@ from executors.preflight import place_faults
             'objective = "dapo" was seen',
         ),
         ({"inner": {"model": "toolworld", "trl": {"beta": 0.1}}}, "inner.trl.beta compares with a reference model"),
+        ({"inner": {"model": "toolworld", "lora": {"r": 4, "base": "nf4"}}}, "inner.lora.base was seen"),
         ({"fleet": {"record_rollouts": True}}, "fleet.record_rollouts"),
         ({"rendezvous": "lighthouse://h:1"}, 'rendezvous = "lighthouse://h:1" needs one process'),
         (
