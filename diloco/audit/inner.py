@@ -224,8 +224,9 @@ class _Session:
     def _mean(self, commit: Commit, out: np.ndarray) -> None:
         read_mean(self._reducer, commit, out)
 
-    def progress(self, inner: int, rate: float) -> None:
+    def progress(self, inner: int, rate: float) -> float:
         self._inner = inner
+        return rate
 
     @property
     def leaving(self) -> bool:

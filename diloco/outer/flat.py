@@ -16,7 +16,7 @@ The outer step averages only these vectors, so replicas would differ in the rest
     when it is entered         frozen_digest: weights and buffers that are not averaged are equal in all replicas
     at every sync              parameters frozen, unfrozen or replaced since · buffers that training has changed
 
-Not promised: a model on several devices (vectors are in host memory); state outside of the module (an optimizer's, a
+Not promised: a model in shards (ranks/fragment.py has those); state outside of the module (an optimizer's, a
 scheduler's, a data loader's), and buffers that a module does not save.
 """
 
@@ -37,10 +37,11 @@ SHOWN = 3  # most names in an error
 class FlatFragment(nn.Module):
     """One fp32 vector on the CPU for some trainable parameters of a live model; torchft optimizes it."""
 
-    def __init__(self, live: Sequence[nn.Parameter]) -> None:
+    def __init__(self, live: Sequence[nn.Parameter], flat: Tensor | None = None) -> None:
         super().__init__()
         self.live = list(live)  # a plain list, so that torch does not register them here
-        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
+        whole = torch.cat([p.detach().reshape(-1).float().cpu() for p in live]) if flat is None else flat
+        self.flat = nn.Parameter(whole)
         self.rounds = any(p.dtype != torch.float32 for p in self.live)
         self.merged: Tensor | None = None  # base, if it is needed and is not θ
         self._staging: Tensor | None = None
@@ -71,7 +72,7 @@ class FlatFragment(nn.Module):
                 else:
                     yield here, base[here] + (live - base[here].to(p.dtype).float())
 
-    def _host_parts(self, p: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
+    def _host_parts(self, p: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of a parameter and their values, fp32 on the host."""
         if p.device.type == "cpu":
             yield slice(0, p.numel()), p.detach().reshape(-1).float()
@@ -85,10 +86,14 @@ class FlatFragment(nn.Module):
     def scatter(self, merged: bool) -> None:
         """Write model ← flat.   merged: flat is not θ, but θ merged with local values (α > 0)."""
         self.merged = self.flat.data.clone() if merged and self.rounds else None
+        for p, values in self.shaped(self.flat.data):
+            p.copy_(values)
+
+    def shaped(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with its part of `flat`, in its shape."""
         at = 0
         for p in self.live:
-            p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
-            at += p.numel()
+            yield p, flat[at : (at := at + p.numel())].view(p.shape)
 
 
 def staged_parts(p: Tensor, staging: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -174,6 +179,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _tensor_bytes(tensor: Tensor) -> bytes:
+    tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # of shards, on all ranks
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -48,7 +48,6 @@ class OuterLoop:
         outer: OuterConfig,
         boundary: int = 1,
     ) -> None:
-        _refuse_distributed()
         check_model(model, optimizer)
         check_boundary(outer, boundary)
         self.manager = manager
@@ -62,7 +61,8 @@ class OuterLoop:
         self.prepare_at = self.interval - outer.fragment_sync_delay
         self.alpha = outer.fragment_update_alpha
         params = [p for _, p in trainable_parameters(model)]
-        self.fragments = [FlatFragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
+        fragment = getattr(manager, "fragment", None) or _alone(manager)
+        self.fragments = [fragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
         outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
         self.lean = self.rounds.done_with_delta and self.alpha == 0
         self.diloco = _torchft_diloco(self.lean)(
@@ -156,10 +156,8 @@ class OuterLoop:
         """Yield the committed θ by the model's parameter names and shapes.  Later steps overwrite these tensors."""
         names = iter(trainable_parameters(self.model))
         for fragment, theta in zip(self.fragments, self.thetas, strict=True):
-            at = 0
-            for _, (name, p) in zip(fragment.live, names, strict=False):
-                yield name, theta[at : at + p.numel()].view(p.shape)
-                at += p.numel()
+            for (_, values), (name, _) in zip(fragment.shaped(theta), names, strict=False):
+                yield name, values
 
     # ---------------------------------------------------------------- hooks
 
@@ -168,8 +166,8 @@ class OuterLoop:
         self.rounds.watchdog.rest()
         self.h = [h + 1 for h in self.h]
         local = self.diloco._local_step + 1
-        self.rounds.progress(local, (time.monotonic() - self._mark) / local)
-        if local < self.prepare_at and self._sync_now(local):
+        rate = self.rounds.progress(local, (time.monotonic() - self._mark) / local)
+        if local < self.prepare_at and self._sync_now(local, rate):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
             self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before its mean arrives
@@ -179,18 +177,15 @@ class OuterLoop:
             due = self.manager.current_step() % self.rules.fragments
             self.fragments[due].gather(self.thetas[due])
 
-    def _sync_now(self, local: int) -> bool:
+    def _sync_now(self, local: int, rate: float) -> bool:
         if self.rounds.leaving or self.rounds.fenced:
             return True
         enough = local * self.rules.fragments >= self.rounds.h_cap
-        return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
+        return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local, rate))
 
-    def _time_is_up(self, local: int) -> bool:
-        """Whether this boundary is the one nearest to `sync_seconds`."""
-        if self.rules.sync_seconds <= 0:
-            return False
-        spent = time.monotonic() - self._mark
-        return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
+    def _time_is_up(self, local: int, rate: float) -> bool:
+        """Whether this boundary is the one nearest to `sync_seconds`.   rate: seconds per inner step."""
+        return 0 < self.rules.sync_seconds <= (local + self.boundary / 2) * rate
 
     def _after_torchft(self, *_: object) -> None:
         """Continue after torchft's outer step: model ← θ, then apply the steps committed without this replica."""
@@ -241,13 +236,12 @@ class OuterLoop:
         self._stale = None
 
 
-def _refuse_distributed() -> None:
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise OuterError("a replica is one process on one device for now; WORLD_SIZE > 1 is not supported")
+def _alone(manager: "OuterManager") -> type[FlatFragment]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from diloco.outer.ranks.lead import refuse_unled
+
+        refuse_unled(manager)
+    return FlatFragment
 
 
 def _torchft_diloco(lean: bool) -> Any:

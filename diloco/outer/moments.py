@@ -6,20 +6,26 @@
 Each kind is one fp32 vector in flat order; fp32 also holds bfloat16 moments.  An adapter's moments are a few
 megabytes. A whole model's moments are twice the model, and are not passed on.
 
-Not promised: moments of other optimizers than torch's Adam and AdamW, or of a killed replica; a shorter lr
-warm-up for a session that has them.
+Not promised: moments of other optimizers than torch's Adam and AdamW, of a killed replica, or of several ranks; a
+shorter lr warm-up for a session that has them.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from diloco.outer.flat import trainable_parameters
 from rendezvous.records.digests import digest_of
 from rendezvous.records.wire import as_bytes
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
+    from diloco.process.session import Session
 
 MOST_BYTES = 256 << 20  # more than the moments of an adapter of 30 M parameters
 STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
@@ -29,7 +35,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
     """Return Adam's moments; {} if there are none yet, or too many bytes, or another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
-    if not isinstance(optimizer, Adam | AdamW) or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
+    if not isinstance(optimizer, Adam | AdamW) or _ranks() > 1 or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}
     states = [optimizer.state.get(p, {}) for p in parameters]
     if any(set(state) != set(KINDS) for state in states):
@@ -45,6 +51,8 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW):
         return f"they are AdamW's, and this optimizer is {type(optimizer).__name__}"
+    if _ranks() > 1:
+        return f"only rank 0 of this replica's {_ranks()} could take them"
     if why := _find_fault(found, [p.numel() for p in parameters]):
         return why
     at = 0
@@ -53,6 +61,27 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
         moments = {kind: torch.from_numpy(found[kind][span].copy()).view(p.shape).to(p) for kind in (MEAN, SQUARE)}
         optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i])), **moments}
     return ""
+
+
+def pack_moments(session: "Session", loop: "OuterLoop") -> dict[str, np.ndarray]:
+    """Return the loop's moments, and log their digest."""
+    moments = read_moments(loop.model, loop.optimizer)
+    if moments:
+        session.emit("moments_left", digest=moments_digest(moments))
+    return moments
+
+
+def unpack_moments(session: "Session", loop: "OuterLoop") -> None:
+    """Load the moments that the slot's previous session left."""
+    if why := write_moments(loop.model, loop.optimizer, session.rv.inherited):
+        session.emit("bad_moments", text=f"moments of the session before: {why}; the optimizer starts fresh")
+    else:
+        taken = read_moments(loop.model, loop.optimizer)
+        session.emit("moments_taken", digest=moments_digest(taken), bytes=sum(a.nbytes for a in taken.values()))
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _find_fault(found: Mapping[str, np.ndarray], sizes: list[int]) -> str:

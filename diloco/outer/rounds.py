@@ -15,7 +15,6 @@ Not promised: two rounds at the same time; torchft waits for one before it begin
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session
 from diloco.run.config import AUTO, OuterConfigError
-from diloco.run.founding import solo_warning
 from rendezvous.errors import Leaving
 from rendezvous.records.records import Commit
 
@@ -99,7 +97,8 @@ class StoreRounds:
         self.left = False  # whether the `with` ended because this replica was asked to leave
         self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
-        self._founds = founds
+        self.founds = founds
+        self.frozen = frozen_digest
         self._theta_0 = theta_0
         self._report: StepReport | None = None
         self._samples: list[float] = []  # samples of each fragment since its last offer
@@ -114,8 +113,10 @@ class StoreRounds:
         """Heal the loop: load the run's θ.   Raises WrongRun."""
         rv = self.session.rv
         self.loop = loop
-        if self._founds:
-            self._found_run(loop)
+        if self.founds:
+            from diloco.outer.found import found_run
+
+            found_run(self.session, loop, self.frozen(loop.model))
         if loop.rules.codec == AUTO:
             raise OuterConfigError(
                 'outer.codec = "auto" is decided when a run is created, and this manager has a claimed slot of an '
@@ -129,48 +130,19 @@ class StoreRounds:
         if self.session.weights is not None:
             self.session.weights.layout = layout_of(loop.model)
         self.session.emit("joined", step=rv.step)
-        self._unpack_moments(loop)
+        if rv.inherited:
+            from diloco.outer.moments import unpack_moments
+
+            unpack_moments(self.session, loop)
         self.session.flush()
         self.round_began = self.session.clock.now()
 
     def _pack_moments(self) -> dict[str, np.ndarray]:
         """Return the optimizer's moments for the next session of this slot."""
-        from diloco.outer.moments import moments_digest, read_moments
+        from diloco.outer.moments import pack_moments
 
         assert self.loop is not None, "join comes first"
-        moments = read_moments(self.loop.model, self.loop.optimizer)
-        if moments:
-            self.session.emit("moments_left", digest=moments_digest(moments))
-        return moments
-
-    def _unpack_moments(self, loop: "OuterLoop") -> None:
-        """Load the moments that the slot's previous session left, if there are any."""
-        found = self.session.rv.inherited
-        if not found:
-            return
-        from diloco.outer.moments import moments_digest, read_moments, write_moments
-
-        if why := write_moments(loop.model, loop.optimizer, found):
-            self.session.emit("bad_moments", text=f"moments of the session before: {why}; the optimizer starts fresh")
-        else:
-            taken = read_moments(loop.model, loop.optimizer)
-            self.session.emit(
-                "moments_taken", digest=moments_digest(taken), bytes=sum(a.nbytes for a in taken.values())
-            )
-
-    def _found_run(self, loop: "OuterLoop") -> None:
-        """Write run.json, or compare with the existing one. Take the codec from it."""
-        from diloco.run.library import agree_on_run
-
-        rv = self.session.rv
-        stands = agree_on_run(
-            rv.store, self.session.clock, loop.mathematics(), layout_of(loop.model),
-            frozen=frozen_digest(loop.model), replicas=rv.wanted.replicas,
-        )  # fmt: skip
-        loop.rules = replace(loop.rules, codec=stands.codec)
-        if text := solo_warning(rv.wanted):
-            self.session.emit("warning", kind="solo", text=text)
-        self.session.emit("codec", codec=stands.codec, why=stands.why_codec or "as asked for")
+        return pack_moments(self.session, self.loop)
 
     # ---------------------------------------------------------------- a round
 
@@ -258,7 +230,7 @@ class StoreRounds:
 
     # ---------------------------------------------------------------- between rounds, and the end
 
-    def progress(self, inner: int, rate: float) -> None:
+    def progress(self, inner: int, rate: float) -> float:
         """Put into the next heartbeat: `inner` steps are done in this round, at `rate` seconds per step."""
         status = self.session.rv.members.status
         status.inner = inner
@@ -266,6 +238,7 @@ class StoreRounds:
         self.session.check_alive()
         if self.in_flight is not None and self.in_flight.failed:
             self.in_flight.land()
+        return rate
 
     def close(self, reason: str) -> None:
         """Leave the run: the last write of this generation."""

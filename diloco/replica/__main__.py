@@ -2,6 +2,6 @@
 
 import sys
 
-from diloco.replica.replica import main
+from diloco.replica import main
 
 sys.exit(main())

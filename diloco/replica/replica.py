@@ -5,16 +5,15 @@
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
     SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
 
-The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices per replica.
+The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices (ranks.py).
 """
 
-import argparse
 import math
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,15 +68,11 @@ SLOW_CODEC = (
     "the compiled kernels of the codecs are missing ({why}): packing, means and sums take about three times as long, "
     "with the same bits. Install a C compiler there (gcc, libc6-dev)"
 )
+Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # build_loop, manager_of, evaluator_of
 ZEROS = "zeros"  # the folder of a start model without its weights
 OPEN_S = 60.0  # limit for the first answer of the store
 LOOP_FOLDER = "inner"  # in a replica's scratch folder: files of the inner loop's libraries
 REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    url, slot, parent = _parse_arguments(argv)
-    return run_member(url, slot, _train_or_run_script, parent=parent)
 
 
 def run_member(
@@ -171,11 +166,12 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
     return None
 
 
-def _train_or_run_script(run: Run, session: Session) -> int:
-    return (_train_session if run.config.script is None else _run_script)(run, session)
+def train_or_run_script(run: Run, session: Session) -> int:
+    return (train_session if run.config.script is None else _run_script)(run, session)
 
 
-def _train_session(run: Run, session: Session) -> int:
+def train_session(run: Run, session: Session, parts: Parts | None = None) -> int:
+    """Fetch the inputs and train.   parts: steps that a replica of several ranks takes in another way."""
     record = wait_for_model(run, session)
     stay = lambda: leave_now(session)  # noqa: E731
     with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
@@ -183,7 +179,7 @@ def _train_session(run: Run, session: Session) -> int:
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""
         stay()
-        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
+        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
 def _run_script(run: Run, session: Session) -> int:
@@ -218,7 +214,7 @@ def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Pa
     return from_hub(session, model, fetch, lambda: leave_now(session))
 
 
-def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
+def fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
     """Fetch the whole start model if `folder` lacks the weights; else return `folder`."""
     if folder.name != ZEROS:
         return folder
@@ -250,7 +246,7 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     return at_hand and newest is not None and newest.t > 0
 
 
-def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
+def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs, parts: Parts | None) -> int:
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
     from diloco import make_diloco
@@ -262,6 +258,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     config = run.config
+    build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
     if run.config.rendezvous == BUCKET:
         at = first_open_step(session.rv.store)
     else:
@@ -271,14 +268,14 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     before = run.record.parent
     seeds = seeds_of(run, session.rv.slot, session.rv.generation)
     joins_late = at + before.outer_steps > 0
-    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
+    loop, model_dir = build(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
     refuse_other_base(record.base, loop.model)
-    whole = lambda: _fetch_weights(run, session, record, model_dir)  # noqa: E731
+    whole = lambda: fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
-    manager = _manager(config, session, again if record.hub else None)
+    manager = manage(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session, run.record.nonce))
     tell_of_rollouts = lambda: None  # noqa: E731
@@ -295,14 +292,14 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
         start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
-        evaluator = _make_evaluator(run, session, loop, inputs, outer)
+        evaluator = judge(run, session, loop, inputs, outer)
         _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
     tell_of_rollouts()
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 
-def _manager(
+def manager_of(
     config: RunConfig, session: Session, theta_0: "Callable[[], Mapping[str, Any]] | None"
 ) -> "StoreManager | LighthouseManager":
     if config.rendezvous == BUCKET:
@@ -314,7 +311,7 @@ def _manager(
     return connect_lighthouse(config.rendezvous, session)
 
 
-def _build_loop(
+def build_loop(
     run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
 ) -> "tuple[InnerLoop, Path]":
     """Return the inner loop and its model's folder, with weights if the snapshots lack some."""
@@ -330,7 +327,7 @@ def _build_loop(
     model_dir = inputs.model_dir
     loop = build(model_dir)
     if model_dir.name == ZEROS and has_more_than_trained(loop.model):
-        model_dir = _fetch_weights(run, session, record, model_dir)
+        model_dir = fetch_weights(run, session, record, model_dir)
         loop = build(model_dir)
     return loop, model_dir
 
@@ -357,7 +354,7 @@ def _run_inner(
         loop.train(stop)
 
 
-def _make_evaluator(
+def evaluator_of(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
     """Make the evaluator. Return None if the config has no [eval]."""
@@ -471,13 +468,3 @@ def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
 def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str, float]:
     session.add_sample(loop.sample(rollouts) if rollouts else {})
     return {k: float(v) for k, v in loop.pop_metrics().items() if math.isfinite(v)}
-
-
-def _parse_arguments(argv: Sequence[str] | None) -> tuple[str, str, str]:
-    """Return (url, slot, parent)."""
-    parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
-    parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
-    parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
-    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
-    typed = parser.parse_args(argv)
-    return typed.url, typed.slot, typed.parent

@@ -10,8 +10,9 @@
 If no run is given, here or in DILOCO_RUN, the script trains as if it had no callback, and warns once.
 max_steps counts the steps of one replica, as with accelerate. In an epoch, each replica reads its share of the rows.
 
-Not promised: callbacks that step the optimizer themselves; several devices (a replica uses one device);
-a pace that leaves out evaluations inside the training.
+Under torchrun or accelerate launch, each rank runs the script, and rank 0 joins for all (diloco/outer/ranks/).
+
+Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training.
 """
 
 import atexit
@@ -22,7 +23,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from diloco.model.script_model import publish_script_model
 from diloco.outer.loop import TAKEN, OuterLoop
 from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
+from diloco.outer.ranks.lead import lead, tell
 from diloco.process import exitcodes
 from diloco.process.output import asking_signals
 from diloco.process.session import Session
@@ -44,6 +46,9 @@ from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
 from rendezvous.layout import is_slot, slot_index, slot_name
+
+if TYPE_CHECKING:
+    from diloco.outer.ranks.led import Led
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
@@ -63,7 +68,7 @@ class DiLoCoCallback(TrainerCallback):
         self.slot = os.environ.get(SLOT) or slot or slot_name(0)
         self.replicas = replicas or replicas_of(os.environ.get(REPLICAS, "1"))
         self.outer = outer
-        self.manager: StoreManager | None = None
+        self.manager: StoreManager | Led | None = None
         self.loop: OuterLoop | None = None
         self.asked_to_go = self._stepped = False
         self._handlers: dict[int, Any] = {}
@@ -84,6 +89,7 @@ class DiLoCoCallback(TrainerCallback):
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
         caller = calling_trainer()
+        refuse_flat_shards(trainer["model"])
         refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
         if self.run in LAUNCHED:  # for `diloco export`
             processor = trainer.get("processing_class")
@@ -95,7 +101,8 @@ class DiLoCoCallback(TrainerCallback):
         if slot_index(self.slot):
             speak_for_one(args, caller)
         assert self.manager is not None and self.loop is not None
-        log_rollouts(caller, self.manager)
+        if self.manager.session is not None:
+            log_rollouts(caller, self.manager, self.manager.session)
         state.global_step = self.loop.position()
         used = state.global_step * args.gradient_accumulation_steps
         self.begin_at(used, args.data_seed or args.seed, loader, [trainer["lr_scheduler"]], plan / state.max_steps)
@@ -131,6 +138,8 @@ class DiLoCoCallback(TrainerCallback):
             signal.signal(number, handler)
         early = self.asked_to_go and not self.manager.done
         loop.__exit__(Leaving if early else None, None, None)
+        if early and self.manager.session is None:
+            raise SystemExit(exitcodes.LEFT)
         if early:
             print(f"{self.slot}: left the run after outer step {loop.committed()}; its work is in the bucket")
             raise SystemExit(exitcodes.LEFT)
@@ -141,18 +150,27 @@ class DiLoCoCallback(TrainerCallback):
         """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
 
         boundary: optimizer steps that no sync interrupts."""
-        self.replicas = first_replicas(self.run) or self.replicas
-        refuse_small_share(loader, self.replicas)
         outer = outer_config(self.outer)
         interval = outer.sync_every // outer.fragments
-        steps = rounds_of(planned(self.replicas), interval)
-        self.manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
-        self.slot = self.manager.session.rv.slot
-        steps = read_control(self.manager.session.rv.store).steps or steps  # the operator's number wins
-        self.loop = make_diloco(model, optimizer, self.manager, outer, boundary=boundary).__enter__()
-        self._on_join(self.manager.session)
-        if self.run not in LAUNCHED:  # there, the replica's process tells its end
-            atexit.register(self._leave_after_error)
+        steps = 0
+
+        def claim() -> StoreManager:
+            nonlocal steps
+            self.replicas = first_replicas(self.run) or self.replicas
+            refuse_small_share(loader, self.replicas)
+            steps = rounds_of(planned(self.replicas), interval)
+            manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
+            self.slot = manager.session.rv.slot
+            steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
+            return manager
+
+        self.manager = manager = lead(claim)
+        self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
+        self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
+        if manager.session is not None:
+            self._on_join(manager.session)
+            if self.run not in LAUNCHED:  # there, the replica's process tells its end
+                atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
         self._listen()
         return steps * interval
@@ -201,7 +219,7 @@ class DiLoCoCallback(TrainerCallback):
 
     def _leave_after_error(self) -> None:
         """Log in the run that the trainer raised, so on_train_end was not called."""
-        if self.loop is None or self.manager is None:
+        if self.loop is None or self.manager is None or self.manager.session is None:
             return
         error = getattr(sys, "last_value", None)
         text = f"{type(error).__name__}: {error}" if error is not None else "the script ended inside its training"
@@ -239,15 +257,24 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
         ),
-        "DeepSpeed spreads the optimizer over devices; a replica is one device for now": args.deepspeed,
-        f"{args.world_size} processes train it together (torchrun or accelerate launch), and all would claim one slot. "
-        "Start one process for each replica": args.world_size > 1,
-        "FSDP spreads the model over devices; a replica is one device for now": args.fsdp,
+        "DeepSpeed keeps its own copy of the weights. Use FSDP2 (fsdp = True)": args.deepspeed,
+        'this is FSDP 1, whose parameters are flat. Use fsdp_config = {"version": 2}': (
+            args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2
+        ),
         "resume_from_checkpoint would replace θ: the bucket is the checkpoint. Leave it out": state.global_step > 0,
     }
     for text, holds in reasons.items():
         if holds:
             raise OuterError(f"this trainer cannot be a replica: {text}")
+
+
+def refuse_flat_shards(model: Any) -> None:
+    """Raise OuterError for FSDP 1, which `accelerate launch` may ask for where the trainer's settings do not."""
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise OuterError(
+            "this trainer cannot be a replica: accelerate uses FSDP 1, whose parameters are flat. Set fsdp_version: 2 "
+            "in accelerate's config"
+        )
 
 
 def generation_steps(args: Any) -> int:

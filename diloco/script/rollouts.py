@@ -8,21 +8,25 @@ Other trainers have no rollouts.  Not promised: schemas of a script's tools; rol
 
 import sys
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diloco.outer.managers.manager import StoreManager
+from diloco.process.session import Session
 from diloco.run.config import FleetConfig
 from inner.rollouts.sample import RolloutSample, secrets_here
 
+if TYPE_CHECKING:
+    from diloco.outer.managers.manager import StoreManager
+    from diloco.outer.ranks.led import Led
 
-def log_rollouts(trainer: Any, manager: StoreManager) -> None:
+
+def log_rollouts(trainer: Any, manager: "StoreManager | Led", session: Session) -> None:
     """Let each offer of this replica come with some of its rollouts."""
     if "completion" not in getattr(trainer, "_logs", {}):
         return
     others = manager.rounds.stats
 
     def stats() -> dict[str, float]:
-        manager.session.add_sample(newest_rollouts(trainer, FleetConfig.log_rollouts))
+        session.add_sample(newest_rollouts(trainer, FleetConfig.log_rollouts))
         return others()
 
     manager.rounds.stats = stats

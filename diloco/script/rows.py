@@ -5,6 +5,7 @@
 
     one pass of the trainer      as many indices as before, so its step counts stay right
     a session that joins late    begins after the indices that its slot has used
+    several ranks                all draw the same stream, and accelerate deals its batches to them
 
 Not promised: rows that no other replica reads, if the number of replicas changes, or if the dataset has no length.
 """
@@ -68,9 +69,17 @@ def _narrow(sampler: Any, size: int) -> None:
         sampler.num_samples = size
 
 
+def batches_of(loader: Any) -> tuple[Any, int]:
+    """Return a data loader's batches before accelerate deals them to ranks, and the number of ranks."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if hasattr(batches, "batch_sampler"):
+        return batches.batch_sampler, batches.num_processes
+    return batches, 1
+
+
 def refuse_small_share(loader: Any, of: int) -> None:
     """Raise OuterError, before the run is created, for a share that has no row or fills no batch."""
-    inner: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    inner: Any = getattr(batches_of(loader)[0], "sampler", None)
     if of == 1 or not hasattr(inner, "data_source"):
         return
     rows = len(inner.data_source)
@@ -87,14 +96,14 @@ def refuse_small_share(loader: Any, of: int) -> None:
 
 
 def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
-    """Make a data loader read this share after the `used` batches. Return False if its dataset has no length.
+    """Make a data loader read this share after the `used` batches of each rank. Return False without a length.
 
     A single replica, `is_alone`, reads at first the same rows as without a run.
     """
-    batches: Any = getattr(loader, "batch_sampler", None)
+    batches, ranks = batches_of(loader)
     inner = getattr(batches, "sampler", None)
     if inner is None or not hasattr(inner, "data_source"):
         return False
     if used or not is_alone:
-        batches.sampler = ShareSampler(inner, share, used * batches.batch_size)
+        batches.sampler = ShareSampler(inner, share, used * batches.batch_size * ranks)
     return True

@@ -56,6 +56,12 @@ class Place(Plain):
         """A key of the executor: places with equal keys share one."""
         return self.executor, repr(sorted(self.options.items()))
 
+    @property
+    def devices(self) -> int:
+        """The number of processes that train a replica's model together, each on a device of its own."""
+        asked = self.options.get("devices", 1) if self.executor == "local" else 1
+        return asked if isinstance(asked, int) else 1  # else the executor refuses it
+
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
     """Return the places of a control record; without one for replicas, they run on this machine.

@@ -1,6 +1,6 @@
 """Finds mistakes in the chosen places: pure functions of config, places and environment.
 
-    idle_devices    --gpu H100:8 while a replica uses one device
+    devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
     vllm_missing    [inner.vllm] where vLLM is not installed, … (needs/vllm_faults.py)
     eight_bits      inner.optimizer = "adamw8bit" where bitsandbytes will be missing
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
@@ -46,7 +46,7 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
+            devices_fault(config, place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
             task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
             options_fault(place),
         )  # fmt: skip
@@ -74,24 +74,12 @@ def notes_about(
         yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
 
 
-# -------------------------------------------------------------------- devices
+def devices_fault(config: RunConfig, place: Place) -> str:
+    if not place.gpu and place.devices == 1:
+        return ""
+    from executors.preflight.needs.device_faults import idle_devices, ranks_fault
 
-
-def idle_devices(place: Place) -> str:
-    for gpu in place.gpu:
-        if (count := device_count(place.executor, gpu)) > 1:
-            one = re.sub(r"x\d+$", "x1", gpu) if place.executor == "hf-jobs" else re.sub(r":\d+$", "", gpu)
-            return (
-                f"--gpu {gpu} rents {count} GPUs for each replica on {place.executor}, and a replica uses one device: "
-                f"{count - 1} would be billed and idle. Use --gpu {one} and more --replicas"
-            )
-    return ""
-
-
-def device_count(executor: str, gpu: str) -> int:
-    """Return the number of devices in a platform's name; 1 if it has no number.   "H100:8" -> 8, "a10g-largex4" -> 4"""
-    found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
-    return int(found[1]) if found else 1
+    return idle_devices(place) or ranks_fault(config, place)
 
 
 # -------------------------------------------------------------------- installed packages

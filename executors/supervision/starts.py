@@ -111,6 +111,7 @@ class Starts:
         if slot == PUBLISH:
             return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
         parent = ("--parent", self._parent) if self._parent and place.executor == "local" else ()
-        argv = (url, "--slot", slot, *parent)
+        several = ("--devices", str(place.devices)) if place.devices > 1 and not layout.is_actor(slot) else ()
+        argv = (url, "--slot", slot, *parent, *several)
         entrypoint = ACTOR if layout.is_actor(slot) else self._entrypoint
         return ReplicaSpec(url, slot, attempt, entrypoint, argv, gpu=place.gpu, **settings)

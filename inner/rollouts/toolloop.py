@@ -126,8 +126,9 @@ class LeanToolLoop(GRPOTrainer):
         rewards = self._settle_rewards(rewards)
         if self.on_rollouts is not None:
             model: Any = self.model
-            if model.training and self.accelerator.num_processes == 1:  # else rows come from all processes
-                totals = total_rewards(rewards, self.reward_weights)
+            if model.training:
+                first = self.accelerator.process_index * len(prompts)  # rewards are those of all processes
+                totals = total_rewards(rewards[first : first + len(prompts)], self.reward_weights)
                 names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards

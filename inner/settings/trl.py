@@ -66,7 +66,7 @@ _INSTEAD = {
         "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "num_generations_eval",
         "average_tokens_across_devices", "label_smoothing_factor",
     ),
-    "nothing: a replica is one process on one device": (
+    "nothing: a place says how many devices a replica has": (
         "use_cpu", "local_rank", "accelerator_config", "parallelism_config", "ddp_find_unused_parameters",
         "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "fsdp",
         "fsdp_config", "deepspeed", "ds3_gather_for_generation",

@@ -13,6 +13,7 @@ Not promised: that a Hub id without `revision` is the same model tomorrow; a run
 (inner/models/hub_model.py).
 """
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,9 @@ def build_inner(
     try:
         from inner.train.grpo import GrpoLoop
         from inner.train.task import load_task
+
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            from inner.train.ranks import RankLoop as GrpoLoop
     except ModuleNotFoundError as missing:
         raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     return GrpoLoop(

@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,9 @@ def _silence_libraries() -> Iterator[None]:
 class GrpoLoop:
     """The InnerLoop of loop = "grpo"."""
 
+    calls = RewardCalls
+    placement: Mapping[str, Any] = {}  # of the model's parameters: TRL's settings
+
     def __init__(
         self,
         config: InnerConfig,
@@ -125,7 +128,7 @@ class GrpoLoop:
         self.optimizer: Optimizer = make_optimizer(config, model)
         self._means = MetricMeans()
         self._theta: Theta | None = None
-        self._reward_calls = RewardCalls(
+        self._reward_calls = self.calls(
             config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic,
             broken=config.rewards.broken,
         )  # fmt: skip
@@ -150,7 +153,7 @@ class GrpoLoop:
     ) -> PolicyTrainer:
         config = self.config
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
-        arguments = trainer_arguments(config, seeds, self._folder)
+        arguments = trainer_arguments(config, seeds, self._folder, **self.placement)
         if not self._has_weights:
             arguments.use_vllm = False
             arguments.beta = 0.0  # else TRL loads a reference model from the disk
@@ -161,7 +164,6 @@ class GrpoLoop:
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
-            optimizers=(self.optimizer, self._schedule),
             environment_factory=task.environment,
             objective=config.grpo.objective if self._has_weights else None,
             **channels,
@@ -171,6 +173,7 @@ class GrpoLoop:
             reward_calls=self._reward_calls,
             engine_dtype=config.engine_dtype,
         )
+        trainer.optimizer, trainer.lr_scheduler = self.optimizer, self._schedule  # a keyword is refused with FSDP
         trainer.train_dataset = Rows(task.rows)
         if getattr(model, "peft_config", None):
             from inner.models.lora import drop_reference_copy
@@ -302,7 +305,7 @@ def _vllm_keywords(config: InnerConfig) -> dict[str, Any]:
     return vllm_keywords(config.vllm)
 
 
-def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
+def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placement: Any) -> POConfig:
     """Return TRL's settings. Its defaults suit large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
     return make_po_config(
@@ -332,4 +335,5 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        **placement,
     )

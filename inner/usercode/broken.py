@@ -27,7 +27,7 @@ class BrokenRewards:
 
     def __init__(self, counts: str | float) -> None:
         self.counts = counts
-        self._blamed: set[int] = set()  # of the batch that is being scored
+        self.blamed: set[int] = set()  # of the batch that is being scored
         self.lowest: tuple[float, Tensor | None] = (torch.inf, None)
         self.share = 0.0
 
@@ -37,7 +37,7 @@ class BrokenRewards:
         if self.counts == NONE:
             failed |= blamed
             return [None if i in blamed else value for i, value in enumerate(scored.values)], failed
-        self._blamed |= blamed
+        self.blamed |= blamed
         if isinstance(number := self.counts, str):
             return scored.values, failed
         known = [number if i in failed else min(number, value or 0.0) for i, value in enumerate(scored.values)]
@@ -45,8 +45,8 @@ class BrokenRewards:
 
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
         """Return the batch's rewards, with those of broken completions set; NaN if a completion has none."""
-        blamed = sorted(self._blamed)
-        self._blamed = set()
+        blamed = sorted(self.blamed)
+        self.blamed = set()
         self.share = len(blamed) / len(rewards_B_F)
         totals_B = (rewards_B_F * weights_F.to(rewards_B_F)).nansum(dim=1)
         totals_B = totals_B.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan)

@@ -51,7 +51,7 @@ Span = tuple[float, float]
 
 def replica(argv: list[str]) -> int:
     """A replica whose inner steps take INNER_S each and leave a trace that survives kill -9."""
-    from diloco.replica.replica import main
+    from diloco.replica import main
     from inner.train.supervised import SupervisedLoop
 
     trace = os.open(f"{argv[0]}/ticks.{argv[2]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

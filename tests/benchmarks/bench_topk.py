@@ -58,7 +58,7 @@ TEXT, HELD_OUT = lines(_ALL[:9000]), lines(_ALL[9000:])
 
 def replica(url: str, slot: str, feedback: bool) -> None:
     """A child process: a replica that counts the bytes of its blobs."""
-    from diloco.replica.replica import main
+    from diloco.replica import main
     from rendezvous.engine import rendezvous
     from rendezvous.records.wire import Encoder
     from rendezvous.stores.files import FileStore

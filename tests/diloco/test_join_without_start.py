@@ -10,7 +10,7 @@ import torch
 from diloco.model.fetch import fetch_model
 from diloco.model.start_model import has_more_than_trained
 from diloco.model.zeros import fetch_model_without_weights
-from diloco.replica.replica import ZEROS, Inputs, _build_loop, _fetch_inputs
+from diloco.replica.replica import ZEROS, Inputs, _fetch_inputs, build_loop
 from inner import InnerConfig, Seeds
 from inner.train.build import load_start
 from rendezvous import layout
@@ -99,7 +99,7 @@ def test_a_model_with_frozen_weights_gets_them_after_all(
     monkeypatch.setattr("inner.build_inner", build)
     session: Any = None  # only a model on the Hub needs one
     zeros = fetch_model_without_weights(fleet.store, fleet.model, tmp_path / ZEROS)
-    loop, folder = _build_loop(fleet.run, session, fleet.model, Inputs(zeros, {}, tmp_path), Seeds(1, 2), warmup=3)
+    loop, folder = build_loop(fleet.run, session, fleet.model, Inputs(zeros, {}, tmp_path), Seeds(1, 2), warmup=3)
     assert built == [ZEROS, "model"] and folder.name == "model"
     assert all(p.any() for n, p in loop.model.named_parameters() if n.endswith("proj.weight"))
 

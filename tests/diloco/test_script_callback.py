@@ -26,7 +26,15 @@ from trl.trainer.utils import RepeatSampler
 from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
-from diloco.script.callback import ALONE, follow_run, generation_steps, refuse_fights, rounds_of, total_steps
+from diloco.script.callback import (
+    ALONE,
+    follow_run,
+    generation_steps,
+    refuse_fights,
+    refuse_flat_shards,
+    rounds_of,
+    total_steps,
+)
 from diloco.script.rollouts import calling_trainer
 from diloco.script.rows import ShareSampler, give_share, refuse_small_share
 from diloco.views.samples import session_samples
@@ -336,7 +344,15 @@ def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(
     assert trainer.state.global_step == 2
 
 
-def test_processes_that_train_together_are_refused() -> None:
-    args: Any = Mock(fp16=False, load_best_model_at_end=False, deepspeed=None, fsdp=[], world_size=4)
-    with pytest.raises(OuterError, match=r"4 processes train it together .* Start one process for each replica"):
-        refuse_fights(args, Mock(global_step=0), [])
+def test_other_ways_to_share_a_model_are_refused() -> None:
+    usual: dict[str, Any] = {"fp16": False, "load_best_model_at_end": False, "deepspeed": None, "fsdp": None}
+    refuse_fights(Mock(**{**usual, "fsdp": True, "fsdp_config": {"version": 2}}), Mock(global_step=0), [])
+    for changed, told in (
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP 1, whose parameters are flat"),
+        ({"deepspeed": "zero3.json"}, "DeepSpeed keeps its own copy of the weights. Use FSDP2"),
+    ):
+        with pytest.raises(OuterError, match=told):
+            refuse_fights(Mock(**{**usual, **changed}), Mock(global_step=0), [])
+    flat = type("FullyShardedDataParallel", (), {})()
+    with pytest.raises(OuterError, match="fsdp_version: 2 in accelerate's config"):
+        refuse_flat_shards(flat)

@@ -19,6 +19,7 @@ from executors.cli import typed
 from executors.platforms.base import LaunchPlan
 from executors.platforms.places import Place
 from executors.preflight import place_faults, quote
+from executors.preflight.needs import device_faults
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
@@ -122,7 +123,7 @@ def test_what_is_said_as_an_option_of_a_place_is_found_by_who_checks_the_place()
     modal, hub, local = wanted(*places, *(word for text in options for word in ("--option", text)))
     assert (modal.secrets, modal.gpu, modal.options) == (("aws",), ("H100:8",), {})
     assert (hub.secrets, hub.env, hub.options) == (("A", "B"), {"C": "d"}, {})
-    assert place_faults.idle_devices(modal) and not place_faults.keys_missing("s3://b/r", modal, {})
+    assert device_faults.idle_devices(modal) and not place_faults.keys_missing("s3://b/r", modal, {})
     words = place_faults.keys_missing("s3://b/r", hub, {}, several=True)
     assert words.endswith("add --secret hf-jobs.AWS_ACCESS_KEY_ID --secret hf-jobs.AWS_SECRET_ACCESS_KEY")
     assert local.secrets == ()

@@ -244,7 +244,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
         "all 2 outer steps are committed; nothing to do",
     )
     look = (
-        "import sys; from diloco.replica.replica import main; code = main(sys.argv[1:]);"
+        "import sys; from diloco.replica import main; code = main(sys.argv[1:]);"
         "print(code, [m for m in ('torch', 'transformers', 'trl', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", look, made.url, "--slot", "r01"], capture_output=True, text=True)

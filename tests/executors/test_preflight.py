@@ -23,6 +23,7 @@ import pytest
 from diloco.run.config import RunConfig
 from executors.platforms.places import Place
 from executors.preflight import place_faults, platform_options
+from executors.preflight.needs import device_faults
 from inner import InnerConfig, InnerError
 from inner.models.known import cached_snapshot, known_model
 from inner.usercode.rehearse import missing_package, rehearse
@@ -728,7 +729,7 @@ def test_devices_in_every_platforms_words() -> None:
         ("hf-jobs", "l4x1"): 1,
         ("slurm", "h100:2"): 2,
     }
-    assert {key: place_faults.device_count(*key) for key in told} == told
+    assert {key: device_faults.device_count(*key) for key in told} == told
 
 
 def test_a_partition_that_the_cluster_has_not() -> None:

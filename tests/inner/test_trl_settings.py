@@ -213,7 +213,7 @@ def test_reward_weights_scale_the_reward() -> None:
         ({"temperature": 1.0}, "write temperature in the table [inner.sampling]"),
         ({"sampling": {"top_k": 5}}, "did you mean inner.trl.top_k?"),
         ({"beta": 0.1}, "did you mean inner.trl.beta?"),
-        ({"fsdp": "full_shard"}, "Leave it out: a replica is one process on one device"),
+        ({"fsdp": "full_shard"}, "Leave it out: a place says how many devices a replica has"),
         ({"load_in_4bit": True}, "Leave it out: weights are trained as they are"),
         ({"trl": {"warmup_ratio": 0.1}}, "Use inner.schedule.lr_warmup"),
         ({"trl": {"learning_rate": 1.0}}, "the run sets this itself. Use inner.lr"),

@@ -176,8 +176,13 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
 
         script = scripted()  # kept until this process ends
         script.__enter__()
-    from diloco.replica import replica
+    from diloco.replica import main, replica
 
+    if os.environ.get("TEST_SHARD"):
+        from tests.support.ranks import let_accelerate_shard
+
+        let_accelerate_shard()
     if os.environ.get("TEST_ONE_SEED"):
         replica.derive_seed = lambda *parts: 1
-    os._exit(replica.main([url, "--slot", slot]))
+    devices = os.environ.get("TEST_DEVICES", "1")
+    os._exit(main([url, "--slot", slot, "--devices", devices]))

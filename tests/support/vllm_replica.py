@@ -120,13 +120,13 @@ def watch(stem: str, scale: float) -> None:
 def main(url: str, slot: str, folder: str) -> int:
     os.environ.update(ENVIRON)
     on_cpu()
-    from diloco.replica import replica
+    from diloco.replica import main
     from diloco.run.record import read_run
 
     lora = read_run(url).config.inner.lora
     assert lora is not None
     watch(str(Path(folder) / f"{slot}.{os.getpid()}"), lora.alpha / lora.r)
-    return replica.main([url, "--slot", slot])
+    return main([url, "--slot", slot])
 
 
 if __name__ == "__main__":

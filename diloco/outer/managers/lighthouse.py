@@ -227,12 +227,12 @@ class LighthouseRounds:
     def catch_up(self, late: Callable[[int], None]) -> None:
         """Do nothing: a replica that missed steps heals in the quorum and replays none of them."""
 
-    def progress(self, inner: int, rate: float) -> None:
+    def progress(self, inner: int, rate: float) -> float:
         """Put the progress into the next heartbeat; raise Fenced or Leaving if this replica must leave.
 
         It leaves in the middle of a round, because no other replica can use its unfinished work."""
         if self.session is None:
-            return
+            return rate
         status = self.session.rv.members.status
         status.inner = inner
         status.rate = rate
@@ -243,6 +243,7 @@ class LighthouseRounds:
             )
         if self.leaving:
             raise Leaving(f"{self.session.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
+        return rate
 
     def close(self, reason: str) -> None:
         """Leave the run.  Shut the manager down only if this session made it."""

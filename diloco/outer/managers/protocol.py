@@ -47,8 +47,8 @@ class OuterRounds(Protocol):
         """Heal the loop: load the run's newest known θ."""
         ...
 
-    def progress(self, inner: int, rate: float) -> None:
-        """Note this round's progress: `inner` steps are done, at `rate` seconds per step."""
+    def progress(self, inner: int, rate: float) -> float:
+        """Note this round's progress: `inner` steps are done, at `rate` seconds per step. Return the replica's rate."""
         ...
 
     def offer(self, delta: np.ndarray, h: int) -> None:

@@ -1,7 +1,7 @@
 """The cores and the GPU of this machine that each slot may use.
 
     cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  after the last core, from core 0 again
-    gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0
+    gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0         devices = 2: r00 ─▶ 0, 1
 
 Not promised: that no other process uses them.
 """
@@ -14,6 +14,7 @@ from executors.platforms.base import ExecutorError, ReplicaSpec
 from rendezvous import layout
 
 ANY = "any"  # any GPU
+MOST_DEVICES = 64
 
 
 def check_cores(cores: int) -> None:
@@ -33,8 +34,16 @@ def cores_of(slot: str, cores: int) -> list[int]:
     return sorted({there[(first + i) % len(there)] for i in range(cores)})
 
 
-def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None) -> str:
-    """Return the replica's CUDA device; "" if its spec asks for no GPU.   gpus: device numbers; None: all visible."""
+def check_devices(devices: int) -> None:
+    """Raise ExecutorError for a number of processes that no replica can have."""
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= MOST_DEVICES:
+        raise ExecutorError(
+            f"devices = {devices!r}: this many processes train a replica's model together, 1 to {MOST_DEVICES}"
+        )
+
+
+def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None, devices: int = 1) -> str:
+    """Return the replica's CUDA devices; "" if its spec asks for no GPU.   gpus: device numbers; None: all visible."""
     if not spec.gpu:
         return ""
     there = visible_gpus() if gpus is None else [str(gpu) for gpu in gpus]
@@ -42,7 +51,10 @@ def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None) -> str:
     if not named:
         listed = f"{', '.join(there)}, or {ANY!r} for all of them" if there else "none"
         raise ExecutorError(f"this machine has no GPU {' or '.join(spec.gpu)}; there are: {listed}")
-    return named[_place_in_line(spec.slot) % len(named)]
+    if devices > len(named):
+        raise ExecutorError(f"devices = {devices}: this machine has {len(named)} such GPUs, and each process needs one")
+    first = _place_in_line(spec.slot) * devices
+    return ",".join(named[(first + i) % len(named)] for i in range(devices))
 
 
 def visible_gpus() -> list[str]:

@@ -70,6 +70,7 @@ class LocalProcessExecutor(Executor):
     folder: where logs go (default: below the run's folder).   method: "fork" or "spawn" (default: "fork" if it works).
     env: for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
     cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
+    devices: how many processes train a replica's model together; with a `gpu`, each has one.
     """
 
     name = "local"
@@ -85,6 +86,7 @@ class LocalProcessExecutor(Executor):
         env: Mapping[str, str] | None = None,
         cores: int = 0,
         gpus: Sequence[str] | None = None,
+        devices: int = 1,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(clock)
@@ -92,11 +94,12 @@ class LocalProcessExecutor(Executor):
         self._folder = folder
         self._method = method or ("fork" if FORK else "spawn")
         self._env = {**ONE_THREAD, **(env or {})}
-        self._cores, self._gpus = cores, gpus
-        if cores:
-            from executors.platforms.on_host.affinity import check_cores
+        self._cores, self._gpus, self._devices = cores, gpus, devices
+        if cores or devices != 1:
+            from executors.platforms.on_host.affinity import check_cores, check_devices
 
             check_cores(cores)
+            check_devices(devices)
         self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
@@ -110,7 +113,8 @@ class LocalProcessExecutor(Executor):
     def plan_line(self, spec: ReplicaSpec) -> str:
         gpu, cores = self._share_of(spec)
         where = (f" on GPU {gpu}" if gpu else "") + (f" on cores {', '.join(map(str, cores))}" if cores else "")
-        return f"a process on this machine{where}, log {self._file_stem(spec)}.log"
+        who = "a process" if self._devices == 1 else f"{self._devices} processes"
+        return f"{who} on this machine{where}, log {self._file_stem(spec)}.log"
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         return ["no cost beyond this machine"]
@@ -167,7 +171,7 @@ class LocalProcessExecutor(Executor):
             return "", []
         from executors.platforms.on_host.affinity import cores_of, gpu_of
 
-        return gpu_of(spec, self._gpus), cores_of(spec.slot, self._cores)
+        return gpu_of(spec, self._gpus, self._devices), cores_of(spec.slot, self._cores)
 
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:

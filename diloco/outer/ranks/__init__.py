@@ -1,0 +1,1 @@
+"""A replica of several processes, which train one model together."""

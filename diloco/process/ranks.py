@@ -1,0 +1,176 @@
+"""A replica of K ranks on one machine: its process is rank 0, starts the others, and ends with the first that fails.
+
+    the slot's process = rank 0 ── fork (or a fresh interpreter) ──▶ rank 1 … K − 1     RANK, WORLD_SIZE, LOCAL_RANK
+         │                           they ignore SIGTERM: rank 0 leaves for all of them
+         ├── a rank has failed ──▶ its last words, the other ranks are killed, the same end for this process
+         └── this process has ended, in any way ──▶ the other ranks end
+
+So claim, heartbeat, signals, exit code and log are those of one process, whoever starts it.  `MEET` names the file in
+which the ranks find each other, so no port has to be free.
+
+Not promised: ranks on several machines; words of a rank that is killed.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from diloco.process import exitcodes
+from diloco.process.output import asking_signals
+from diloco.process.processes import describe_exit
+
+MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
+END_S = 10.0  # time for the other ranks to end after rank 0's work
+SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
+
+
+class RankLost(RuntimeError):
+    """Another rank of this replica has ended, so this one cannot go on."""
+
+
+class Followed(RuntimeError):
+    """Rank 0 has ended its replica and says why; this rank ends with it."""
+
+
+class Followers:
+    """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
+
+    on_loss: called with the words about a rank that has failed, before this process ends."""
+
+    def __init__(self, count: int, follow: Callable[[], int]) -> None:
+        self.on_loss: Callable[[str], None] = lambda text: None
+        self._count = count
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        alone = threading.active_count() == 1 and hasattr(os, "fork") and sys.platform != "darwin"
+        context: Any = multiprocessing.get_context("fork" if alone else "spawn")
+        os.environ.update(rank_environment(0, count, self._folder))
+        self._ranks: list[tuple[Any, Connection]] = []
+        for index in range(1, count):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (rank_environment(index, count, self._folder), follow, theirs)
+            self._ranks.append((context.Process(target=run_rank, args=arguments, name=f"rank {index}"), ours))
+            self._ranks[-1][0].start()
+            theirs.close()
+        self._ending = False
+        self._failed = threading.Event()
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def settle(self) -> None:
+        """Call this after an error: wait until it is known whether a lost rank caused it. If so, do not return."""
+        if self._failed.wait(SETTLE_S):
+            time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
+
+    def end(self, patience_s: float = END_S) -> None:
+        """End the ranks, now that rank 0's work is done.   patience_s: time for them to end by themselves."""
+        self._ending = True
+        until = time.monotonic() + patience_s
+        for process, _ in self._ranks:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        running = {process.sentinel for process, _ in self._ranks}
+        while running and not self._ending:
+            running -= set(wait(list(running)))
+            if (failed := self._first_failure()) is not None and not self._ending:
+                self._failed.set()
+                return self._end_like(*failed)
+
+    def _first_failure(self) -> tuple[str, int] | None:
+        """Return the words about the rank whose end explains the others', and its exit code; None if all go on."""
+        found: list[tuple[bool, bool, int, int]] = []
+        said: dict[int, str] = {}
+        for index, (process, pipe) in enumerate(self._ranks, 1):
+            if wait([process.sentinel], 0):  # it closes a moment before the exit code is there
+                process.join(SETTLE_S)
+            if process.exitcode:
+                said[index], follows = _last_words(pipe)
+                found.append((follows, process.exitcode > 0, index, process.exitcode))
+        if not found:
+            return None
+        _, _, index, code = min(found)
+        words = f": {said[index]}" if said[index] else ""
+        return f"rank {index} of {self._count} ended ({describe_exit(code)}){words}; the replica ends with it", code
+
+    def _end_like(self, text: str, code: int) -> None:
+        """End this process as the rank ended, so that its launcher judges it in the same way."""
+        try:
+            print(text, file=sys.stderr, flush=True)
+            words = threading.Thread(target=self.on_loss, args=(text,), daemon=True)
+            words.start()
+            words.join(END_S)
+        finally:
+            for process, _ in self._ranks:
+                process.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if code < 0:
+                os.kill(os.getpid(), signal.SIGKILL if -code in asking_signals() else -code)
+                time.sleep(SETTLE_S)
+            os._exit(code if code > 0 else exitcodes.CRASHED)
+
+
+def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
+    """Return the variables by which torch, accelerate and TRL know a rank.   folder: of this replica's session."""
+    numbers = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    return {MEET: os.path.join(folder, "meet"), **{name: str(number) for name, number in numbers.items()}}
+
+
+def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Connection) -> None:
+    """Be a rank, from its first line to its end. Its last words go to rank 0."""
+    os.environ.update(environment)
+    for number in asking_signals():
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = exitcodes.CRASHED
+    try:
+        code = follow()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except Followed:
+        code = exitcodes.DONE  # rank 0's exit code counts
+    except BaseException as error:
+        traceback.print_exc()
+        line = (str(error).splitlines() or [""])[0]
+        pipe.send((f"{type(error).__name__}: {line}", isinstance(error, RankLost)))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _last_words(pipe: Connection) -> tuple[str, bool]:
+    """Return the words of a rank that has ended, "" if it had no time for any, and whether it only followed others."""
+    with suppress(EOFError, OSError):
+        return pipe.recv()
+    return "", False
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time for it
+        os._exit(exitcodes.CRASHED)
+
+
+def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return why this process cannot start ranks: a launcher has started it as one already; or ""."""
+    if (size := environ.get("WORLD_SIZE", "1")) == "1":
+        return ""
+    launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "a launcher that sets WORLD_SIZE"
+    return (
+        f"{launcher} has started this replica as one of {size} processes, and a replica starts its own ranks"
+        f"{f' ({count} of them)' if count > 1 else ''}. Start it once, without that launcher, or unset WORLD_SIZE"
+    )

@@ -1,0 +1,44 @@
+"""What a replica of several ranks cannot do yet.
+
+    config, K ─▶ "" or one sentence, before anything is started
+
+Not promised: that the rest has been seen on GPUs.  No torch here.
+"""
+
+from diloco.run.config import BUCKET, RunConfig
+
+
+def rank_fault(config: RunConfig, ranks: int) -> str:
+    """Return why this run's replicas cannot have several ranks, or "".   ranks: of one replica."""
+    inner, outer, fleet = config.inner, config.outer, config.fleet
+    policy = inner.objective_settings
+    reasons = {
+        "`diloco launch` starts a script in one process": config.script is not None,
+        f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
+        'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
+        "[inner.vllm] generates for one process": inner.vllm is not None,
+        "[inner.sdpo] has a teacher in one process": inner.sdpo.is_used,
+        "[inner.replay] reads its pairs in one process": inner.replay.is_used,
+        "[inner.process] scores the turns of one process": inner.process is not None,
+        "inner.sampling.boxes are rented by one process": inner.sampling.boxes is not None,
+        f'inner.grpo.objective = "{inner.grpo.objective}" was seen in one process only': (
+            bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
+        ),
+        f'inner.optimizer = "{inner.optimizer}" was seen in one process only': inner.optimizer != "adamw",
+        "inner.trl.beta compares with a reference model, which was seen in one process only": bool(
+            inner.trl.get("beta")
+        ),
+        "inner.rewards.functions has a reward model, which was seen in one process only": any(
+            name.startswith("hub:") for name in inner.rewards.functions
+        ),
+        "[eval] needs the whole model's outer steps (outer.fragments = 1, fragment_sync_delay = 0)": (
+            config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
+        ),
+        "inner.lora.base was seen in one process only": inner.lora is not None and inner.lora.base is not None,
+        "fleet.record_rollouts (and so actors) need one process": fleet.record_rollouts,
+    }
+    found = next((text for text, holds in reasons.items() if holds), "")
+    return found and (
+        f"each replica is to have {ranks} devices, and {found}. Leave that out, or use one device for each replica and "
+        "more replicas"
+    )

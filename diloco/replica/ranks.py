@@ -1,0 +1,206 @@
+"""One replica in K processes: rank 0 is the replica, and the others train as it does.
+
+    python -m diloco.replica RUN_URL --slot r00 --devices 2
+
+    rank 0   run_member ─▶ claim, beat ─▶ inputs ─▶ Job ──tell──▶ rank 1 …   build the loop, make_diloco, train
+                                                    start   ────▶            at the same inner step
+             after each inner step:  evaluation due? rows ──────▶            score their part
+                                     done? (Led's word) ────────▶            stop
+
+Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
+
+Not promised: a log of the other ranks' rollouts; several hosts.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from diloco.process import exitcodes
+from diloco.process.ranks import END_S, Followers, told_twice
+from diloco.process.session import Session
+from diloco.replica import replica
+from diloco.replica.rank_faults import rank_fault
+from diloco.run.config import ConfigError, RunConfig
+from diloco.run.record import ModelRecord, Run
+from inner.errors import RewardFailed
+from inner.settings.inner import Seeds
+from rendezvous.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from diloco.outer.loop import OuterLoop
+    from diloco.outer.managers.manager import StoreManager
+    from diloco.outer.ranks.group import Group
+    from diloco.outer.ranks.led import Led
+    from diloco.replica.evaluation import Evaluator
+    from inner import InnerLoop
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the other ranks need to build rank 0's loop.   before: outer steps taken before this run."""
+
+    config: RunConfig
+    inputs: replica.Inputs
+    seeds: Seeds
+    warmup: int
+    before: int
+
+
+def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
+    """Be rank 0 of a replica, from its first line to its end. Return the exit code."""
+    if why := told_twice(devices):
+        print(f"{slot}: {why}", file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    followers = Followers(devices, follow)
+    code = exitcodes.CRASHED
+    try:
+        code = replica.run_member(url, slot, partial(_lead_session, followers, devices), parent=parent)
+    finally:
+        followers.end(END_S if code in (exitcodes.DONE, exitcodes.LEFT) else 0.0)
+    return code
+
+
+# -------------------------------------------------------------------- rank 0
+
+
+def _lead_session(followers: Followers, devices: int, run: Run, session: Session) -> int:
+    if fault := rank_fault(run.config, devices):
+        raise ConfigError(fault)
+    followers.on_loss = partial(_say_loss, session)
+    leader = Leader()
+    try:
+        return replica.train_session(run, session, (leader.build, leader.manage, leader.judge))
+    except RendezvousError:
+        raise
+    except Exception:
+        followers.settle()
+        raise
+
+
+def _say_loss(session: Session, text: str) -> None:
+    session.emit("crashed", error=text)
+    session.flush()
+
+
+class Leader:
+    """Rank 0's way to build the loop, the manager and the evaluator, which tells the other ranks."""
+
+    def __init__(self) -> None:
+        from diloco.outer.ranks.group import Group
+
+        self.group: Group = Group()  # the other ranks have imported what they need
+
+    def build(
+        self, run: Run, session: Session, record: ModelRecord, inputs: replica.Inputs, seeds: Seeds, *, warmup: int
+    ) -> "tuple[LeadingLoop, Path]":
+        whole = replica.fetch_weights(run, session, record, inputs.model_dir)
+        inputs = replica.Inputs(whole, inputs.files, inputs.scratch)
+        self.group.tell(Job(run.config, inputs, seeds, warmup, run.record.parent.outer_steps))
+        self.loop: Any
+        self.loop, folder = replica.build_loop(run, session, record, inputs, seeds, warmup=warmup)
+        return LeadingLoop(self.loop, self.group), folder
+
+    def manage(self, config: RunConfig, session: Session, theta_0: Callable[[], Mapping[str, Any]] | None) -> "Led":
+        from diloco.outer.ranks.led import Led
+
+        self.loop.place()  # after the start model's bits were compared
+        return Led(self.group, lambda: cast("StoreManager", replica.manager_of(config, session, theta_0)))
+
+    def judge(
+        self, run: Run, session: Session, loop: "LeadingLoop", inputs: replica.Inputs, outer: "OuterLoop"
+    ) -> "LeadingEvaluator | None":
+        evaluator = replica.evaluator_of(run, session, cast("InnerLoop", loop), inputs, outer)
+        return None if evaluator is None else LeadingEvaluator(evaluator, self.group)
+
+
+class LeadingLoop:
+    """Rank 0's InnerLoop, which the other ranks' loops follow."""
+
+    def __init__(self, loop: "InnerLoop", group: "Group") -> None:
+        self._loop: Any = loop
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def start_at(self, inner_step: int) -> None:
+        self._loop.start_at(self._group.tell(inner_step))
+
+    def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
+        self._group.tell((rows, greedy, seed))
+        return self._loop.score(rows, greedy=greedy, seed=seed)
+
+
+class LeadingEvaluator:
+    """Rank 0's Evaluator.  Each call is one of `_follow_evaluation` in the other ranks."""
+
+    def __init__(self, evaluator: "Evaluator", group: "Group") -> None:
+        self._evaluator = evaluator
+        self._group = group
+
+    def is_due(self) -> bool:
+        return bool(self._group.agree(self._evaluator.is_due())[0])
+
+    def evaluate(self) -> None:
+        self._evaluator.evaluate()
+        self._group.tell(None)
+
+
+# -------------------------------------------------------------------- the other ranks
+
+
+def follow() -> int:
+    """Be a rank that rank 0 leads. Return the exit code."""
+    import torch
+
+    from diloco.outer.ranks.group import Group
+
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(1)
+    group = Group()
+    job: Job = group.tell(None)
+    try:
+        _follow_training(group, job)
+    except RewardFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return exitcodes.NO_REWARD
+    return exitcodes.DONE
+
+
+def _follow_training(group: "Group", job: Job) -> None:
+    from diloco import make_diloco
+    from diloco.outer.ranks.led import Led
+    from inner import build_inner
+
+    config, inputs = job.config, job.inputs
+    scratch = inputs.scratch / f"rank{group.index}"
+    scratch.mkdir(exist_ok=True)
+    loop: Any = build_inner(config.inner, inputs.model_dir, inputs.files, job.seeds, job.warmup, scratch=scratch)
+    loop.place()
+    manager = Led(group)
+    manager.stats = loop.pop_metrics
+    with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
+        loop.follow(lambda: job.before + outer.committed(), outer.theta, manager.num_participants)
+        loop.start_at(group.tell(None))
+
+        def stop() -> bool:
+            if config.eval is not None:
+                _follow_evaluation(group, loop)
+            return manager.done
+
+        if not stop():
+            loop.train(stop)
+
+
+def _follow_evaluation(group: "Group", loop: Any) -> None:
+    """Score this rank's part of the rows that rank 0 tells, if an evaluation is due."""
+    if not group.agree(0)[0]:
+        return
+    while (asked := group.tell(None)) is not None:
+        rows, greedy, seed = asked
+        loop.score(rows, greedy=greedy, seed=seed)

@@ -1,0 +1,102 @@
+"""The RL inner loop on one of K ranks: TRL's own rules deal one generation to them.
+
+    a generation   prompts of K · batch rows ──▶ rank 0: the first batch · rank 1: the second · …    generate, reward
+                   rewards of all ranks ──gather──▶ one tensor on each: groups, advantages ──▶ each rank's own rows
+    a step         whole models on GPUs are in shards (FSDP2), adapters and models on CPUs are copied (DDP)
+
+A slot of K ranks reads the prompts, in the order, that one rank with K times the batch reads.  Ranks draw their noise
+from seeds of their own, so completions differ from that one rank's.
+
+What is known on one rank alone reaches the others before it counts: failed rewards, completions that broke a judge.
+
+Not promised: sdpo, replay and process channels, vLLM, dynamic sampling (refused by name before the start); a
+reward's pauses and events of ranks other than 0 in the run's log, as only rank 0 has a session.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from inner.settings.inner import InnerConfig, Theta
+from inner.train.grpo import GrpoLoop
+from inner.usercode.reward_calls import RewardCalls
+
+SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Hold all weights on this rank during a `with`. Then the ranks may take different numbers of forward passes."""
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in shards:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+class RankRewardCalls(RewardCalls):
+    """RewardCalls whose batches are the rows of all ranks, in the ranks' order."""
+
+    def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
+        state = PartialState()
+        first = state.process_index * (len(rewards_B_F) // state.num_processes)
+        rows = self._failed | self.broken.blamed
+        known = [(first + row, row in self._failed, row in self.broken.blamed) for row in rows]
+        everywhere: list[tuple[int, bool, bool]] = gather_object(known)
+        self._failed = {row for row, failed, _ in everywhere if failed}
+        self.broken.blamed = {row for row, _, blamed in everywhere if blamed}
+        return super().settle(rewards_B_F, weights_F, group)
+
+
+class RankLoop(GrpoLoop):
+    """The InnerLoop of loop = "grpo" on one of several ranks."""
+
+    calls = RankRewardCalls
+
+    def __init__(self, config: InnerConfig, model: Any, *args: Any, **kwargs: Any) -> None:
+        self.placement = {} if config.lora is not None else SHARDED
+        super().__init__(config, model, *args, **kwargs)
+
+    def place(self) -> None:
+        """Place the parameters on the ranks now, for the outer loop. Trainer.train would do so later."""
+        trainer: Any = self.trainer
+        accelerator = trainer.accelerator
+        ready = accelerator.prepare(trainer.model, self.optimizer)
+        prepare = accelerator.prepare
+
+        def prepare_others(*objects: Any, **options: Any) -> Any:
+            return ready if objects and objects[0] is trainer.model else prepare(*objects, **options)
+
+        accelerator.prepare = prepare_others
+        generate = trainer._generate
+
+        def generate_whole(*arguments: Any) -> Any:
+            with whole_weights(trainer.model):
+                return generate(*arguments)
+
+        trainer._generate = generate_whole
+
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+        super().follow(step, theta, replicas)
+        if any(isinstance(p, DTensor) for p in self.model.parameters()):
+            self._theta = None  # evaluations follow an outer step of the whole model, so the live weights are θ
+
+    def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
+        """Score on all ranks, each its part. Return the scores of all rows on each of them."""
+        state = PartialState()
+        part = -(-len(rows) // state.num_processes)
+        padded = [*rows, *[rows[-1]] * (part * state.num_processes - len(rows))]
+        mine = padded[state.process_index * part :][:part]
+        found = super().score(mine, greedy=greedy, seed=seed + state.process_index)
+        return {name: numbers[: len(rows)] for name, numbers in found.items()}

@@ -1,0 +1,159 @@
+"""Replicas of several ranks: the number of ranks, and how they hold the model, change no bit of a run."""
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
+from diloco.outer.ranks.led import refuse_unequal
+from diloco.process import exitcodes
+from diloco.process.ranks import told_twice
+from diloco.replica import main
+from diloco.run.config import OuterError
+from diloco.runlog.reader import read_report
+from rendezvous.stores.open import open_store
+from tests.support.ranks import run_fleet, start, wait, words
+
+slow = pytest.mark.slow
+
+
+# -------------------------------------------------------------------- (a), (b): equal bits
+
+
+@pytest.mark.parametrize(
+    ("kind", "outer"),
+    [
+        ("", {"codec": "fp32"}),
+        ("sharded", {"codec": "int8", "fragments": 2}),
+        pytest.param("", {"codec": "int8", "outer_lr": "auto"}, marks=slow),
+        pytest.param("sharded", {"codec": "fp32", "fragments": 2, "outer_lr": 1.0, "outer_momentum": 0.0}, marks=slow),
+        pytest.param("sharded", {"codec": "topk"}, marks=slow),
+        pytest.param("sharded bfloat16", {"codec": "int4", "fragments": 2}, marks=slow),
+        pytest.param("sharded", {"fragment_update_alpha": 0.5, "fragment_sync_delay": 1}, marks=slow),
+        pytest.param("bfloat16", {"fragment_update_alpha": 0.25, "fragment_sync_delay": 1, "fragments": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_two_slots_of_two_ranks_are_two_slots_of_one(kind: str, outer: Mapping[str, Any], tmp_path: Path) -> None:
+    settings = {"kind": kind, "sync_every": 6, **outer}
+    one = run_fleet(tmp_path / "one", {"r00": 1, "r01": 1}, **settings)
+    two = run_fleet(tmp_path / "two", {"r00": 2, "r01": 2}, **settings)
+    assert one == two and one["r00"] == one["r01"] and len(set(one["r00"])) == 3
+    offers = [offered(tmp_path / name) for name in ("one", "two")]
+    assert offers[0] == offers[1] and len(offers[0]) == 3, "the bytes in the bucket are the same"
+
+
+def offered(folder: Path) -> list[list[str]]:
+    """The digests of the pseudogradients that each commit counts."""
+    records = [json.loads(path.read_bytes()) for path in sorted((folder / "run/steps").glob("*/commit.json"))]
+    return [sorted(offer["digest"] for offer in record["offers"]) for record in records]
+
+
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("sharded bfloat16", marks=slow)])
+def test_slots_of_one_two_and_three_ranks_hold_the_same_bits(kind: str, tmp_path: Path) -> None:
+    found = run_fleet(tmp_path / "mixed", {"r00": 1, "r01": 2, "r02": 3}, kind=kind, sync_every=4)
+    assert found["r00"] == found["r01"] == found["r02"] and len(set(found["r00"])) == 3
+
+
+def test_a_slot_of_two_ranks_that_missed_steps_offers_late_and_catches_up(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    commit = folder / "steps/0000000002/commit.json"
+    settings: dict[str, Any] = {"replicas": 2, "min_replicas": 1, "steps": 5, "sync_every": 4, "kind": "sharded"}
+    ahead = start(tmp_path, "r00", 1, **settings)
+    late = start(tmp_path, "r01", 2, faults=f"wait 6 {commit}", **settings)
+    assert wait(ahead) == wait(late) == 0, words(tmp_path)
+    ends = [json.loads((tmp_path / f"{slot}.json").read_text())[-1] for slot in ("r00", "r01")]
+    report = read_report(open_store(f"file://{folder}"))
+    assert ends[0] == ends[1] and report.head == 5 and [e["missed"] for e in report.of_kind("caught_up")]
+
+
+# -------------------------------------------------------------------- (c), (d): a rank dies
+
+
+POINTS = [(rank, "agree", n) for rank in (0, 1) for n in (1, 3, 6, 7, 8, 9, 10)]  # round 0: 3 … 6, then its sync
+POINTS += [(1, "gather", 2), (2, "spread", 40), (0, "spread", 40), (2, "agree", 12)]
+FIRST = ((1, "agree", 8), (0, "spread", 40))
+
+
+@pytest.mark.parametrize(
+    ("rank", "call", "n"), [pytest.param(*p, marks=() if p in FIRST else slow) for p in POINTS], ids=str
+)
+def test_a_killed_rank_ends_its_slot_which_comes_back_with_another_number_of_ranks(
+    rank: int, call: str, n: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"replicas": 2, "min_replicas": 2, "steps": 3, "sync_every": 4, "kind": "sharded"}
+    other = start(tmp_path, "r01", 1, **settings)
+    ranks = max(2, rank + 1)
+    assert wait(start(tmp_path, "r00", ranks, faults=f"die {rank} {call} {n}", **settings)) == -signal.SIGKILL
+    if rank:
+        assert f"rank {rank} of {ranks} ended (killed by SIGKILL)" in words(tmp_path)[0]
+    again = start(tmp_path, "r00", 5 - ranks, **settings)
+    assert wait(again) == wait(other) == 0, words(tmp_path)
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.head == 3 and report.done
+    ends = [json.loads((tmp_path / f"{slot}.json").read_text())[-1] for slot in ("r00", "r01")]
+    assert ends[0] == ends[1], "no outer step is lost, and both have its θ"
+
+
+def test_a_rank_that_raises_ends_its_slot_with_its_words(tmp_path: Path) -> None:
+    assert wait(start(tmp_path, "r00", 2, faults="raise 1 2", replicas=1, steps=2, sync_every=4)) == 1
+    assert "rank 1 of 2 ended (exit code 1): ValueError: no more; the replica ends with it" in words(tmp_path)[0]
+
+
+# -------------------------------------------------------------------- ranks that cannot be a replica
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ("differ", "rank 1 of this replica differs from rank 0 in the outer settings: sync_every is 4 on rank 0, 8"),
+        ("unled", "2 processes train this model, and each has a StoreManager of its own, so all would claim one slot"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(faults: str, told: str, tmp_path: Path) -> None:
+    assert wait(start(tmp_path, "r00", 2, faults=faults, replicas=1, steps=2, sync_every=4)) == 1
+    assert told in words(tmp_path)[0]
+
+
+def test_another_model_on_a_rank_is_told() -> None:
+    ours, theirs = {"the model": [["a", [2]], ["b", [3]]]}, {"the model": [["a", [2]]]}
+    with pytest.raises(OuterError, match=r"rank 1 .* in the model: parameter 1 is \[\['b', \[3\]\]\] on rank 0, \[\]"):
+        refuse_unequal([ours, theirs])
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is not a number of processes"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE = 4, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "h"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_a_launcher_that_is_none_is_refused(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(OuterError, match=told):
+        join_ranks(environ)
+
+
+def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refuse_missing_gpu(1)
+    with pytest.raises(OuterError, match=r"rank 2 has no GPU: this machine shows 2, and each rank .* uses one"):
+        refuse_missing_gpu(2)
+
+
+def test_a_replica_that_a_launcher_started_several_times_is_refused(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told_twice(2, {}) == ""
+    assert told_twice(2, {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}).startswith(
+        "torchrun has started this replica"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for devices in ("1", "2"):
+        assert main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR
+        assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err

@@ -1,0 +1,172 @@
+"""Real fleets whose replicas have several ranks: they learn, one is killed, one hangs, and the run goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.process import exitcodes
+from diloco.runlog.reader import Report, read_report
+from diloco.views.samples import session_samples
+from rendezvous.agreement.membership import newest_claim
+from rendezvous.stores.open import open_store
+from tests.diloco.test_eval_fleet import INNER, write_files
+from tests.inner.test_toolworld import SMALL
+from tests.support.audit import check_run
+from tests.support.fleet import ENDLESS, WAIT_S, Fleet
+
+PLAIN = {**SMALL, "loop": "grpo", "model": "toolworld", "data": {"text": None, "context_length": 64}}
+QUICK = {"batch_size": 8, "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 60}}
+LORA = {"lora": {"r": 4}, "lr": 1e-2}
+
+
+def report_of(fleet: Fleet) -> Report:
+    return read_report(open_store(fleet.url))
+
+
+def logged(fleet: Fleet, slot: str, kind: str) -> list[dict[str, Any]]:
+    lines = [line for path in sorted(Path(fleet.url).glob(f"log/{slot}-*/*.jsonl")) for line in path.open()]
+    return [event for event in map(json.loads, lines) if event.get("event") == kind]
+
+
+def test_a_replica_of_two_ranks_takes_its_steps(tmp_path: Path) -> None:
+    fleet = Fleet(
+        tmp_path,
+        inner={**PLAIN, **QUICK},
+        outer={"sync_every": 1},
+        fleet={"replicas": 1, "steps": 1, "min_replicas": 1},
+    )
+    fleet.start("r00", TEST_DEVICES="2")
+    assert fleet.wait() == {"r00": [0]}, fleet.logs()
+    assert [event["samples"] for event in logged(fleet, "r00", "step")] == [16.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "ranks"), [({}, {}), ({}, {"TEST_SHARD": "1"}), (LORA, {})], ids=["replicated", "sharded", "lora"]
+)
+def test_a_replica_of_two_ranks_trains_and_evaluates_beside_one_of_one(
+    inner: dict[str, Any], ranks: dict[str, str], tmp_path: Path
+) -> None:
+    write_files(tmp_path, held_out=15)
+    fleet = Fleet(
+        tmp_path, inner={**INNER, **QUICK, **inner}, outer={"sync_every": 2},
+        fleet={"replicas": 2, "steps": 2, "min_replicas": 2}, eval={"prompts": "held_out.jsonl", "samples": 1},
+    )  # fmt: skip
+    fleet.start("r00", TEST_DEVICES="2", **ranks)
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 2)
+    report = report_of(fleet)
+    steps = [(slot, event["samples"]) for slot in ("r00", "r01") for event in logged(fleet, slot, "step")]
+    assert steps == [("r00", 32.0), ("r00", 32.0), ("r01", 16.0), ("r01", 16.0)]
+    scores = [(e.step, kind, e.scores[kind]["reward"].prompts) for e in report.evaluations for kind in e.scores]
+    assert scores == [(t, kind, 15) for t in (0, 2) for kind in ("greedy", "sampled")]
+    assert session_samples(open_store(fleet.url), "r00", 1, 100), "rank 0's rollouts are in the log"
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_ranks_leaves_with_its_work(tmp_path: Path) -> None:
+    fleet = Fleet(
+        tmp_path, inner={**PLAIN, **QUICK}, outer={"sync_every": 8},
+        fleet={"replicas": 1, "steps": ENDLESS, "min_replicas": 1},
+    )  # fmt: skip
+    slot = fleet.start("r00", TEST_DEVICES="2")
+    fleet.wait_for(lambda: fleet.training("r00", 1))
+    ranks = Path(f"/proc/{slot.pid}/task/{slot.pid}/children").read_text().split()
+    fleet.signal("r00", signal.SIGTERM)
+    assert fleet.wait() == {"r00": [exitcodes.LEFT]}, fleet.logs()
+    session = report_of(fleet).sessions[0]
+    assert session.end == "left" and len(ranks) == 1 and not Path(f"/proc/{ranks[0]}").exists()
+    assert fleet.store.list(f"steps/{fleet.head():010d}/offer/"), "the inner steps since the last sync are offered"
+
+
+HANGS = """
+import os, time
+
+calls = 0
+
+def score(completions, **columns):
+    global calls
+    calls += 1
+    while os.environ.get("RANK") == "1" and calls == 3:
+        time.sleep(.05)
+    return [float(len(c[-1]["content"])) for c in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_its_session(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "rewards.py").write_text(HANGS)
+    fleet = Fleet(
+        tmp_path, inner={**INNER, "batch_size": 8}, outer={"sync_every": 2},
+        fleet={"replicas": 1, "steps": 4, "min_replicas": 1, "hung_after_s": 4.0},
+    )  # fmt: skip
+    fleet.start("r00", TEST_DEVICES="2")
+    assert fleet.wait() == {"r00": [exitcodes.HUNG]}, fleet.logs()
+    assert report_of(fleet).sessions[0].end == "hung"
+
+
+CONFIG = """[inner]
+model = "toolworld"
+batch_size = 8
+[outer]
+sync_every = 2
+[fleet]
+replicas = 2
+min_replicas = 2
+steps = {steps}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_slot_whose_rank_is_killed_is_replaced_by_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG.format(steps=8))
+    command = [sys.executable, "-m", "executors.cli", "train", "run.toml", "--run", "runs/a", "--executor", "local"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    train = subprocess.Popen([*command, "--option", "devices=2"], env=env)
+    store = open_store(f"file://{tmp_path}/runs/a")
+    until = time.monotonic() + WAIT_S
+    while store.get("steps/0000000001/commit.json") is None and time.monotonic() < until:
+        time.sleep(0.02)
+    claim = newest_claim(store, "r00")
+    assert claim is not None
+    ranks = [int(pid) for pid in Path(f"/proc/{claim.pid}/task/{claim.pid}/children").read_text().split()]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    assert train.wait(WAIT_S) == exitcodes.DONE
+    report = read_report(store)
+    assert report.done and report.head == 8
+    assert [x.name for x in report.sessions if x.name.startswith("r00")] == ["r00-1", "r00-2"]
+    (told,) = report.of_kind("crashed")
+    assert told["error"] == "rank 1 of 2 ended (killed by SIGKILL); the replica ends with it"
+    assert not Path(f"/proc/{claim.pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_learn_as_one_does_with_twice_the_batch(tmp_path: Path) -> None:
+    ends: dict[str, list[float]] = {}
+    for name, ranks, batch in (("one", 1, 32), ("two", 2, 16)):
+        (tmp_path / name).mkdir()
+        fleet = Fleet(
+            tmp_path / name, inner={**PLAIN, "batch_size": batch}, outer={"sync_every": 4},
+            fleet={"replicas": 1, "steps": 12, "min_replicas": 1},
+        )  # fmt: skip
+        fleet.start("r00", TEST_DEVICES=str(ranks))
+        assert fleet.wait(400) == {"r00": [0]}, fleet.logs()
+        ends[name] = [event["reward"] for event in logged(fleet, "r00", "step")]
+    for rewards in ends.values():
+        assert sum(rewards[-3:]) / 3 > rewards[0] + 0.25
+    assert abs(sum(ends["one"][-3:]) - sum(ends["two"][-3:])) / 3 < 0.15

@@ -1,0 +1,57 @@
+"""DiLoCoCallback in a script that several processes run together."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diloco.runlog.reader import read_report
+from rendezvous.stores.open import open_store
+from tests.support import rank_script
+from tests.support.ranks import start_ranks, wait, words
+from tests.support.tiny_models import tiny_model_folder
+
+SETTINGS = {"max_steps": 8, "learning_rate": 1e-3, "train_sampling_strategy": "sequential"}
+
+
+def weights(folder: Path, ranks: int, **settings: Any) -> torch.Tensor:
+    folder.mkdir()
+    outer = {"outer_lr": 0.7, "sync_every": 4}
+    act = partial(rank_script.train, "sft", str(folder), {**SETTINGS, **settings}, outer)
+    assert wait(start_ranks(ranks, folder / "r00.log", act)) == 0, words(folder)
+    report = read_report(open_store(f"file://{folder}/run"))
+    assert report.head == 2 and report.done and [x.end for x in report.sessions] == ["done"]
+    return torch.load(folder / "weights.pt")
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param({"fsdp": True}, marks=pytest.mark.slow)], ids=["copies", "shards"])
+def test_a_script_on_two_ranks_is_the_script_with_batches_of_twice_the_size(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    """8 inner steps, 2 outer steps; the ranks sum gradients in another order."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    one = weights(tmp_path / "one", 1, per_device_train_batch_size=4)
+    two = weights(tmp_path / "two", 2, per_device_train_batch_size=2, **more)
+    moved, apart = (one - start).norm(), (two - one).norm()
+    assert moved > 0 and apart < 1e-3 * moved, (moved, apart)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_launcher_starts_the_ranks(launcher: str, tmp_path: Path) -> None:
+    start = {
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
+        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"],
+    }[launcher]
+    words_ = ["tests.support.rank_script", "grpo", str(tmp_path), json.dumps({"max_steps": 4}), '{"sync_every": 2}']
+    done = subprocess.run([sys.executable, "-m", *start, *words_], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.head == 2 and report.done and len(report.sessions) == 1

@@ -1,0 +1,44 @@
+"""A person's script that trains a tiny model with a stock trainer: by itself, under torchrun, under accelerate launch.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.rank_script sft FOLDER …
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from diloco import DiLoCoCallback
+from diloco.outer.ranks.group import join_ranks, launched_ranks
+from diloco.process.ranks import MEET
+from tests.support.ranks import let_accelerate_shard
+from tests.support.tiny_models import tiny_model_folder
+
+
+def train(kind: str, folder: str, settings: dict[str, Any], outer: dict[str, Any]) -> int:
+    """Train as one rank; rank 0 saves the weights into FOLDER/weights.pt."""
+    from tests.diloco.test_script_callback import trainer_of
+
+    torch.set_num_threads(1)
+    tiny_model_folder("llama")  # before the ranks meet: then Transformers would let rank 0 alone save it
+    if launched_ranks() > 1 and MEET in os.environ:
+        join_ranks()
+        if settings.get("fsdp"):
+            let_accelerate_shard()
+    callback = DiLoCoCallback(f"file://{folder}/run", **outer)
+    rank = int(os.environ.get("RANK", "0"))
+    trainer = trainer_of(kind, Path(folder) / f"rank{rank}", [callback], **settings)
+    trainer.train()
+    assert all(isinstance(p, DTensor) == bool(settings.get("fsdp")) for p in trainer.model.parameters())
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
+    if rank == 0:
+        torch.save(torch.cat([p.detach().reshape(-1) for p in whole]), Path(folder) / "weights.pt")
+    return 0
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
