@@ -45,6 +45,8 @@ class Basket:
         return self
 ''',
     "shop/rates.txt": "7\n",
+    "shop/old.py": "print 'Python 2'\n",
+    "tests/test_old.py": "print 'Python 2'\n",
     "shop/names.py": """def title(name):
     words = name.split("_")
     words = [word.capitalize() for word in words]

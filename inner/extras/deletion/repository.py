@@ -15,6 +15,7 @@ Not promised: tests that need a process, a thread, a socket, a file outside the 
 out. Text files alone are read.
 """
 
+import ast
 import importlib.metadata
 import json
 import random
@@ -85,7 +86,7 @@ def read_repository(folder: Path, tests: str, packages: Path) -> Repository:
     beside = {path: text for path, text in suite.items() if not _is_test(path)} | {"inside_suite.py": RUNNER}
     requires = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(packages)])]
     around = Surroundings(roots, str(packages.resolve()), sorted(requires), beside)
-    files = {path: text for path, text in suite.items() if _is_test(path)}
+    files = {path: text for path, text in suite.items() if _is_test(path) and _parses(text)}
     return Repository(folder.name, code, around, _trace(code, files, around, words[1:]))
 
 
@@ -112,6 +113,15 @@ def _read_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 def _is_test(path: str) -> bool:
     name = path.rpartition("/")[2]
     return (name.startswith("test_") and name.endswith(".py")) or name.endswith("_test.py")
+
+
+def _parses(text: str) -> bool:
+    """Whether this Python can read it: suites carry files of older ones, and files that are only data."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _refuse_copies(code: Mapping[str, str], packages: Path) -> None:
@@ -165,7 +175,7 @@ def propose(repository: Repository, seed: int) -> Iterator[Deletion]:
     reached = {place for test in repository.tests for place in test.reached}
     found = list[Deletion]()
     for path, text in repository.code.items():
-        if path.endswith(".py"):
+        if any(place.startswith(f"{path}:") for place in reached):
             names = [name for name in functions_of(text) if f"{path}:{name}" in reached]
             found += [Deletion(path, (name,)) for name in names]
             found += [Deletion(path, tuple(names))] if len(names) > 1 else []
