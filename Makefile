@@ -7,6 +7,7 @@
 # make test-gpu  what only a GPU shows: kernels, gradients beside a CPU's, a killed fleet, full memory
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
+# make test-nf4  a base in 4 bits (QLoRA) by the real bitsandbytes on the CPU, in an environment of its own
 # make test-lightning  Lightning's Trainer as a replica, in an environment of its own below .venv
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make test-backends  the adapters to PRIME-RL, verl and Monarch; the real verl and Monarch in environments of their own below .venv
@@ -39,6 +40,7 @@ TASKS := $(VENV)/tasks
 VERL := $(VENV)/verl
 MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
+NF4 := $(VENV)/nf4
 OPENENV := $(VENV)/openenv
 ENGINES := $(VENV)/engines
 BOXES := $(VENV)/boxes
@@ -48,7 +50,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -114,7 +116,7 @@ $(TRACKERS)/.installed: pyproject.toml | install
 
 test-backends: $(VERL)/.installed $(MONARCH)/.installed
 	$(BIN)/python -m pytest -q tests/inner/test_prime_rl.py
-	$(VERL)/bin/python -m pytest -q tests/inner/test_verl.py
+	$(VERL)/bin/python -m pytest -q tests/inner/test_verl.py tests/inner/test_verl_trainer.py
 	$(MONARCH)/bin/python -m pytest -q tests/inner/test_rounds.py tests/inner/test_monarch.py tests/executors/test_monarch.py
 
 # verl's own pins want an older transformers; what is tested here runs with ours, which stands behind it
@@ -209,6 +211,16 @@ $(BOXES)/.installed: | install
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(BOXES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(BOXES)/bin/pip install -q --disable-pip-version-check e2b==2.63.0 pytest==9.2.0
+	@touch $@
+
+test-nf4: $(NF4)/.installed
+	$(NF4)/bin/python -m pytest -q tests/diloco/test_nf4.py
+
+$(NF4)/.installed: | install
+	$(PYTHON) -m venv $(NF4)
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(NF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	$(NF4)/bin/pip install -q --disable-pip-version-check --no-deps bitsandbytes==0.50.2
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there

@@ -50,7 +50,7 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def signal_handlers_stay() -> Iterator[None]:
     """Fail a test that leaves a signal handler, which would hide the signals of later tests of this process."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     left = [number.name for number, handler in before.items() if signal.getsignal(number) is not handler]

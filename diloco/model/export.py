@@ -27,7 +27,7 @@ from diloco.run.record import ModelRecord, Run, read_run
 from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
-from inner.train.build import load_start
+from inner.train.build import load_dequantised, load_start
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_wishes
@@ -47,7 +47,8 @@ STATE_PATIENCE_S = 10.0
 def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
     """Write θ_step (default: the newest) as a normal from_pretrained folder. Return the step.
 
-    With [inner.lora], write an adapter's folder for PEFT.   merge: write the whole model, with the adapter merged.
+    With [inner.lora], write an adapter's folder for PEFT.   merge: write the whole model, with the adapter merged;
+    a base in 4 bits is dequantised to inner.dtype first, as the adapter was trained on these values.
     """
     run = read_run(url)
     record = model_record(run)
@@ -74,6 +75,8 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
         start = start_folder(run, record, Path(scratch) / "model")
         model, _ = load_start(start, inner.dtype, inner.lora)
         refuse_other_base(record.base, model)
+        if merge and inner.lora is not None and inner.lora.base is not None:
+            model = load_dequantised(start, inner.dtype, inner.lora)
         put_into(model, state)
         if inner.lora is not None and not merge:
             _copy_others(start, to, left_out=MODEL_CONFIGS)

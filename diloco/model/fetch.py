@@ -7,7 +7,6 @@ Not promised: space on this machine's disk.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from diloco.run.record import ModelRecord, Run
@@ -25,20 +24,6 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
     for name, stored in record.files.items():
         if stored["key"]:
             save_below(folder, name, fetch_stored(store, stored))
-    return folder
-
-
-def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """Write θ₀'s folder with zeros as weights, for a replica that loads θ from a snapshot. Return `folder`.
-
-    Raises HubError.   `folder` becomes a normal from_pretrained folder.   The zeros are a hole in a file, which needs
-    no transfer and no disk space.
-    """
-    from diloco.model.zeros import write_zeros
-
-    others = {name: stored for name, stored in record.files.items() if not is_weights_file(name)}
-    fetch_model(store, replace(record, files=others), folder)
-    write_zeros(folder / "model.safetensors", record.layout)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A safetensors file of zeros with a model's layout: a header, and a hole of the arrays' size.
+"""A start model's folder with zeros as weights: a safetensors file of a header, and a hole of the arrays' size.
 
     u64: length of the header │ header: JSON │ hole: zeros that take no disk space
 
@@ -7,11 +7,28 @@ Not promised: holes on every file system; if there are none, the zeros are writt
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from diloco.model.fetch import fetch_model, is_weights_file
+from diloco.run.record import ModelRecord
+from rendezvous.store import Store
+
 _NAMES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "float64": ("F64", 8)}
+
+
+def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
+    """Write θ₀'s folder with zeros as weights, for a replica that loads θ from a snapshot. Return `folder`.
+
+    Raises HubError.   `folder` becomes a normal from_pretrained folder.   The zeros are a hole in a file, which needs
+    no transfer and no disk space.
+    """
+    others = {name: stored for name, stored in record.files.items() if not is_weights_file(name)}
+    fetch_model(store, replace(record, files=others), folder)
+    write_zeros(folder / "model.safetensors", record.layout)
+    return folder
 
 
 def write_zeros(path: Path, layout: Sequence[Sequence[Any]]) -> None:

@@ -150,11 +150,18 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def frozen_digest(model: nn.Module) -> str:
     """Return xxh3-128 over frozen parameters and saved buffers, which no outer step averages; "" without any."""
     h = xxhash.xxh3_128()
-    fixed = [*((n, p) for n, p in model.named_parameters() if not p.requires_grad), *saved_buffers(model)]
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    scales = [(f"{n}.{k}", v) for n, p in frozen if hasattr(p, "quant_state") for k, v in scales_of(p)]
+    fixed = [*frozen, *scales, *saved_buffers(model)]
     for name, tensor in fixed:
         h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         h.update(_tensor_bytes(tensor))
     return h.hexdigest() if fixed else ""
+
+
+def scales_of(p: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors beside the 4-bit weights that bitsandbytes keeps outside of the module's buffers."""
+    return sorted(p.quant_state.as_dict(packed=True).items())
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from diloco.model.fetch import fetch_files, fetch_model, fetch_model_without_weights
+from diloco.model.fetch import fetch_files, fetch_model
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.output import asking_signals, survive_lost_output
@@ -201,8 +201,11 @@ def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session
     """
     (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
     files = fetch_files(run, scratch / "code")
-    without = _heals_without_start(run, record)
-    fetch, folder = (fetch_model_without_weights, ZEROS) if without else (fetch_model, "model")
+    fetch, folder = fetch_model, "model"
+    if _heals_without_start(run, record):
+        from diloco.model.zeros import fetch_model_without_weights as fetch
+
+        folder = ZEROS
     return _ask_patiently(record, session, lambda: fetch(run.store, record, scratch / folder)), files
 
 

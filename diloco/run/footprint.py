@@ -36,6 +36,7 @@ BROADCAST = 3.5  # θ in bf16, and at most the copy that is being written
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
 TOKEN = 9  # bytes of a recorded token with its mask and log-prob (inner/rollouts/bundle.py)
+NF4 = 0.516  # bytes per parameter of a linear layer: 4 bits, .127 bits of scales (inner/extras/nf4.py)
 ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 
 
@@ -67,10 +68,13 @@ class Footprint:
     rollouts: int
 
 
-def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
+def footprint(
+    config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None, quantised: int = 0
+) -> Footprint:
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
-    trained: number of the adapter's parameters; None if the whole model is trained."""
+    trained: number of the adapter's parameters; None if the whole model is trained.   quantised: of the base's
+    parameters those in 4 bits on the device (inner.lora.base)."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -90,7 +94,7 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
     return Footprint(
         parameters=base or parameters,
         codec=codec,
-        device=width * base + STATES * states * parameters,
+        device=ceil(width * (base - quantised) + NF4 * quantised) + STATES * states * parameters,
         host=ceil((HOST + BROADCAST * config.fleet.broadcast_weights) * parameters),
         each_step=each_step,
         each_snapshot=each_snapshot,

@@ -84,29 +84,38 @@ def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int 
 
     folder: has the model's files.   In a .gguf file, all layers count, because their names differ."""
     lora = config.inner.lora
-    model = config.inner.model
     if lora is None:
         return None
+    names = [] if is_gguf_file(config.inner.model) else lora.names
+    return adapter_parameters(_shapes_of(config, folder), lora.r, names, lora.freeze_a) or None
+
+
+def quantised_parameters_of(config: RunConfig, folder: Path | None = None) -> int:
+    """Count the base's parameters that inner.lora.base keeps in 4 bits: all linear layers but the head."""
+    if config.inner.lora is None or config.inner.lora.base is None:
+        return 0
+    return sum(prod(shape) for shape in linear_shapes(_shapes_of(config, folder)).values())
+
+
+def _shapes_of(config: RunConfig, folder: Path | None) -> dict[str, Sequence[int]]:
+    """Return weight -> shape (out, in), by the headers of the model's files."""
+    model = config.inner.model
     if is_gguf_file(model):
-        shapes = {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
-        names = []
-    else:
-        where = folder or Path(model)
-        shapes = {k: s for path in sorted(where.glob("*.safetensors")) for k, s in _shapes_in(path).items()}
-        names = lora.names
-    return adapter_parameters(shapes, lora.r, names, lora.freeze_a) or None
+        return {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
+    return {k: s for path in sorted((folder or Path(model)).glob("*.safetensors")) for k, s in _shapes_in(path).items()}
+
+
+def linear_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return layer -> shape of the linear layers but the head.   shapes: weight -> shape."""
+    found = {n.removesuffix(".weight"): s for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
+    return {layer: shape for layer, shape in found.items() if not layer.endswith(_NOT_ADAPTED)}
 
 
 def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Sequence[str], freeze_a: bool) -> int:
     """Count an adapter's parameters.   shapes: weight -> shape.   names: of layers; []: all but embeddings and head."""
-    found = 0
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if len(shape) != 2 or layer == name or layer.endswith(_NOT_ADAPTED):
-            continue
-        if not names or any(layer == n or layer.endswith(f".{n}") for n in names):
-            found += r * (shape[0] if freeze_a else sum(shape))
-    return found
+    adapted = linear_shapes(shapes).items()
+    chosen = [s for layer, s in adapted if not names or any(layer == n or layer.endswith(f".{n}") for n in names)]
+    return sum(r * (shape[0] if freeze_a else sum(shape)) for shape in chosen)
 
 
 _NOT_ADAPTED = ("embed_tokens", "token_embd", "lm_head", "wte", "wpe")

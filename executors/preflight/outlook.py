@@ -74,9 +74,12 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
         return [
             f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
         ]
-    from diloco.run.sizing import trained_parameters_of
+    from diloco.run.sizing import quantised_parameters_of, trained_parameters_of
 
-    found = footprint(config, parameters, replicas, steps, trained_parameters_of(config, model))
+    found = footprint(
+        config, parameters, replicas, steps,
+        trained_parameters_of(config, model), quantised_parameters_of(config, model),
+    )  # fmt: skip
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
 
 

@@ -5,7 +5,8 @@
     load_adapter(model, folder, settings)    in every session: the same bits, trainable; with freeze_a only B
     adapter_off(model)                       the base model during a `with`: the reference of KL and DPO
 
-The adapter is in the subfolder `adapter` of the start model's folder. It is fp32 for a base model of any dtype.
+The adapter is in the subfolder `adapter` of the start model's folder. It is fp32 for a base model of any dtype,
+also for one in 4 bits (inner/extras/nf4.py).
 
 Not promised: several adapters on one model.
 """
@@ -22,6 +23,7 @@ from inner.errors import InnerError
 from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder
+KINDS = ("Linear", "Conv1D", "Linear4bit")  # of layers that can have an adapter
 SEED = 0  # for A; all replicas load the saved values
 
 
@@ -88,7 +90,11 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
 def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
     """Raise InnerError for a target that matches no layer. PEFT only raises if all targets match none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    layers = [(n, module) for n, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    layers = [
+        (n, module)
+        for n, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "Linear4bit")
+    ]
     linear = [name for name, module in layers if module is not head]
     heads = [name for name, module in layers if module is head]
     if of_head := [t for t in settings.names if any(n == t or n.endswith(f".{t}") for n in heads)]:

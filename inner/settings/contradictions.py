@@ -58,6 +58,11 @@ def _check_supervised(config: "InnerConfig") -> None:
 def _check_vllm(config: "InnerConfig") -> None:
     if config.vllm is None:
         return
+    if config.lora is not None and config.lora.base is not None:
+        raise InnerError(
+            f'inner.lora.base = "{config.lora.base}" with [inner.vllm]: an engine on a base of its own precision would '
+            "sample from another policy than the one that is trained. Leave one of the two out."
+        )
     mode = config.vllm.importance_mode
     if config.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
         raise InnerError(

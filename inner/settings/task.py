@@ -283,7 +283,7 @@ class LoraSettings(Table):
         W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
 
     The average of B A is not the product of the averages of A and B (decision 036). With `freeze_a`, A keeps its random
-    start values, and then the two are equal. Not promised: quantised base models, or adapters other than LoRA."""
+    start values, and then the two are equal. Not promised: adapters other than LoRA."""
 
     path: ClassVar[str] = "inner.lora"
 
@@ -292,6 +292,9 @@ class LoraSettings(Table):
     dropout: float = setting(0.0, "Dropout of the adapter's input, while training.", least=0, below=1)
     targets: str | list = setting(
         ALL_LINEAR, 'Every linear layer but the head, or names of layers, such as ["q_proj", "v_proj"].'
+    )
+    base: str | None = setting(
+        None, 'The frozen model in 4 bits: "nf4" (QLoRA; the extra `nf4`). Default: in inner.dtype.', one_of=("nf4",)
     )
     freeze_a: bool = setting(False, "Train B alone: then the mean of the products is the product of the means.")
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
+NF4 = "inner.extras.nf4"
+
 
 def build_inner(
     config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
@@ -42,7 +44,7 @@ def build_inner(
 
         refuse_without_vllm()
     model: Any
-    model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
+    model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True, base=base_of(config.lora))
     if config.lora is not None:
         model = _load_adapter(model, model_dir, config.lora)
     if config.loop == "supervised":
@@ -85,15 +87,15 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
         save_adapter(new_adapter(model, config.lora), out_dir / ADAPTER)
 
 
-def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) -> tuple[Any, list[str]]:
+def load_start(
+    model_dir: Path, dtype: str, lora: "LoraSettings | None" = None, base: str | None = None
+) -> tuple[Any, list[str]]:
     """Load the start model as `build_inner` does; -> model, names of weights in no file (drawn at random).
 
-    lora: if given, also load the adapter in that folder."""
+    lora: if given, also load the adapter in that folder, on its base.   base: the same without an adapter."""
     silence_transformers()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
-        )
+        loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise InnerError(
             f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
@@ -104,8 +106,24 @@ def load_start(model_dir: Path, dtype: str, lora: "LoraSettings | None" = None) 
     return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
 
 
+def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
+    """Load the adapter on its base in `dtype`, with the values that the 4 bits stand for."""
+    base = _read(model_dir, dtype, lora.base, local_files_only=True)
+    return _load_adapter(base.dequantize(dtype=getattr(torch, dtype)), model_dir, lora)
+
+
+def base_of(lora: "LoraSettings | None") -> str | None:
+    return None if lora is None else lora.base
+
+
+def _read(source: str | Path, dtype: str, base: str | None, **options: Any) -> Any:
+    if base is None:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
+    return import_module(NF4).load_nf4(source, getattr(torch, dtype), **options)
+
+
 def _load_model(
-    source: str, config: InnerConfig, revision: str | None, local: bool
+    source: str, config: InnerConfig, revision: str | None, local: bool, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     silence_transformers()
     where = {"revision": revision} if revision is not None else {}
@@ -116,9 +134,7 @@ def _load_model(
             model, tokenizer = load_gguf(source, config.dtype)
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, config.dtype), local_files_only=local, **where
-            )
+            model = _read(source, config.dtype, base, local_files_only=local, **where)
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix, plain_url
+from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix
 from rendezvous.stores.race import race_writers
+from rendezvous.stores.urls import plain_url
 
 T = TypeVar("T")
 

@@ -41,8 +41,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Body, Buffer, body_bytes, plain_key, plain_prefix, plain_url
+from rendezvous.store import Body, Buffer, body_bytes, plain_key, plain_prefix
 from rendezvous.stores.uplink import LEAST, REQUEST_S, Uplink
+from rendezvous.stores.urls import plain_url
 
 try:
     from obstore.exceptions import AlreadyExistsError, BaseError

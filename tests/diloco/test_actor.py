@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from diloco.run.combinations import prepared_for_actors, refuse_actors, stalenes
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import read_run
 from rendezvous import layout
-from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.records.records import Beat
 from rendezvous.records.rollouts import Rollouts, read_record
@@ -27,6 +26,14 @@ from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
 from tests.support.fleet import Fleet
 
 H4 = Pace(sync_every=4, accumulated=1, served=1)
+
+
+@pytest.fixture(autouse=True)
+def priorities(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What this process would have been set to; a test's own stays."""
+    found = list[int]()
+    monkeypatch.setattr("os.setpriority", lambda which, pid, nice: found.append(nice))
+    return found
 
 
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
@@ -158,7 +165,9 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    priorities: list[int],
 ) -> None:
+    monkeypatch.setattr("diloco.replica.replica.asking_signals", list)  # a replica's process keeps them to its end
     lora = {**PLAIN, "lora": {"r": 4, "alpha": 8.0}}
     fleet = a_fleet(tmp_path, inner=lora, fleet={"broadcast_weights": True, "actor_engine": "llama_cpp:b.gguf"})
     assert main([fleet.url, "--engine", "sglang:x"]) == exitcodes.USER_ERROR
@@ -169,6 +178,7 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))
     assert main([fleet.url, *typed]) == exitcodes.DONE
     assert asked == [expected]
+    assert priorities and set(priorities) == {5}, "replicas on the same machine come first"
 
 
 def test_a_run_over_a_lighthouse_has_no_actors(tmp_path: Path) -> None:
@@ -228,6 +238,7 @@ def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_pat
     fleet.start_all()
     fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 3 for name in actors))
     actors["a01"].kill()
+    assert os.getpriority(os.PRIO_PROCESS, actors["a02"].pid) == 5
     before = max(record.step for record in bundles(fleet).values())
     fleet.wait_for(lambda: max(record.step for record in bundles(fleet).values()) >= before + 3)
     fleet.end_in(1)
@@ -245,7 +256,7 @@ def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_pat
 def test_an_actor_ends_when_it_is_interrupted(tmp_path: Path) -> None:
     fleet = a_fleet(tmp_path, fleet={"steps": 100_000, "broadcast_weights": True})
     actor = start_actor(fleet, "a01")
-    time.sleep(8)  # it waits: no replica trains
+    fleet.wait_for(lambda: (beat := read_beat(fleet.store, "a01")) is not None and beat.phase == "sample")
     actor.send_signal(signal.SIGINT)
     said, _ = actor.communicate(timeout=60)
     assert actor.returncode == exitcodes.LEFT and "Traceback" not in said, said

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.model.fetch import fetch_model, fetch_model_without_weights
+from diloco.model.fetch import fetch_model
 from diloco.model.start_model import has_more_than_trained
+from diloco.model.zeros import fetch_model_without_weights
 from diloco.replica.replica import ZEROS, Inputs, _build_loop, _fetch_inputs
 from inner import InnerConfig, Seeds
 from inner.train.build import load_start

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diloco.model.export import export, state_at
-from diloco.model.fetch import fetch_model_without_weights
 from diloco.model.publish import publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
+from diloco.model.zeros import fetch_model_without_weights
 from diloco.process import exitcodes
 from diloco.run.config import ConfigError
 from diloco.run.footprint import footprint

@@ -15,9 +15,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, ClassVar
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -89,7 +90,6 @@ class WatchApp(PlainApp):
         self.everything = False
         self._reads = reads
         self._drawn: list[str] = []
-        self._handlers: dict[signal.Signals, Any] = {}
         self._ended = threading.Event()
         self._wake = threading.Event()
 
@@ -114,13 +114,6 @@ class WatchApp(PlainApp):
         self.set_interval(1.0, self.draw_ages)
         if self._reads:
             threading.Thread(target=self._read_on, name="looks", daemon=True).start()
-            self._handlers = _leave_on(
-                signal.SIGTERM, signal.SIGHUP, leave=lambda: self.call_from_thread(self.action_leave)
-            )
-
-    def on_unmount(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def on_resize(self, event: Resize) -> None:
         columns, lines = event.size.width, event.size.height
@@ -299,22 +292,31 @@ def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
     return text
 
 
-def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> dict[signal.Signals, Any]:
-    """Let signals end the app as `q` does, so that the terminal is restored; -> the handlers before."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
+@contextmanager
+def _leaving_on(*numbers: signal.Signals, app: WatchApp) -> Generator[None]:
+    """Let signals end the app as `q` does, so that the terminal is restored."""
 
     def hear(*_: object) -> None:
+        if not app.is_running:
+            raise SystemExit(0)
+        leave = partial(app.call_from_thread, app.action_leave)  # it waits for the loop, which this thread runs
         threading.Thread(target=leave, daemon=True).start()
 
-    return {number: signal.signal(number, hear) for number in numbers}
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_app(looks: RunLooks) -> int:
     """Show the screen until the user quits; return the exit code."""
     for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would never follow a resize
         os.environ.pop(name, None)
-    code = WatchApp(looks).run() or 0
+    app = WatchApp(looks)
+    with _leaving_on(signal.SIGTERM, signal.SIGHUP, app=app):
+        code = app.run() or 0
     if threading.active_count() > 1:  # a request without an answer would delay the exit for a minute
         sys.stdout.flush()
         os._exit(code)

@@ -98,6 +98,10 @@ def _export(args: Namespace, run: "Run") -> Answer:
     is_adapter = (to / "adapter_config.json").exists()
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
     lines = [f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"]
+    if args.merge and (lora := run.config.inner.lora) is not None and lora.base is not None:
+        lines.append(
+            f"its base was dequantised from 4 bits to {run.config.inner.dtype}, as the adapter was trained on it"
+        )
     data = {"run": run.url, "outer_step": step, "to": args.to}
     if args.push:
         from executors.cli.writing.push import push, write_bundle

@@ -14,12 +14,10 @@ teacher.
 
 It is enough to install this project: verl finds the entry point `verl.plugins` in every process, also in Ray workers.
 
-    python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo_composer +algorithm.alpha_sdpo=0.1 …
-
 Checked with verl 0.9.1, tensordict 0.10, ray 2.60, on a CPU.
 
-Not promised: a whole training run of verl (GPUs and an engine). Its v1 trainer fetches a fixed list of fields; there,
-call `attach_composer_fields` in the trainer's own `_compute_advantage`.
+Not promised: a whole training run of verl (GPUs and an engine). verl's v1 trainer fetches a fixed list of fields:
+trainer.py has one that fetches ours.
 """
 
 import math

@@ -1,9 +1,13 @@
-"""verl imports this module in each of its processes (entry point `verl.plugins`); the import registers the estimator.
+"""verl imports this module in each of its processes (entry point `verl.plugins`); it registers estimator and trainers.
 
 Not promised: a message from verl if the import fails (it logs it at DEBUG). Then verl raises an error that
-`adv_estimator=grpo_composer` is unknown.
+`adv_estimator=grpo_composer`, or the trainer mode `composer_sync`, is unknown.
 """
 
 from inner.extras.verl.estimator import register
 
 register()
+
+from inner.extras.verl import trainer  # noqa: E402 - it needs TransferQueue, and the estimator does not
+
+trainer.register()

@@ -28,10 +28,11 @@ from urllib.parse import parse_qsl
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreRefused
-from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix, plain_url
+from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
 from rendezvous.stores.modal.blocks import blocks_of
 from rendezvous.stores.modal.mirror import KEPT, OBJ, Mirror, pointer_to
 from rendezvous.stores.modal.wire import Wire
+from rendezvous.stores.urls import plain_url
 
 INLINE = 1 << 20  # Modal recommends entries below 5 MiB
 LISTED_S = 5.0  # seconds for which the result of one scan of all keys is reused
