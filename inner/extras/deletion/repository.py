@@ -4,7 +4,7 @@
 
     DIR ──▶ code · suite ──▶ each test in its hidden form (suite.py) ──▶ one run, traced: values, functions reached
     a function, a method or a whole module that a test reaches ──▶ its body is gone ──▶ the tests that reach it, again
-        fail without it, pass with it, and strong (suite.py)   fail-to-pass
+        fail without it, also if it returns None; pass with it; and strong (suite.py)   fail-to-pass
         pass without it                                        pass-to-pass, filled up with tests that do not reach it
     generate.py check_task ──▶ the environment gives the solution 1
 
@@ -33,7 +33,7 @@ from inner.errors import InnerError
 from inner.extras.deletion.judge import AT_ONCE, DeletionTask, HiddenTest, canonical, run_hidden
 from inner.extras.deletion.sandbox import WORK, SandboxLimits, Surroundings, checked_path, run_sandboxed
 from inner.extras.deletion.suite import TestKey, hide_answers, is_strong, program_of, trace_program
-from inner.extras.deletion.taking_out import Deletion, functions_of, take_out
+from inner.extras.deletion.taking_out import GONE, Deletion, functions_of, take_out
 
 TRACED = SandboxLimits(seconds=600, memory=2 << 30, output=256 << 20, tmp=256 << 20, tmp_files=10_000)
 LONGEST_S = 1.0  # of one test in the traced run
@@ -220,6 +220,8 @@ def _make_task(repository: Repository, deletion: Deletion, solo: _Solo, docstrin
     near = sorted((t for t in repository.tests if t.reached & places), key=lambda t: (len(t.reached), t.key))
     strong = solo.good(list(islice((test for test in _spread(near) if test.is_strong), MOST_TESTS)))
     failed = run_all(without, strong, repository.around)
+    idle = {path: text.replace(GONE, "return None") for path, text in without.items()}
+    strong = [t for t in strong if t.key not in failed or t.key in run_all(idle, [t], repository.around)]
     far = [test for test in repository.tests if not test.reached & places]
     far = sorted(far, key=lambda t: (-len({p for p in t.reached if p.startswith(f"{deletion.path}:")}), t.key))
     kept = [test for test in strong if test.key not in failed] + solo.good(_spread(far)[:MOST_TESTS])
