@@ -45,10 +45,18 @@ class Basket:
         return self
 ''',
     "shop/rates.txt": "7\n",
+    "shop/old.py": "print 'Python 2'\n",
+    "tests/test_old.py": "print 'Python 2'\n",
     "shop/names.py": """def title(name):
     words = name.split("_")
     words = [word.capitalize() for word in words]
     return " ".join(words)
+
+
+def check(name):
+    if name == "":
+        raise ValueError("no name")
+    return name.isidentifier()
 
 
 def unused(name):
@@ -66,7 +74,7 @@ def basket():
 """,
     "tests/test_shop.py": """import pytest
 from shop import price
-from shop.names import title
+from shop.names import check, title
 
 
 @pytest.mark.parametrize("item, count, cents", [("tea", 1, 21), ("tea", 20, 378), ("coffee", 3, 126)])
@@ -86,6 +94,11 @@ def test_basket(basket, tmp_path):
 
 def test_title():
     assert title("green_tea") == "Green Tea"
+
+
+def test_checked():
+    title_of = title if check("green_tea") is not False else str
+    assert title_of("red_tea") == "Red Tea"
 
 
 def test_guessable():
@@ -131,21 +144,31 @@ def tasks(shop: Repository) -> dict[str, DeletionTask]:
 
 def test_the_traced_run_says_which_test_reaches_what(shop: Repository) -> None:
     reached = {test.key[2]: test.reached for test in shop.tests}
-    assert set(reached) == {"test_price", "test_negative", "test_basket", "test_title", "test_guessable"}
+    assert set(reached) == {
+        "test_price",
+        "test_negative",
+        "test_basket",
+        "test_title",
+        "test_checked",
+        "test_guessable",
+    }
     assert "shop/names.py:title" in reached["test_title"] and "shop/prices.py:price" not in reached["test_title"]
     assert reached["test_basket"] == {"shop/prices.py:Basket.__init__", "shop/prices.py:Basket.add"}
     assert "tests/test_shop.py" not in shop.code and "shop/rates.txt" in shop.code
     assert {d.name for d in propose(shop, 0)} == {
-        "shop.prices.price", "shop.prices.Basket.add", "shop.prices", "shop.names.title",
+        "shop.prices.price", "shop.prices.Basket.add", "shop.prices",
+        "shop.names.title", "shop.names.check", "shop.names",
     }  # fmt: skip
 
 
 def test_a_function_a_method_and_a_module_are_tasks(tasks: dict[str, DeletionTask]) -> None:
     assert set(tasks) == {
-        f"shop-{n}" for n in ("shop.prices.price", "shop.prices.Basket.add", "shop.prices", "shop.names.title")
-    }
+        f"shop-{n}"
+        for n in ("shop.prices.price", "shop.prices.Basket.add", "shop.prices", "shop.names.title", "shop.names")
+    }, "without check, its test passes if it returns None"
     title = tasks["shop-shop.names.title"]
-    assert title.fail_to_pass == ["tests/test_shop.py::test_title[0]"], "a value that can be guessed does not count"
+    assert title.fail_to_pass == [f"tests/test_shop.py::{name}[0]" for name in ("test_checked", "test_title")]
+    assert "tests/test_shop.py::test_guessable[0]" not in title.fail_to_pass, "a value that can be guessed"
     assert len(tasks["shop-shop.prices"].fail_to_pass) == 3 and list(tasks["shop-shop.prices"].solution) == [
         "shop/prices.py"
     ]

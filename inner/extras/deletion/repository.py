@@ -4,7 +4,7 @@
 
     DIR ──▶ code · suite ──▶ each test in its hidden form (suite.py) ──▶ one run, traced: values, functions reached
     a function, a method or a whole module that a test reaches ──▶ its body is gone ──▶ the tests that reach it, again
-        fail without it, pass with it, and strong (suite.py)   fail-to-pass
+        fail without it, also if it returns None; pass with it; and strong (suite.py)   fail-to-pass
         pass without it                                        pass-to-pass, filled up with tests that do not reach it
     generate.py check_task ──▶ the environment gives the solution 1
 
@@ -15,6 +15,7 @@ Not promised: tests that need a process, a thread, a socket, a file outside the 
 out. Text files alone are read.
 """
 
+import ast
 import importlib.metadata
 import json
 import random
@@ -32,7 +33,7 @@ from inner.errors import InnerError
 from inner.extras.deletion.judge import AT_ONCE, DeletionTask, HiddenTest, canonical, run_hidden
 from inner.extras.deletion.sandbox import WORK, SandboxLimits, Surroundings, checked_path, run_sandboxed
 from inner.extras.deletion.suite import TestKey, hide_answers, is_strong, program_of, trace_program
-from inner.extras.deletion.taking_out import Deletion, functions_of, take_out
+from inner.extras.deletion.taking_out import GONE, Deletion, functions_of, take_out
 
 TRACED = SandboxLimits(seconds=600, memory=2 << 30, output=256 << 20, tmp=256 << 20, tmp_files=10_000)
 LONGEST_S = 1.0  # of one test in the traced run
@@ -85,7 +86,7 @@ def read_repository(folder: Path, tests: str, packages: Path) -> Repository:
     beside = {path: text for path, text in suite.items() if not _is_test(path)} | {"inside_suite.py": RUNNER}
     requires = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions(path=[str(packages)])]
     around = Surroundings(roots, str(packages.resolve()), sorted(requires), beside)
-    files = {path: text for path, text in suite.items() if _is_test(path)}
+    files = {path: text for path, text in suite.items() if _is_test(path) and _parses(text)}
     return Repository(folder.name, code, around, _trace(code, files, around, words[1:]))
 
 
@@ -112,6 +113,15 @@ def _read_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 def _is_test(path: str) -> bool:
     name = path.rpartition("/")[2]
     return (name.startswith("test_") and name.endswith(".py")) or name.endswith("_test.py")
+
+
+def _parses(text: str) -> bool:
+    """Whether this Python can read it: suites carry files of older ones, and files that are only data."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _refuse_copies(code: Mapping[str, str], packages: Path) -> None:
@@ -165,7 +175,7 @@ def propose(repository: Repository, seed: int) -> Iterator[Deletion]:
     reached = {place for test in repository.tests for place in test.reached}
     found = list[Deletion]()
     for path, text in repository.code.items():
-        if path.endswith(".py"):
+        if any(place.startswith(f"{path}:") for place in reached):
             names = [name for name in functions_of(text) if f"{path}:{name}" in reached]
             found += [Deletion(path, (name,)) for name in names]
             found += [Deletion(path, tuple(names))] if len(names) > 1 else []
@@ -210,6 +220,8 @@ def _make_task(repository: Repository, deletion: Deletion, solo: _Solo, docstrin
     near = sorted((t for t in repository.tests if t.reached & places), key=lambda t: (len(t.reached), t.key))
     strong = solo.good(list(islice((test for test in _spread(near) if test.is_strong), MOST_TESTS)))
     failed = run_all(without, strong, repository.around)
+    idle = {path: text.replace(GONE, "return None") for path, text in without.items()}
+    strong = [t for t in strong if t.key not in failed or t.key in run_all(idle, [t], repository.around)]
     far = [test for test in repository.tests if not test.reached & places]
     far = sorted(far, key=lambda t: (-len({p for p in t.reached if p.startswith(f"{deletion.path}:")}), t.key))
     kept = [test for test in strong if test.key not in failed] + solo.good(_spread(far)[:MOST_TESTS])
