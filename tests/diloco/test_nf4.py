@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from executors.preflight.needs.task_packages import task_requirements, with_requ
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
 from inner.models.lora import adapter_off
-from inner.settings.task import LoraSettings, VllmSettings
+from inner.settings.task import DataSettings, LoraSettings, VllmSettings
 from inner.train.build import load_start
 from rendezvous.errors import Diverged
 from tests.diloco.test_lora import LORA
@@ -87,12 +88,16 @@ def test_the_adapter_stays_fp32_and_no_generation_or_step_changes_the_base(tmp_p
         refuse_changed_base(before, loop.model)
 
 
+def supervised(folder: Path) -> InnerConfig:
+    (folder / "a.txt").write_text(TEXT)
+    return InnerConfig(loop="supervised", model="tiny", data=DataSettings(text=str(folder / "a.txt")))
+
+
 def test_without_the_package_a_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.nn", None)
-    inner = InnerConfig(**{**SMALL, "lora": LoraSettings(**NF4)})
-    publish_start(inner, tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    publish_start(supervised(tmp_path), tmp_path / "model")
     with pytest.raises(InnerError, match=r"needs bitsandbytes: pip install 'serverless-diloco\[nf4\]'"):
-        build_inner(inner, tmp_path / "model", {}, Seeds(data=1, noise=2))
+        load_start(tmp_path / "model", "float32", LoraSettings(**NF4))
 
 
 def test_vllm_beside_four_bits_is_refused() -> None:
@@ -101,8 +106,7 @@ def test_vllm_beside_four_bits_is_refused() -> None:
 
 
 def test_a_plan_counts_four_bits_for_linear_layers_and_rented_machines_get_the_package(tmp_path: Path) -> None:
-    publish_start(InnerConfig(**SMALL), tmp_path / "model")
-    (tmp_path / "a.txt").write_text(TEXT)
+    publish_start(supervised(tmp_path), tmp_path / "model")
     text = {"loop": "supervised", "data": {"text": str(tmp_path / "a.txt")}}
     run = RunConfig.from_dict({"inner": {**text, "model": str(tmp_path / "model"), "lora": NF4}})
     linear, whole, trained = quantised_parameters_of(run), parameters_of(run), trained_parameters_of(run)

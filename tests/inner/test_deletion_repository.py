@@ -161,6 +161,7 @@ def test_the_traced_run_says_which_test_reaches_what(shop: Repository) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_function_a_method_and_a_module_are_tasks(tasks: dict[str, DeletionTask]) -> None:
     assert set(tasks) == {
         f"shop-{n}"
@@ -176,6 +177,7 @@ def test_a_function_a_method_and_a_module_are_tasks(tasks: dict[str, DeletionTas
     assert "Add items" not in tasks["shop-shop.prices.Basket.add"].files["shop/prices.py"]
 
 
+@pytest.mark.slow
 def test_no_expected_value_is_in_what_a_sandbox_gets(tasks: dict[str, DeletionTask]) -> None:
     for task in tasks.values():
         inside = json.dumps([task.files, dict(task.around.beside), [test.run for test in task.tests]])
@@ -183,6 +185,7 @@ def test_no_expected_value_is_in_what_a_sandbox_gets(tasks: dict[str, DeletionTa
             assert answer not in inside, task.name
 
 
+@pytest.mark.slow
 def test_the_environment_gives_the_solution_1_and_another_one_0(tasks: dict[str, DeletionTask]) -> None:
     task = tasks["shop-shop.prices.price"]
     check_task(task)
@@ -192,12 +195,14 @@ def test_the_environment_gives_the_solution_1_and_another_one_0(tasks: dict[str,
     assert verdict.reward == 0.0 and verdict.share(task) == 1 / 2
 
 
+@pytest.mark.slow
 def test_the_agent_may_import_the_packages(tasks: dict[str, DeletionTask]) -> None:
     world = FeatureDeletion()
     world.reset(prompt_row(tasks["shop-shop.names.title"])["task"])
     assert world.run_python("import pytest, shop.prices, os\nprint(os.listdir('/work'))") == "['shop']\n"
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_ten_kinds_of_cheating_score_0(tasks: dict[str, DeletionTask]) -> None:
     for task in tasks.values():
@@ -206,6 +211,7 @@ def test_ten_kinds_of_cheating_score_0(tasks: dict[str, DeletionTask]) -> None:
 
 
 @pytest.mark.skipif(PYTHON is None or sys.version_info[:2] != (3, 11), reason="no python3.11 for another user")
+@pytest.mark.slow
 def test_harbors_judge_agrees(tasks: dict[str, DeletionTask], packages: Path) -> None:
     task = tasks["shop-shop.prices.price"]
     with TemporaryDirectory() as folder:
@@ -216,6 +222,7 @@ def test_harbors_judge_agrees(tasks: dict[str, DeletionTask], packages: Path) ->
         assert "pip install --no-deps --target /packages" in (place / "environment/Dockerfile").read_text()
 
 
+@pytest.mark.slow
 def test_a_row_has_its_surroundings_and_missing_packages_are_named(tasks: dict[str, DeletionTask]) -> None:
     task = load_task(tasks["shop-shop.names.title"].dump())
     assert task.around == replace(tasks["shop-shop.names.title"].around)
