@@ -21,7 +21,6 @@ Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a b
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
 MOST_AHEAD = 100  # names between the used ones and one that you choose
-NICE = 5  # a third of a replica's share of a core that both want: a late bundle costs less than a late outer step
 SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
 
 
@@ -213,7 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="openai:http://HOST:PORT, llama_cpp:BASE.gguf or transformers (default: fleet.actor_engine)",
     )  # fmt: skip
     typed = parser.parse_args(argv)
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
     if typed.slot:
         return run_member(typed.url, typed.slot, act_in_session, parent=typed.parent)
     try:

@@ -28,14 +28,6 @@ from tests.support.fleet import Fleet
 H4 = Pace(sync_every=4, accumulated=1, served=1)
 
 
-@pytest.fixture(autouse=True)
-def priorities(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What this process would have been set to; a test's own stays."""
-    found = list[int]()
-    monkeypatch.setattr("os.setpriority", lambda which, pid, nice: found.append(nice))
-    return found
-
-
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
     is_filled = lambda slot, g: g in (there or set())  # noqa: E731
     return [g for _, _, g in open_places([at], is_filled, pace, weights=weights, staleness=staleness)]
@@ -165,7 +157,6 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    priorities: list[int],
 ) -> None:
     monkeypatch.setattr("diloco.replica.replica.asking_signals", list)  # a replica's process keeps them to its end
     lora = {**PLAIN, "lora": {"r": 4, "alpha": 8.0}}
@@ -178,7 +169,6 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))
     assert main([fleet.url, *typed]) == exitcodes.DONE
     assert asked == [expected]
-    assert priorities and set(priorities) == {5}, "replicas on the same machine come first"
 
 
 def test_a_run_over_a_lighthouse_has_no_actors(tmp_path: Path) -> None:
@@ -238,7 +228,6 @@ def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_pat
     fleet.start_all()
     fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 3 for name in actors))
     actors["a01"].kill()
-    assert os.getpriority(os.PRIO_PROCESS, actors["a02"].pid) == 5
     before = max(record.step for record in bundles(fleet).values())
     fleet.wait_for(lambda: max(record.step for record in bundles(fleet).values()) >= before + 3)
     fleet.end_in(1)
