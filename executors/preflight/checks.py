@@ -79,8 +79,9 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
         from executors.preflight.needs.box_faults import check_boxes
 
         notes = check_boxes(config.inner.sampling.boxes, places)
-    plain = all(place == Place(count=place.count) for place in places)
-    if plain and config.inner.vllm is None and config.inner.optimizer != "adamw8bit":
+    plain, lora = all(place == Place(count=place.count) for place in places), config.inner.lora
+    few_bits = config.inner.optimizer == "adamw8bit" or (lora is not None and lora.base is not None)
+    if plain and config.inner.vllm is None and not few_bits:
         return notes
     from executors.preflight.place_faults import notes_about, place_faults
 

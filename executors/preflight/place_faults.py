@@ -2,7 +2,7 @@
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
     vllm_missing    [inner.vllm] where vLLM is not installed, … (needs/vllm_faults.py)
-    eight_bits      inner.optimizer = "adamw8bit" where bitsandbytes will be missing
+    few_bits        bitsandbytes will be missing for inner.optimizer = "adamw8bit" or inner.lora.base = "nf4"
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
     keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
     model_far       the model is a folder of this machine, and another machine publishes it
@@ -46,9 +46,9 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            devices_fault(config, place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
-            task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
-            options_fault(place),
+            devices_fault(config, place), image_fault(place), vllm_missing(config, place),
+            few_bits(config, place), task_fault(config, place),
+            keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -85,10 +85,10 @@ def devices_fault(config: RunConfig, place: Place) -> str:
 # -------------------------------------------------------------------- installed packages
 
 
-def eight_bits(config: RunConfig, place: Place) -> str:
-    """Return a fault if bitsandbytes would be missing.  An image gets the packages of `--pip`, and those of the
-    project that are installed here."""
-    if config.inner.optimizer != "adamw8bit":
+def few_bits(config: RunConfig, place: Place) -> str:
+    """Return a fault if bitsandbytes is needed and would be missing.  An image gets the packages of `--pip`, and those
+    of the project that are installed here."""
+    if not (user := bitsandbytes_user(config)):
         return ""
     if place.executor in FAR:
         if may_bring(place, "bitsandbytes"):
@@ -98,10 +98,18 @@ def eight_bits(config: RunConfig, place: Place) -> str:
         if importlib.util.find_spec("bitsandbytes") is not None:
             return ""
         where, next_ = "is not installed here, where replicas run", "`pip install bitsandbytes`"
-    return (
-        f'inner.optimizer = "adamw8bit", and bitsandbytes {where}. {next_}, or set inner.optimizer = "adamw" (AdamW\'s '
-        "moments of an adapter are small anyway)."
-    )
+    setting, instead = user
+    return f"{setting}, and bitsandbytes {where}. {next_}, or {instead}."
+
+
+def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that needs bitsandbytes, and what does without it; None if no setting does."""
+    if config.inner.optimizer == "adamw8bit":
+        without = 'set inner.optimizer = "adamw" (AdamW\'s moments of an adapter are small anyway)'
+        return 'inner.optimizer = "adamw8bit"', without
+    if config.inner.lora is not None and config.inner.lora.base is not None:
+        return f'inner.lora.base = "{config.inner.lora.base}"', "leave base out, for one in inner.dtype"
+    return None
 
 
 def about_missing(package: str, spelling: str, refused: str, places: Sequence[Place]) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from diloco.run.footprint import footprint
 from diloco.run.record import read_run
 from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of
 from executors.platforms.places import Place
-from executors.preflight.needs.task_packages import task_requirements, with_requirements
+from executors.preflight.checks import _check_places
+from executors.preflight.place_faults import few_bits
+from executors.preflight.run_url import UsageError
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
 from inner.models.lora import adapter_off
@@ -105,7 +108,28 @@ def test_vllm_beside_four_bits_is_refused() -> None:
         InnerConfig(**{**SMALL, "lora": LoraSettings(**NF4), "vllm": VllmSettings()})
 
 
-def test_a_plan_counts_four_bits_for_linear_layers_and_rented_machines_get_the_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place("local"), r"is not installed here, where replicas run\. `pip install bitsandbytes`, or leave base out"),
+        (Place("modal"), r"will not be in the image on modal\. Add `--pip bitsandbytes`"),
+        (Place("modal", options={"pip": "bitsandbytes"}), ""),
+    ],
+    ids=["here", "rented", "rented, with it"],
+)
+def test_a_missing_package_is_found_before_the_run(
+    place: Place, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = RunConfig(inner=InnerConfig(model="toolworld", lora=LoraSettings(**NF4)))
+    said = few_bits(run, place)
+    assert re.search(words, said) if words else not said
+    if place == Place("local"):
+        with pytest.raises(UsageError, match=words):
+            _check_places(run, "run.toml", "", [place])
+
+
+def test_a_plan_counts_four_bits_for_linear_layers(tmp_path: Path) -> None:
     publish_start(supervised(tmp_path), tmp_path / "model")
     text = {"loop": "supervised", "data": {"text": str(tmp_path / "a.txt")}}
     run = RunConfig.from_dict({"inner": {**text, "model": str(tmp_path / "model"), "lora": NF4}})
@@ -116,6 +140,4 @@ def test_a_plan_counts_four_bits_for_linear_layers_and_rented_machines_get_the_p
     assert trained is not None
     found = footprint(run, whole, 2, 4, trained, linear)
     assert found.device == pytest.approx(4 * (whole - linear) + 0.516 * linear + 16 * trained, abs=1)
-    needed = with_requirements(Place("modal", count=1), task_requirements(run))
-    assert [text.partition(">")[0] for text in needed["pip"]] == ["bitsandbytes"]
     assert not quantised_parameters_of(RunConfig.from_dict({"inner": {"model": "toolworld", "lora": LORA}}))

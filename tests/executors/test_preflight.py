@@ -704,9 +704,9 @@ def test_a_model_that_the_hub_does_not_give_is_refused_on_every_platform(
 )
 def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: bool) -> None:
     config = RunConfig.from_dict({"inner": {"optimizer": "adamw8bit"}})
-    said = place_faults.eight_bits(config, Place(executor="modal", options=options))
+    said = place_faults.few_bits(config, Place(executor="modal", options=options))
     assert (said == "") is fine and (fine or "will not be in the image on modal. Add `--pip bitsandbytes`" in said)
-    assert place_faults.eight_bits(RunConfig(), Place(executor="modal")) == ""
+    assert place_faults.few_bits(RunConfig(), Place(executor="modal")) == ""
 
 
 @pytest.mark.parametrize("url", ["runs/x", "s3://b/r", "hf://buckets/a/b", ""])

@@ -29,7 +29,6 @@ from inner.tasks.spec import MODULES
 
 BUILT_IN = "verifiers.v1.tasksets"
 BOX_PACKAGES = ("e2b", "modal")  # providers of boxes whose package has their name
-NF4 = "bitsandbytes>=0.49,<0.51"  # it need not be installed here
 ANSWER_S = 20.0
 Versions = Callable[[str], Sequence[str] | None]  # package -> its versions, newest first; None: no answer
 
@@ -48,9 +47,7 @@ def task_requirements(config: RunConfig) -> list[str]:
     names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
     boxes = config.inner.sampling.boxes
     names |= {boxes} if boxes in BOX_PACKAGES and not _is_local(boxes) else set()
-    lora = config.inner.lora
-    quantised = [NF4] if lora is not None and lora.base is not None else []
-    return [*(f"{name}=={metadata.version(name)}" for name in sorted(names)), *quantised]
+    return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
 
 
 def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
