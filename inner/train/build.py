@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
-NF4 = "inner.extras.nf4"
-
 
 def build_inner(
     config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
@@ -56,7 +54,7 @@ def build_inner(
         from inner.train.grpo import GrpoLoop
         from inner.train.task import load_task
 
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if "DILOCO_RANKS" in os.environ:  # this is a rank of a replica (diloco/process/ranks.py)
             from inner.train.ranks import RankLoop as GrpoLoop
     except ModuleNotFoundError as missing:
         raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
@@ -123,7 +121,7 @@ def base_of(lora: "LoraSettings | None") -> str | None:
 def _read(source: str | Path, dtype: str, base: str | None, **options: Any) -> Any:
     if base is None:
         return AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
-    return import_module(NF4).load_nf4(source, getattr(torch, dtype), **options)
+    return import_module("inner.extras.nf4").load_nf4(source, getattr(torch, dtype), **options)
 
 
 def _load_model(
