@@ -1,4 +1,4 @@
-"""What a replica of several ranks cannot do yet.
+"""Name the settings that a replica of several ranks cannot have yet.
 
     config, K ─▶ "" or one sentence, before anything is started
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What the other ranks need to build rank 0's loop.   before: outer steps taken before this run."""
+    """The inputs with which the other ranks build rank 0's loop.   before: outer steps taken before this run."""
 
     config: RunConfig
     inputs: replica.Inputs

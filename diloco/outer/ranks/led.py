@@ -41,7 +41,7 @@ NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """What rank 0 tells after a call.   value: the call's own.   step, participants, h_cap: of the run, now."""
+    """The message of rank 0 after a call.   value: the call's own.   step, participants, h_cap: of the run, now."""
 
     outcome: int = DONE
     value: int = 0

@@ -1,4 +1,4 @@
-"""What a run's boxes used, by the events of its replicas and actors.
+"""Sum the use of a run's boxes, by the events of its replicas and actors.
 
     boxes_used {boxes, box_s, usd} ── summed ──▶ "  boxes      e2b         512    1.40  unknown  not in the sum, nor …"
 
@@ -51,6 +51,6 @@ def box_costs(provider: str | None, events: Sequence[Mapping[str, Any]]) -> BoxC
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
-    """Return a field; 0 for what is no plausible number, because any writer may have written the log."""
+    """Return a field; 0 for an implausible number, because any writer may have written the log."""
     value = event.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0

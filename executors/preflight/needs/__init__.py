@@ -1,1 +1,1 @@
-"""What replicas need where they run: packages, engines, boxes."""
+"""Check packages, engines, boxes and devices that replicas need where they run."""

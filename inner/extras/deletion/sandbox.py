@@ -84,8 +84,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a task needs around its files.   roots: folders of the repository that Python imports from.   packages:
-    a folder of packages on this machine, or "", with the requirements that fill it.   beside: the suite's own files."""
+    """The files and packages around a task's own files.   roots: folders of the repository that Python imports from.
+
+    packages: a folder of packages on this machine, or "", with the requirements that fill it.   beside: the suite's own
+    files."""
 
     roots: Sequence[str] = ("",)
     packages: str = ""

@@ -27,7 +27,7 @@ TERSE = (
 
 @dataclass(frozen=True)
 class Deletion:
-    """What a task takes out of one file: a function, a method, or all that tests reach (a whole module)."""
+    """The parts that a task takes out of one file: a function, a method, or all that tests reach (a whole module)."""
 
     path: str
     functions: Sequence[str]

@@ -1,5 +1,7 @@
 """verl imports this module in each of its processes (entry point `verl.plugins`); it registers estimator and trainers.
 
+The import of verl's v1 trainers takes about three seconds of each process.
+
 Not promised: a message from verl if the import fails (it logs it at DEBUG). Then verl raises an error that
 `adv_estimator=grpo_composer`, or the trainer mode `composer_sync`, is unknown.
 """
