@@ -23,7 +23,7 @@ from inner.errors import InnerError
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: variables.   file: below the home folder, instead of the variables."""
+    """A provider's package and credentials.   keys: variables.   file: below the home folder, instead of these."""
 
     package: str
     keys: tuple[str, ...] = ()
