@@ -35,7 +35,10 @@ from executors.preflight import place_faults
     ],
     ids=str,
 )
-def test_what_needs_one_device_is_told_before_the_start(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_needs_one_device_is_told_before_the_start(
+    changed: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_faults, "bitsandbytes_user", lambda config: None)  # whether it is installed: test_nf4
     for name in ("t.txt", "p.jsonl"):
         (tmp_path / name).write_text("{}")
     config = RunConfig.from_dict({"inner": {"model": "toolworld"}, **changed}, tmp_path)
