@@ -157,7 +157,7 @@ class GrpoLoop:
         if not self._has_weights:
             arguments.use_vllm = False
             arguments.beta = 0.0  # else TRL loads a reference model from the disk
-        kind, channels = _trainer_kind(config, task)
+        kind, channels = self._trainer_kind(task)
         trainer = kind(
             model=model,
             reward_funcs=task.rewards,
@@ -180,6 +180,18 @@ class GrpoLoop:
 
             drop_reference_copy(model)
         return trainer
+
+    def _trainer_kind(self, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
+        """Return the trainer class that the config needs, and its keywords beyond a PolicyTrainer's."""
+        channels = self.config.channels
+        has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
+        if not (has_terms or task.pairs or task.process):
+            return PolicyTrainer, {}
+        from inner.settings.keywords import keywords_of
+        from inner.train.trainer import ComposerReplicationTrainer
+
+        given = {"pairs": task.pairs, "hint": task.hint, "process": task.process}
+        return ComposerReplicationTrainer, {**keywords_of(channels), **given}
 
     def report_to(self, host: "Host") -> None:
         self._reward_calls.host = host
@@ -215,19 +227,6 @@ class GrpoLoop:
         """Return {"rollouts": up to n recent ones, "tools": schemas}; {} if there are no rollouts."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
-
-
-def _trainer_kind(config: InnerConfig, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
-    """Return the trainer class that the config needs, and its keywords beyond a PolicyTrainer's."""
-    channels = config.channels
-    has_terms = channels.sdpo.is_used or channels.replay.is_used or channels.policy_weight != 1
-    if not (has_terms or task.pairs or task.process):
-        return PolicyTrainer, {}
-    from inner.settings.keywords import keywords_of
-    from inner.train.trainer import ComposerReplicationTrainer
-
-    given = {"pairs": task.pairs, "hint": task.hint, "process": task.process}
-    return ComposerReplicationTrainer, {**keywords_of(channels), **given}
 
 
 class Rows(data.Dataset):

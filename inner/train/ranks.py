@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from inner.settings.inner import InnerConfig, Theta
 from inner.train.grpo import GrpoLoop
+from inner.train.policy import PolicyTrainer
+from inner.train.task import Task
 from inner.usercode.reward_calls import RewardCalls
 
 SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
@@ -37,11 +39,13 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     for module in shards:
         module.unshard()
         module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
     try:
         yield
     finally:
         for module in shards:
             module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
             module.reshard()
 
 
@@ -67,6 +71,12 @@ class RankLoop(GrpoLoop):
     def __init__(self, config: InnerConfig, model: Any, *args: Any, **kwargs: Any) -> None:
         self.placement = {} if config.lora is not None else SHARDED
         super().__init__(config, model, *args, **kwargs)
+
+    def _trainer_kind(self, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
+        kind, given = super()._trainer_kind(task)
+        if kind is not PolicyTrainer:
+            from inner.train.rank_channels import RankReplicationTrainer as kind
+        return kind, given
 
     def place(self) -> None:
         """Place the parameters on the ranks now, for the outer loop. Trainer.train would do so later."""

@@ -1,0 +1,129 @@
+"""The channels on the ranks of one slot without a run, beside one process with as many rollouts.
+
+    trained(folder, ranks, config)   each gradient of some inner steps, their metrics, and how many lessons each rank had
+
+A script writes the rollouts: what a model says is a function of the prompt and of the rollout's number in its group, so
+rollout j of rank r is rollout batch · r + j of one process.
+
+    a even   some rollouts answer right      b even   some call a tool that does not exist, and have a lesson
+"""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from diloco.outer.ranks.group import Group
+from diloco.outer.ranks.led import merged_numbers
+from inner.replay.pairs import DPOPair, save_pairs
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train import ranks
+from inner.train.build import build_inner
+from inner.train.trainer import LESSONS
+from tests.inner.test_toolworld import SMALL, WORLD, small_folder
+from tests.support.ranks import let_accelerate_shard, start_ranks, wait, words
+from tests.support.tables import merge_tables
+
+Told = dict[str, Any]  # "gradients": one vector per inner step; "metrics"; "lessons": of each rank and inner step
+
+
+def write_pairs(path: Path, n: int = 11) -> str:
+    """Write pairs of different lengths and weights, in which the right tool is chosen."""
+    pairs = [
+        DPOPair(
+            state_id=f"s{i}", state_messages=row["prompt"], n_teachers_agreeing=2, weight=1.0 + i % 3,
+            chosen=f"{row['a']} " * (1 + i % 4), rejected="giveup",
+        )
+        for i, row in enumerate(WORLD.rows(n, seed=5))
+    ]  # fmt: skip
+    save_pairs(pairs, path)
+    return str(path)
+
+
+def trained(folder: Path, count: int, *, steps: int = 4, shard: bool = False, **inner: Any) -> Told:
+    """Take `steps` inner steps on `count` ranks of 16 / count rollouts each."""
+    folder.mkdir()
+    config = InnerConfig(**merge_tables({**SMALL, "batch_size": 16 // count, "lr": 1e-4}, inner))
+    files = {"pairs": config.replay.pairs} if config.replay.pairs else {}
+    act = partial(train, config, str(small_folder()), files, str(folder / "told.pt"), steps, shard)
+    assert wait(start_ranks(count, folder / "r00.log", act)) == 0, words(folder)
+    return torch.load(folder / "told.pt", weights_only=False)
+
+
+def train(config: InnerConfig, model: str, files: Any, told: str, steps: int, shard: bool) -> int:
+    torch.set_num_threads(1)
+    group = Group() if "RANK" in os.environ else None
+    ranks.SHARDED = ranks.SHARDED if shard else {}
+    if shard:
+        let_accelerate_shard()
+    with patch.object(GRPOTrainer, "_generate_single_turn", says):
+        found = take_steps(build_inner(config, Path(model), files, Seeds(1, 2)), group, steps)
+    sharded = found.pop("shards")
+    assert sharded == shard, (sharded, shard)
+    everywhere = [found] if group is None else group.gather(found)
+    if everywhere:
+        metrics = merged_numbers([one["metrics"] for one in everywhere])
+        lessons = [one["lessons"] for one in everywhere]
+        torch.save({"gradients": everywhere[0]["gradients"], "metrics": metrics, "lessons": lessons}, told)
+    return 0
+
+
+def take_steps(loop: Any, group: Group | None, steps: int) -> Told:
+    """Take inner steps. θ moves every second of them, and differs from the live weights."""
+    start = {name: p.detach().clone() for name, p in loop.model.named_parameters() if p.requires_grad}
+    taken, lessons, gradients = list[int](), list[int](), list[Tensor]()
+
+    def theta() -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(len(taken) // 2)
+        for name, p in start.items():
+            if group is not None:  # a run's θ comes from rank 0
+                group.spread(torch.zeros(1))
+            yield name, p + 0.02 * torch.randn(p.shape, generator=generator)
+
+    if group is not None:
+        loop.place()
+    loop.follow(lambda: len(taken) // 2, theta, lambda: 1)
+    loop.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(loop.model)))
+
+    def stop() -> bool:
+        taken.append(1)
+        batches: Any = loop.trainer._buffered_inputs
+        lessons.append(sum(len(each) for batch in batches for each in batch.get(LESSONS, ())))
+        return len(taken) == steps
+
+    loop.train(stop)
+    shards = any(isinstance(p, DTensor) for p in loop.model.parameters())
+    return {"gradients": gradients, "metrics": loop.pop_metrics(), "lessons": lessons, "shards": shards}
+
+
+def whole_gradient(model: torch.nn.Module) -> Tensor:
+    found = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+    return torch.cat([g.detach().reshape(-1) for g in whole]).clone()
+
+
+def says(
+    self: Any, prompt_ids: list[list[int]], images: Any, fields: Any, num_generations: int, **kwargs: Any
+) -> tuple[list[list[int]], None]:
+    after_a_call = num_generations == 1
+    texts = []
+    for i, ids in enumerate(prompt_ids):
+        kind, a, b = self._tokenizer.decode(ids).split("<user>")[1].split("<end>")[0].split()
+        member, kind, a, b = i % num_generations, int(kind[2:]), int(a), int(b)
+        name = next(n for s in range(WORLD.names) if (n := WORLD.name(kind, s)) != WORLD.right_name(kind))
+        name = name if b % 2 == 0 and member % 3 == 1 else WORLD.right_name(kind)
+        right = WORLD.result(kind, a, b)
+        if after_a_call:
+            texts.append(f"{right if a % 2 == 0 else (right + len(ids)) % 20} <end>")
+        elif member % 4 == 3:
+            texts.append(f"{right if a % 2 == 0 and member == 3 else 'giveup'} <end>")
+        else:
+            texts.append(f"<call> {name} a {a} b {b + member if b + member < 20 else b} </call> <end>")
+    return [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], None
