@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from inner.channels.reference import ReplayPairs
 from inner.channels.spans import Lesson
 from inner.replay.pairs import DPOPair
+from inner.train.rank_teacher import RankTeacher
 from inner.train.ranks import whole_weights
 from inner.train.trainer import LESSONS, ComposerReplicationTrainer
 from inner.usercode.forgiving import ForgivingHint
@@ -48,6 +49,14 @@ class RankReplicationTrainer(ComposerReplicationTrainer):
         first = self.accelerator.process_index * len(prompts)
         self._rewards = self._rewards[first : first + len(prompts)]
         return rewards
+
+    def _new_teacher(self, other: nn.Module | None) -> RankTeacher:
+        student = self.accelerator.unwrap_model(self.model)
+        return RankTeacher(self.channels.sdpo.teacher, student, self.channels.sdpo.ema_rate, other)
+
+    def place_teacher(self) -> None:
+        assert isinstance(self._teacher, RankTeacher)
+        self._teacher.place()
 
     def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
         self.accelerator.unwrap_model(self.model).to(self.accelerator.device)  # models for FSDP2 are on the CPU yet

@@ -35,18 +35,31 @@ SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Hold all weights on this rank during a `with`. Then the ranks may take different numbers of forward passes."""
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in shards:
-        module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
-        module.set_reshard_after_backward(False, recurse=False)
+    hold_whole(model)
     try:
         yield
     finally:
-        for module in shards:
-            module.set_reshard_after_forward(True, recurse=False)
-            module.set_reshard_after_backward(True, recurse=False)
-            module.reshard()
+        let_go(model)
+
+
+def hold_whole(model: nn.Module) -> None:
+    """Gather all weights on this rank, until `let_go`."""
+    for module in shards_of(model):
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+
+
+def let_go(model: nn.Module) -> None:
+    """Keep only this rank's shards."""
+    for module in shards_of(model):
+        module.set_reshard_after_forward(True, recurse=False)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.reshard()
+
+
+def shards_of(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 class RankRewardCalls(RewardCalls):
@@ -89,6 +102,8 @@ class RankLoop(GrpoLoop):
             return ready if objects and objects[0] is trainer.model else prepare(*objects, **options)
 
         accelerator.prepare = prepare_others
+        if self.config.channels.sdpo.is_used:
+            trainer.place_teacher()
         generate = trainer._generate
 
         def generate_whole(*arguments: Any) -> Any:

@@ -1,0 +1,71 @@
+"""The self-teacher on one of K ranks: in shards where its student is in shards (FSDP2).
+
+    student   [ shard ]  ⇄  [ shard ]   teacher       the two change places; all ranks gather the model; its forward;
+                                                      the model is let go; they change places again, and it is gathered
+
+So a rank has 1/K of the teacher's weights, and never two whole models.  The student's graph keeps its gathered tensors:
+FSDP2 fills the same memory again.  A student that is whole on each rank (DDP) has the teacher of one process.
+
+Every method is a collective where the student is in shards: all ranks call it, in the same order.
+
+Not promised: a teacher that is another model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from inner.channels.teacher import DistillationTeacher, trained_parameters
+from inner.channels.terms import eval_mode
+from inner.models.precision import uncached_autocast
+from inner.settings.inner import Theta
+from inner.train.ranks import hold_whole, let_go
+
+
+class RankTeacher(DistillationTeacher):
+    """A DistillationTeacher on one of several ranks. Call `place` after the student's parameters are placed."""
+
+    def place(self) -> None:
+        """Cut the weights as the student's are cut."""
+        self._weights = dict(self._cut(self._weights.items()))
+        if self._average:
+            self._average = {name: value.float() for name, value in self._weights.items()}
+
+    def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
+        if self._weights:
+            let_go(self.model)  # else its parameters are the gathered ones
+        super().advance(committed, inner, theta and (lambda: self._cut(theta())))
+
+    @contextmanager
+    def in_place(self, device: torch.device) -> Iterator[None]:
+        if not any(isinstance(value, DTensor) for value in self._weights.values()):
+            with super().in_place(device):
+                yield
+            return
+        self._change_places()
+        try:
+            with eval_mode(self.model), uncached_autocast(device):
+                yield
+        finally:
+            self._change_places()
+
+    def _cut(self, whole: "Iterator[tuple[str, Tensor]]") -> Iterator[tuple[str, Tensor]]:
+        students = trained_parameters(self.model)
+        for name, value in whole:
+            p = students[name]
+            if isinstance(p, DTensor):
+                value = distribute_tensor(value.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+            yield name, value
+
+    @torch.no_grad()
+    def _change_places(self) -> None:
+        let_go(self.model)
+        for name, p in trained_parameters(self.model).items():
+            students, teachers = p.to_local(), self._weights[name].to_local()
+            kept = students.clone()
+            students.copy_(teachers)
+            teachers.copy_(kept)
+        hold_whole(self.model)
