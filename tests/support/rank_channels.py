@@ -1,6 +1,6 @@
 """The channels on the ranks of one slot without a run, beside one process with as many rollouts.
 
-    trained(folder, ranks, config)   each gradient of some inner steps, their metrics, and how many lessons each rank had
+    one_and_two(folder, sdpo=…)   each gradient of some inner steps, their metrics, and how many lessons each rank had
 
 A script writes the rollouts: what a model says is a function of the prompt and of the rollout's number in its group, so
 rollout j of rank r is rollout batch · r + j of one process.
@@ -9,6 +9,7 @@ rollout j of rank r is rollout batch · r + j of one process.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco.outer.ranks.group import Group
 from diloco.outer.ranks.led import merged_numbers
+from inner.models.lora import ADAPTER, new_adapter, save_adapter
 from inner.replay.pairs import DPOPair, save_pairs
 from inner.settings.inner import InnerConfig, Seeds
+from inner.settings.task import LoraSettings
 from inner.train import ranks
 from inner.train.build import build_inner
 from inner.train.trainer import LESSONS
@@ -32,6 +36,7 @@ from tests.support.ranks import let_accelerate_shard, start_ranks, wait, words
 from tests.support.tables import merge_tables
 
 SEED = 208  # its first four pairs of prompts: a lesson on rank 1, on both, on none, on rank 0
+START = {**SMALL, "lr": 1e-4, "max_grad_norm": 0.0}
 Told = dict[str, Any]  # "gradients": one vector per inner step; "metrics"; "lessons": of each rank and inner step
 
 
@@ -48,14 +53,33 @@ def write_pairs(path: Path, n: int = 11) -> str:
     return str(path)
 
 
-def trained(folder: Path, count: int, *, steps: int = 4, shard: bool = False, **inner: Any) -> Told:
-    """Take `steps` inner steps on `count` ranks of 16 / count rollouts each."""
-    folder.mkdir()
-    config = InnerConfig(**merge_tables({**SMALL, "batch_size": 16 // count, "lr": 1e-4, "max_grad_norm": 0.0}, inner))
-    files = {"pairs": config.replay.pairs} if config.replay.pairs else {}
-    act = partial(train, config, str(small_folder()), files, str(folder / "told.pt"), steps, shard)
-    assert wait(start_ranks(count, folder / "r00.log", act)) == 0, words(folder)
-    return torch.load(folder / "told.pt", weights_only=False)
+def one_and_two(folder: Path, *, steps: int = 4, shard: bool = False, **inner: Any) -> tuple[Told, Told]:
+    """Take `steps` inner steps in one process, and on two ranks with half of its rollouts and pairs each."""
+    children = []
+    model = with_adapter(folder / "model", inner["lora"]) if "lora" in inner else small_folder()
+    for name, count in (("one", 1), ("two", 2)):
+        (folder / name).mkdir()
+        config = InnerConfig(**merge_tables(merge_tables(START, inner), part_of(count, inner)))
+        files = {"pairs": config.replay.pairs} if config.replay.pairs else {}
+        act = partial(train, config, str(model), files, str(folder / name / "told.pt"), steps, shard and count > 1)
+        children.append(start_ranks(count, folder / name / "r00.log", act))
+    codes = [wait(child) for child in children]
+    assert codes == [0, 0], (codes, words(folder / "one"), words(folder / "two"))
+    one, two = (torch.load(folder / name / "told.pt") for name in ("one", "two"))
+    return one, two
+
+
+def part_of(count: int, inner: dict[str, Any]) -> dict[str, Any]:
+    """The part of 16 rollouts and of 4 pairs per forward pass that one of `count` ranks has."""
+    part: dict[str, Any] = {"batch_size": 16 // inner.get("gradient_accumulation_steps", 1) // count}
+    return {**part, "replay": {"batch_size": 4 // count}} if "replay" in inner else part
+
+
+def with_adapter(folder: Path, settings: dict[str, Any]) -> Path:
+    shutil.copytree(small_folder(), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    save_adapter(new_adapter(model, LoraSettings(**settings)), folder / ADAPTER)
+    return folder
 
 
 def train(config: InnerConfig, model: str, files: Any, told: str, steps: int, shard: bool) -> int:
@@ -86,7 +110,7 @@ def take_steps(loop: Any, group: Group | None, steps: int) -> Told:
         for name, p in start.items():
             if group is not None:  # a run's θ comes from rank 0
                 group.spread(torch.zeros(1))
-            yield name, p + 0.02 * torch.randn(p.shape, generator=generator)
+            yield name, p + 0.1 * torch.randn(p.shape, generator=generator)
 
     if group is not None:
         loop.place()
