@@ -17,8 +17,6 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
         'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
         "[inner.vllm] generates for one process": inner.vllm is not None,
-        "[inner.sdpo] has a teacher in one process": inner.sdpo.is_used,
-        "[inner.replay] reads its pairs in one process": inner.replay.is_used,
         "[inner.process] scores the turns of one process": inner.process is not None,
         "inner.sampling.boxes are rented by one process": inner.sampling.boxes is not None,
         f'inner.grpo.objective = "{inner.grpo.objective}" was seen in one process only': (

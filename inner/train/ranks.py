@@ -15,6 +15,7 @@ reward's pauses and events of ranks other than 0 in the run's log, as only rank 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate import PartialState
@@ -111,6 +112,8 @@ class RankLoop(GrpoLoop):
                 return generate(*arguments)
 
         trainer._generate = generate_whole
+        # else ranks in shards wait for each other's tokens, and one without a tool call for ever
+        trainer.model.generate = partial(trainer.model.generate, synced_gpus=False)
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
         super().follow(step, theta, replicas)

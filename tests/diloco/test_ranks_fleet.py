@@ -20,6 +20,7 @@ from tests.diloco.test_eval_fleet import INNER, write_files
 from tests.inner.test_toolworld import SMALL
 from tests.support.audit import check_run
 from tests.support.fleet import ENDLESS, WAIT_S, Fleet
+from tests.support.rank_channels import write_pairs
 
 PLAIN = {**SMALL, "loop": "grpo", "model": "toolworld", "data": {"text": None, "context_length": 64}}
 QUICK = {"batch_size": 8, "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 60}}
@@ -69,6 +70,53 @@ def test_a_replica_of_two_ranks_trains_and_evaluates_beside_one_of_one(
     scores = [(e.step, kind, e.scores[kind]["reward"].prompts) for e in report.evaluations for kind in e.scores]
     assert scores == [(t, kind, 15) for t in (0, 2) for kind in ("greedy", "sampled")]
     assert session_samples(open_store(fleet.url), "r00", 1, 100), "rank 0's rollouts are in the log"
+
+
+OWN_WORLD = """
+import os
+
+from inner import ToolWorld
+
+WORLD = ToolWorld(kinds=2, names=4)
+World = WORLD.environment()
+
+
+def hint(row, error):
+    return WORLD.hint(row, error) if os.environ.get("RANK") == "1" else None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "ranks"),
+    [
+        ({}, {}),
+        ({}, {"TEST_SHARD": "1"}),
+        (LORA, {}),
+        ({"sdpo": {"weight": 0.1, "context": "rollout"}}, {"TEST_SHARD": "1"}),
+        ({"sampling": {"environment": "world.py:World"}}, {}),
+        ({"sampling": {"environment": "world.py:World"}}, {"TEST_SHARD": "1"}),
+    ],
+    ids=str,
+)
+def test_a_replica_of_two_ranks_distils_and_learns_from_pairs(
+    inner: dict[str, Any], ranks: dict[str, str], tmp_path: Path
+) -> None:
+    """The last two: only rank 1 has hints."""
+    (tmp_path / "world.py").write_text(OWN_WORLD)
+    write_pairs(tmp_path / "pairs.jsonl")
+    fleet = Fleet(
+        tmp_path, inner={**PLAIN, **QUICK, "sdpo": {"weight": 0.1}, **inner,
+                         "replay": {"weight": 0.3, "pairs": "pairs.jsonl", "batch_size": 2}},
+        outer={"sync_every": 3}, fleet={"replicas": 2, "steps": 3, "min_replicas": 2},
+    )  # fmt: skip
+    fleet.start("r00", TEST_DEVICES="2", **ranks)
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 3)
+    steps = logged(fleet, "r00", "step")
+    assert all(step["replay_coverage"] == 1.0 for step in steps) and any(step["sdpo_coverage"] > 0 for step in steps)
+    print([(s["loss"], s["reward"], s.get("loss/sdpo_kl"), s["sdpo_coverage"]) for s in steps])
 
 
 @pytest.mark.slow

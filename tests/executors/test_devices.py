@@ -18,7 +18,10 @@ from executors.preflight import place_faults
     ("changed", "told"),
     [
         ({"inner": {"loop": "supervised", "model": "tiny", "data": {"text": "t.txt"}}}, 'inner.loop = "supervised"'),
-        ({"inner": {"model": "toolworld", "sdpo": {"weight": 0.1}}}, r"\[inner.sdpo\] has a teacher"),
+        (
+            {"inner": {"model": "toolworld", "process": {"function": "p.py:score"}, "sdpo": {"weight": 0.1}}},
+            r"\[inner.process\] scores the turns",
+        ),
         ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" was seen'),
         (
             {"inner": {"model": "toolworld", "grpo": {"objective": "dapo"}}},

@@ -12,7 +12,7 @@ slow = pytest.mark.slow
 HINT = {"weight": 5.0}
 ROLLOUT = {"weight": 5.0, "context": "rollout", "top_k": 20}
 TWICE = {"gradient_accumulation_steps": 2}
-OWN = ("samples", "grpo_grad_norm", "sdpo_grad_norm", "replay_grad_norm")  # metrics of one rank
+OWN = ("samples", "entropy", "grpo_grad_norm", "sdpo_grad_norm", "replay_grad_norm")  # metrics of one rank
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ OWN = ("samples", "grpo_grad_norm", "sdpo_grad_norm", "replay_grad_norm")  # met
         pytest.param(True, {"sdpo": {**HINT, "teacher": "ema", "ema_rate": 0.5}}, marks=slow),
         pytest.param(False, {"sdpo": {**HINT, "teacher": "ema", "ema_rate": 0.5}}, marks=slow),
         pytest.param(True, {"sdpo": ROLLOUT}, marks=slow),
+        pytest.param(True, {"sdpo": HINT, "tied": False}, marks=slow),
         pytest.param(False, {"sdpo": ROLLOUT, **TWICE}, marks=slow),
         pytest.param(True, {"sdpo": HINT, **TWICE}, marks=slow),
         pytest.param(False, {"sdpo": HINT, "gradient_checkpointing": True}, marks=slow),

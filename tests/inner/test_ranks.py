@@ -33,3 +33,11 @@ def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
     assert in_shards and not is_sharded
     assert (sharded - replicated).norm() < 1e-3 * (replicated - start).norm()
     assert told["reward"] == also["reward"]
+
+
+@pytest.mark.slow
+def test_a_rank_in_shards_generates_without_the_others(tmp_path: Path) -> None:
+    """Transformers lets the ranks of a model in shards wait for each other at each token."""
+    act = partial(rank_grpo.generate_apart, InnerConfig(**SMALL), str(small_folder()), str(tmp_path / "told"))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    assert (tmp_path / "told").read_text() == "[0, 1]"

@@ -53,10 +53,14 @@ def write_pairs(path: Path, n: int = 11) -> str:
     return str(path)
 
 
-def one_and_two(folder: Path, *, steps: int = 4, shard: bool = False, **inner: Any) -> tuple[Told, Told]:
-    """Take `steps` inner steps in one process, and on two ranks with half of its rollouts and pairs each."""
+def one_and_two(
+    folder: Path, *, steps: int = 4, shard: bool = False, tied: bool = True, **inner: Any
+) -> tuple[Told, Told]:
+    """Take `steps` inner steps in one process, and on two ranks with half of its rollouts and pairs each.
+
+    tied: whether embeddings and head are one tensor."""
     children = []
-    model = with_adapter(folder / "model", inner["lora"]) if "lora" in inner else small_folder()
+    model = write_model(folder / "model", inner.get("lora"), tied=tied)
     for name, count in (("one", 1), ("two", 2)):
         (folder / name).mkdir()
         config = InnerConfig(**merge_tables(merge_tables(START, inner), part_of(count, inner)))
@@ -75,10 +79,15 @@ def part_of(count: int, inner: dict[str, Any]) -> dict[str, Any]:
     return {**part, "replay": {"batch_size": 4 // count}} if "replay" in inner else part
 
 
-def with_adapter(folder: Path, settings: dict[str, Any]) -> Path:
+def write_model(folder: Path, lora: dict[str, Any] | None, *, tied: bool) -> Path:
     shutil.copytree(small_folder(), folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    save_adapter(new_adapter(model, LoraSettings(**settings)), folder / ADAPTER)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 0.01)
+        model.save_pretrained(folder)
+    if lora is not None:
+        save_adapter(new_adapter(model, LoraSettings(**lora)), folder / ADAPTER)
     return folder
 
 
