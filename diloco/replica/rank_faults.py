@@ -17,12 +17,22 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
         'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
         "[inner.vllm] generates for one process": inner.vllm is not None,
-        "[inner.process] scores the turns of one process": inner.process is not None,
+        "inner.process.head scores with a model that is not in shards, which only [inner.lora] has": (
+            inner.process is not None and inner.process.head is not None and inner.lora is None
+        ),
+        '[inner.process] with scale_rewards = "batch" compares the turns of one process': (
+            inner.process is not None and policy.get("scale_rewards") == "batch"
+        ),
         "inner.sampling.boxes are rented by one process": inner.sampling.boxes is not None,
         f'inner.grpo.objective = "{inner.grpo.objective}" was seen in one process only': (
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
-        f'inner.optimizer = "{inner.optimizer}" was seen in one process only': inner.optimizer != "adamw",
+        'inner.optimizer = "muon" needs matrices that are not in shards, which only [inner.lora] has': (
+            inner.optimizer == "muon" and inner.lora is None
+        ),
+        f'inner.optimizer = "{inner.optimizer}" was seen in one process only': (
+            inner.optimizer not in ("adamw", "muon")
+        ),
         "inner.trl.beta compares with a reference model, which was seen in one process only": bool(
             inner.trl.get("beta")
         ),

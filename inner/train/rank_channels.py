@@ -1,6 +1,7 @@
-"""The distillation and the pairs on one of K ranks: together they are one process with K times the batch.
+"""The channels on one of K ranks: together they are one process with K times the batch.
 
     lessons     of this rank's own rollouts: a group of rollouts lies on one rank, so a rollout's siblings do, too
+                (the scores of turns are compared in a group, too)
     loss        each rank divides by its own rollouts, its own pairs, or the mean of all ranks' tokens
                 gradients are averaged over the ranks, so the sum is divided by the number of all
     pairs       micro-batch m of rank r takes entries P·(K·m + r) … + P - 1 of the order that one process reads
@@ -16,7 +17,6 @@ Not promised: shared hints, or one ceiling for what they cost (each rank asks ab
 channel's gradient over all ranks: the log has the mean of the ranks' own.
 """
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +31,6 @@ from inner.replay.pairs import DPOPair
 from inner.train.rank_teacher import RankTeacher
 from inner.train.ranks import whole_weights
 from inner.train.trainer import LESSONS, ComposerReplicationTrainer
-from inner.usercode.forgiving import ForgivingHint
 from inner.usercode.reward_calls import StandaloneHost
 
 
@@ -40,7 +39,7 @@ class RankReplicationTrainer(ComposerReplicationTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._forgiving = ForgivingHint(self.hint, StandaloneHost(), time.monotonic)  # rank 0 gets the run's own host
+        self.report_to(StandaloneHost())  # rank 0 gets the run's host later
         self._held = ExitStack()
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -59,8 +58,11 @@ class RankReplicationTrainer(ComposerReplicationTrainer):
         self._teacher.place()
 
     def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
-        self.accelerator.unwrap_model(self.model).to(self.accelerator.device)  # models for FSDP2 are on the CPU yet
+        student = self.accelerator.unwrap_model(self.model)
+        home = next(student.parameters()).device
+        student.to(self.accelerator.device)  # before its parameters are placed, a model for FSDP2 is on the CPU
         replay = super()._read_pairs(pairs)
+        student.to(home)
         order, size, ranks = self._pair_at, self.channels.replay.batch_size, self.accelerator
 
         def at(position: int) -> int:

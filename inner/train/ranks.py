@@ -9,8 +9,10 @@ from seeds of their own, so completions differ from that one rank's.
 
 What is known on one rank alone reaches the others before it counts: failed rewards, completions that broke a judge.
 
-Not promised: sdpo, replay and process channels, vLLM, dynamic sampling (refused by name before the start); a
-reward's pauses and events of ranks other than 0 in the run's log, as only rank 0 has a session.
+[inner.sdpo], [inner.replay] and [inner.process]: rank_channels.py, which is imported where they are used.
+
+Not promised: vLLM, dynamic sampling (refused by name before the start); pauses and events of rewards and hints of ranks
+other than 0 in the run's log, as only rank 0 has a session.
 """
 
 from collections.abc import Callable, Iterator, Sequence

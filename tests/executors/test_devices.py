@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_host.affinity import gpu_of
@@ -18,11 +19,13 @@ from executors.preflight import place_faults
     ("changed", "told"),
     [
         ({"inner": {"loop": "supervised", "model": "tiny", "data": {"text": "t.txt"}}}, 'inner.loop = "supervised"'),
+        ({"inner": {"model": "toolworld", "process": {"head": "h.safetensors"}}}, "inner.process.head scores with a"),
         (
-            {"inner": {"model": "toolworld", "process": {"function": "p.py:score"}, "sdpo": {"weight": 0.1}}},
-            r"\[inner.process\] scores the turns",
+            {"inner": {"model": "toolworld", "process": {"function": "p.py:f"}, "grpo": {"objective": "bnpo"}}},
+            r'\[inner.process\] with scale_rewards = "batch" compares',
         ),
-        ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" was seen'),
+        ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" needs matrices that'),
+        ({"inner": {"model": "toolworld", "optimizer": "adamw8bit"}}, 'inner.optimizer = "adamw8bit" was seen'),
         (
             {"inner": {"model": "toolworld", "grpo": {"objective": "dapo"}}},
             'objective = "dapo" was seen',
@@ -42,12 +45,31 @@ def test_what_needs_one_device_is_told_before_the_start(
     changed: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_faults, "bitsandbytes_user", lambda config: None)  # whether it is installed: test_nf4
-    for name in ("t.txt", "p.jsonl"):
+    for name in ("t.txt", "p.jsonl", "p.py", "h.safetensors"):
         (tmp_path / name).write_text("{}")
     config = RunConfig.from_dict({"inner": {"model": "toolworld"}, **changed}, tmp_path)
     (fault,) = place_faults.place_faults(config, "runs/x", [Place("local", options={"devices": 2})], {})
     assert re.search(f"each replica is to have 2 devices, and .*{told}", fault)
     assert not list(place_faults.place_faults(config, "runs/x", [Place("local")], {}))
+
+
+ADAPTER = {"lora": {"r": 4}}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"sdpo": {"weight": 0.1}, "replay": {"weight": 0.1, "pairs": "p.jsonl"}},
+        {"process": {"function": "p.py:f"}},
+        {**ADAPTER, "process": {"head": "h.safetensors"}, "optimizer": "muon"},
+    ],
+    ids=str,
+)
+def test_the_channels_may_have_several_devices(inner: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("p.jsonl", "p.py", "h.safetensors"):
+        (tmp_path / name).write_text("{}")
+    config = RunConfig.from_dict({"inner": {"model": "toolworld", **inner}}, tmp_path)
+    assert rank_fault(config, 2) == ""
 
 
 def test_devices_are_a_number_and_each_has_a_gpu() -> None:

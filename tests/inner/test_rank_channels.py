@@ -11,6 +11,7 @@ from tests.support.rank_channels import Told, one_and_two, write_pairs
 slow = pytest.mark.slow
 HINT = {"weight": 5.0}
 ROLLOUT = {"weight": 5.0, "context": "rollout", "top_k": 20}
+PROCESS = {"function": "process.py:score", "weight": 20.0}
 TWICE = {"gradient_accumulation_steps": 2}
 OWN = ("samples", "entropy", "grpo_grad_norm", "sdpo_grad_norm", "replay_grad_norm")  # metrics of one rank
 
@@ -32,6 +33,9 @@ OWN = ("samples", "entropy", "grpo_grad_norm", "sdpo_grad_norm", "replay_grad_no
         pytest.param(True, {"sdpo": HINT, "gradient_checkpointing": True}, marks=slow),
         pytest.param(False, {"sdpo": HINT, "lora": {"r": 4}}, marks=slow),
         pytest.param(False, {"sdpo": ROLLOUT, "grpo": {"weight": 0.0}, "mask": True}, marks=slow),
+        pytest.param(False, {"sdpo": HINT, "process": PROCESS}, marks=slow),
+        pytest.param(True, {"sdpo": ROLLOUT, "process": {**PROCESS, "credit": "rest"}}, marks=slow),
+        pytest.param(False, {"sdpo": HINT, "lora": {"r": 4}, "optimizer": "muon", "lr": 1e-3}, marks=slow),
     ],
     ids=str,
 )

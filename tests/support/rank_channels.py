@@ -37,6 +37,10 @@ from tests.support.tables import merge_tables
 
 SEED = 208  # its first four pairs of prompts: a lesson on rank 1, on both, on none, on rank 0
 START = {**SMALL, "lr": 1e-4, "max_grad_norm": 0.0}
+PROCESS = """
+def score(rollouts):
+    return [[(sum(r.ids[turn.start : turn.end]) % 7) / 7 for turn in r.turns] for r in rollouts]
+"""
 Told = dict[str, Any]  # "gradients": one vector per inner step; "metrics"; "lessons": of each rank and inner step
 
 
@@ -60,11 +64,12 @@ def one_and_two(
 
     tied: whether embeddings and head are one tensor."""
     children = []
+    (folder / "process.py").write_text(PROCESS)
     model = write_model(folder / "model", inner.get("lora"), tied=tied)
     for name, count in (("one", 1), ("two", 2)):
         (folder / name).mkdir()
         config = InnerConfig(**merge_tables(merge_tables(START, inner), part_of(count, inner)))
-        files = {"pairs": config.replay.pairs} if config.replay.pairs else {}
+        files = {"pairs": config.replay.pairs, "process": str(folder / "process.py")}
         act = partial(train, config, str(model), files, str(folder / name / "told.pt"), steps, shard and count > 1)
         children.append(start_ranks(count, folder / name / "r00.log", act))
     codes = [wait(child) for child in children]
