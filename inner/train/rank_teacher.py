@@ -11,8 +11,9 @@ Every method is a collective where the student is in shards: all ranks call it, 
 Not promised: a teacher that is another model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class RankTeacher(DistillationTeacher):
         finally:
             self._change_places()
 
-    def _cut(self, whole: "Iterator[tuple[str, Tensor]]") -> Iterator[tuple[str, Tensor]]:
+    def _cut(self, whole: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         students = trained_parameters(self.model)
         for name, value in whole:
             p = students[name]
@@ -63,9 +64,11 @@ class RankTeacher(DistillationTeacher):
     @torch.no_grad()
     def _change_places(self) -> None:
         let_go(self.model)
-        for name, p in trained_parameters(self.model).items():
-            students, teachers = p.to_local(), self._weights[name].to_local()
-            kept = students.clone()
-            students.copy_(teachers)
-            teachers.copy_(kept)
+        students: Any = trained_parameters(self.model)
+        teachers: Any = self._weights
+        for name in students:
+            ours, theirs = students[name].to_local(), teachers[name].to_local()
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
         hold_whole(self.model)

@@ -14,7 +14,7 @@ SDPO paper: it scores whole responses again, and replaces the policy gradient (p
 With α = β = 0, loss and gradients are TRL's, bit for bit, with no extra forward. A term without tokens or pairs in a
 batch runs no forward: it is a 0 that is connected to the graph.
 
-Not promised: more than one process per model (rank_channels.py has it); vision models; that a good α is also good for another `sdpo_jsd_beta`.
+Not promised: several ranks (rank_channels.py); vision models; that a good α is also good for another `sdpo_jsd_beta`.
 """
 
 import time

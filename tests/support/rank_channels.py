@@ -24,6 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco.outer.ranks.group import Group
 from diloco.outer.ranks.led import merged_numbers
+from inner.channels.process_head import ProcessHead
 from inner.models.lora import ADAPTER, new_adapter, save_adapter
 from inner.replay.pairs import DPOPair, save_pairs
 from inner.settings.inner import InnerConfig, Seeds
@@ -37,6 +38,7 @@ from tests.support.tables import merge_tables
 
 SEED = 208  # its first four pairs of prompts: a lesson on rank 1, on both, on none, on rank 0
 START = {**SMALL, "lr": 1e-4, "max_grad_norm": 0.0}
+WIDTH = 64  # of the small world's model
 PROCESS = """
 def score(rollouts):
     return [[(sum(r.ids[turn.start : turn.end]) % 7) / 7 for turn in r.turns] for r in rollouts]
@@ -45,7 +47,7 @@ Told = dict[str, Any]  # "gradients": one vector per inner step; "metrics"; "les
 
 
 def write_pairs(path: Path, n: int = 11) -> str:
-    """Write pairs of different lengths and weights, in which the right tool is chosen."""
+    """Write pairs of different lengths and weights."""
     pairs = [
         DPOPair(
             state_id=f"s{i}", state_messages=row["prompt"], n_teachers_agreeing=2, weight=1.0 + i % 3,
@@ -65,11 +67,14 @@ def one_and_two(
     tied: whether embeddings and head are one tensor."""
     children = []
     (folder / "process.py").write_text(PROCESS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ProcessHead(WIDTH).save(head := folder / "head.safetensors")
     model = write_model(folder / "model", inner.get("lora"), tied=tied)
     for name, count in (("one", 1), ("two", 2)):
         (folder / name).mkdir()
         config = InnerConfig(**merge_tables(merge_tables(START, inner), part_of(count, inner)))
-        files = {"pairs": config.replay.pairs, "process": str(folder / "process.py")}
+        files = {"pairs": config.replay.pairs, "process": str(folder / "process.py"), "process_head": str(head)}
         act = partial(train, config, str(model), files, str(folder / name / "told.pt"), steps, shard and count > 1)
         children.append(start_ranks(count, folder / name / "r00.log", act))
     codes = [wait(child) for child in children]
