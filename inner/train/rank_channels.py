@@ -10,8 +10,8 @@
     ranks with lessons   │ teacher's forward │ student's logits │ loss
     a rank without any   │ the same on one token                │ 0 · loss      so all gather and reduce alike
 
-A rank in shards (FSDP2) holds all weights from the loss to the end of the backward pass. The channels call parts of the
-model by themselves, which FSDP2's own hooks would gather and free in another order.
+A rank in shards (FSDP2) holds all weights from the loss to the end of the backward pass, because the channels call the
+backbone and the head by themselves (decision 086).
 
 Not promised: shared hints, or one ceiling for what they cost (each rank asks about its own rollouts); the norm of a
 channel's gradient over all ranks: the log has the mean of the ranks' own.

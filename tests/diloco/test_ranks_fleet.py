@@ -122,6 +122,24 @@ def test_a_replica_of_two_ranks_distils_and_learns_from_pairs(
 
 
 @pytest.mark.slow
+def test_a_slot_with_the_channels_comes_back_with_another_number_of_ranks(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.jsonl")
+    fleet = Fleet(
+        tmp_path, inner={**PLAIN, **QUICK, "sdpo": {"weight": 0.1}, "replay": REPLAY}, outer={"sync_every": 2},
+        fleet={"replicas": 2, "steps": 6, "min_replicas": 2},
+    )  # fmt: skip
+    fleet.start("r00", TEST_DEVICES="2", TEST_SHARD="1")
+    fleet.start("r01")
+    fleet.wait_for(lambda: fleet.head() >= 2)
+    fleet.signal("r00", signal.SIGKILL)
+    fleet.start("r00")
+    assert fleet.wait() == {"r00": [-signal.SIGKILL, 0], "r01": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 6)
+    samples = [event["samples"] for event in logged(fleet, "r00", "step")]
+    assert samples[0] == 32.0 and samples[-1] == 16.0
+
+
+@pytest.mark.slow
 def test_a_replica_of_two_ranks_leaves_with_its_work(tmp_path: Path) -> None:
     fleet = Fleet(
         tmp_path, inner={**PLAIN, **QUICK}, outer={"sync_every": 8},
