@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from inner.channels.reference import ReplayPairs
 from inner.channels.spans import Lesson
+from inner.models.shards import whole_weights
 from inner.replay.pairs import DPOPair
 from inner.train.rank_teacher import RankTeacher
-from inner.train.ranks import whole_weights
 from inner.train.trainer import LESSONS, ComposerReplicationTrainer
 from inner.usercode.reward_calls import StandaloneHost
 

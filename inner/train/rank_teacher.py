@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from inner.channels.teacher import DistillationTeacher, trained_parameters
 from inner.channels.terms import eval_mode
 from inner.models.precision import uncached_autocast
+from inner.models.shards import hold_whole, let_go
 from inner.settings.inner import Theta
-from inner.train.ranks import hold_whole, let_go
 
 
 class RankTeacher(DistillationTeacher):

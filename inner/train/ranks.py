@@ -15,17 +15,16 @@ Not promised: vLLM, dynamic sampling (refused by name before the start); pauses 
 other than 0 in the run's log, as only rank 0 has a session.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from inner.models.shards import whole_weights
 from inner.settings.inner import InnerConfig, Theta
 from inner.train.grpo import GrpoLoop
 from inner.train.policy import PolicyTrainer
@@ -33,36 +32,6 @@ from inner.train.task import Task
 from inner.usercode.reward_calls import RewardCalls
 
 SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Hold all weights on this rank during a `with`. Then the ranks may take different numbers of forward passes."""
-    hold_whole(model)
-    try:
-        yield
-    finally:
-        let_go(model)
-
-
-def hold_whole(model: nn.Module) -> None:
-    """Gather all weights on this rank, until `let_go`."""
-    for module in shards_of(model):
-        module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
-        module.set_reshard_after_backward(False, recurse=False)
-
-
-def let_go(model: nn.Module) -> None:
-    """Keep only this rank's shards."""
-    for module in shards_of(model):
-        module.set_reshard_after_forward(True, recurse=False)
-        module.set_reshard_after_backward(True, recurse=False)
-        module.reshard()
-
-
-def shards_of(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 class RankRewardCalls(RewardCalls):

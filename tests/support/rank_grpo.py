@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from diloco.outer.ranks.group import Group, join_ranks
+from inner.models.shards import whole_weights
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train import ranks
 from inner.train.build import build_inner
@@ -45,7 +46,7 @@ def generate_apart(config: InnerConfig, model: str, told: str) -> int:
     loop: Any = build_inner(config, Path(model), {}, Seeds(1, 2))
     loop.place()
     ids = torch.tensor([[3]])
-    with torch.no_grad(), ranks.whole_weights(loop.model):
+    with torch.no_grad(), whole_weights(loop.model):
         for _ in range(1 + group.index):
             loop.trainer.model.generate(input_ids=ids, attention_mask=ids > 0, max_new_tokens=3 + group.index)
     if found := group.gather(group.index):
