@@ -96,6 +96,7 @@ def hint(row, error):
         ({}, {}),
         ({}, {"TEST_SHARD": "1"}),
         (LORA, {}),
+        ({**LORA, "optimizer": "muon"}, {}),
         ({"sdpo": {"weight": 0.1, "context": "rollout"}}, {"TEST_SHARD": "1"}),
         ({"sampling": {"environment": "world.py:World"}}, {}),
         ({"sampling": {"environment": "world.py:World"}}, {"TEST_SHARD": "1"}),
