@@ -136,7 +136,8 @@ def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
     """Return the places with options that follow from the run's settings, unless a place has them already.
 
-    Modal: a memory limit, as it bills the memory used, and for a model on the Hub a Volume that keeps it.
+    Modal: a memory limit, as it bills the memory used, cores for each of several devices, and for a model on the Hub
+    a Volume that keeps it.
     [inner.vllm]: package versions with vLLM.   A task: the package that scores it.   A script: its packages.
     """
     if not any(p.executor in FAR for p in places):
@@ -155,14 +156,19 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     ):
         return tuple(found)
     from diloco.run.sizing import parameters_of, trained_parameters_of
-    from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
+    from executors.platforms.on_modal.kinds import CORES, HUB_VOLUME, memory_limit_mib
 
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
-    try:
-        options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
-    except ConfigError:  # the model's size is unknown here: use the platform's default
-        options = cache
-    return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
+
+    def fitted(devices: int) -> dict[str, Any]:
+        cores = {"cores": CORES * devices} if devices > 1 else {}
+        try:
+            limit = memory_limit_mib(parameters_of(config), trained_parameters_of(config), devices)
+        except ConfigError:  # the model's size is unknown here: use the platform's default
+            return {**cache, **cores}
+        return {**cache, **cores, "max_memory_mib": limit}
+
+    return tuple(replace(p, options={**fitted(p.devices), **p.options}) if p.executor == "modal" else p for p in found)
 
 
 def check_reach(url: str, places: Sequence[Place]) -> None:

@@ -26,7 +26,7 @@ from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
-from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
+from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, Kind
 from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
@@ -63,7 +63,7 @@ class ModalExecutor(Executor):
         secrets: Sequence[str] = (),
         timeout_s: float = DAY_S,
         region: str = "",
-        cores: float = 2.0,
+        cores: float = CORES,
         memory_mib: int = 8192,
         max_cores: float = 0.0,
         max_memory_mib: int = 0,
