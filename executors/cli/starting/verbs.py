@@ -9,7 +9,6 @@ Not promised: that a platform has a free machine, or its present price.
 import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +234,9 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     if text := solo_warning(wanted):
         say(f"warning: {text}")
     if asked.detach:
-        return _supervise_detached(run, asked)
+        from executors.cli.starting.detached import detach_answer
+
+        return detach_answer(run, asked.url)
     survive_lost_output()  # the fleet must not end because `| head` does, or because a log's disk is full
     outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
     words = [] if asked.as_json else [outcome.text]
@@ -249,28 +250,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     return Answer(data, code=outcome.code, note="\n".join(words))
 
 
-def _supervise_detached(run: "Run", asked: "StartRequest") -> Answer:
-    from executors.cli.starting.detached import hand_over
-
-    found = hand_over(run, SystemClock(), say)
-    begun = found.started
-    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
-    if begun is not None:
-        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
-    next_ones = (f"  diloco status {shlex.quote(asked.url)}", f"  diloco stop {shlex.quote(asked.url)}")
-    return Answer(data, [found.text, *next_ones], found.code)
-
-
 def _demo(args: Namespace) -> Answer:
-    from executors.cli.starting.demo import demo
+    from executors.cli.starting.demo import demo_answer
 
-    if args.url and not run_url.is_folder(args.url):
-        raise run_url.UsageError(
-            f"the demo runs in a folder of this machine, not at {args.url}. Use for example --run runs/demo"
-        )
-    folder = Path(run_url.shareable_url(args.url).removeprefix("file://")) if args.url else None
-    if not args.json:
-        return Answer(code=demo(folder))
-    with redirect_stdout(sys.stderr):
-        code = demo(folder)
-    return Answer({"code": code}, code=code)
+    return demo_answer(args.url, as_json=args.json)
