@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO, TypeGuard
 
-from diloco.run.config import ConfigError, RunConfig
+from diloco.run.config import RunConfig
 from diloco.run.founding import refuse_fewer_steps
 from diloco.run.record import Run, read_run
 from executors.platforms import FAR
@@ -29,7 +29,6 @@ from executors.platforms.places import Place, are_places, build_executor, place_
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal
 from executors.supervision.notices import VARIABLE
-from inner.models.naming import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
@@ -134,41 +133,12 @@ def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
-    """Return the places with options that follow from the run's settings, unless a place has them already.
-
-    Modal: a memory limit, as it bills the memory used, cores for each of several devices, and for a model on the Hub
-    a Volume that keeps it.
-    [inner.vllm]: package versions with vLLM.   A task: the package that scores it.   A script: its packages.
-    """
+    """Return the places with options that follow from the run's settings, unless a place has them already."""
     if not any(p.executor in FAR for p in places):
         return tuple(places)
-    from executors.preflight.needs.task_packages import task_requirements, with_requirements
+    from executors.preflight.needs.fitted_options import fitted_place
 
-    script = config.script
-    needed = task_requirements(config) if script is None else list(script.packages)
-    vllm = {"vllm": True} if config.inner.vllm is not None else {}
-    found = [
-        replace(p, options={**vllm, **p.options, **with_requirements(p, needed)}) if p.executor in FAR else p
-        for p in places
-    ]
-    if script is not None or all(
-        p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= {*p.options} for p in found
-    ):
-        return tuple(found)
-    from diloco.run.sizing import parameters_of, trained_parameters_of
-    from executors.platforms.on_modal.kinds import CORES, HUB_VOLUME, memory_limit_mib
-
-    cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
-
-    def fitted(devices: int) -> dict[str, Any]:
-        cores = {"cores": CORES * devices} if devices > 1 else {}
-        try:
-            limit = memory_limit_mib(parameters_of(config), trained_parameters_of(config), devices)
-        except ConfigError:  # the model's size is unknown here: use the platform's default
-            return {**cache, **cores}
-        return {**cache, **cores, "max_memory_mib": limit}
-
-    return tuple(replace(p, options={**fitted(p.devices), **p.options}) if p.executor == "modal" else p for p in found)
+    return tuple(fitted_place(place, config) for place in places)
 
 
 def check_reach(url: str, places: Sequence[Place]) -> None:

@@ -36,6 +36,7 @@ from tests.support.audit import Audit, check_run
 from tests.support.entrypoints import marks
 from tests.support.fleet import ENDLESS
 from tests.support.hf_server import HFServer
+from tests.support.ranks import children_of
 from tests.support.s3_server import S3Server
 
 URL, STEPS, WAIT_S = "s3://bucket/runs/jobs", 3, 200.0
@@ -122,10 +123,6 @@ def wait_for(happens: Callable[[], object], otherwise: Callable[[], object]) -> 
     while not happens():
         assert time.monotonic() < until, otherwise()
         time.sleep(0.1)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(p) for path in Path(f"/proc/{pid}/task").glob("*/children") for p in path.read_text().split()]
 
 
 def outputs(hub: HFServer) -> str:
