@@ -77,10 +77,8 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
         ]
     from diloco.run.sizing import quantised_parameters_of, trained_parameters_of
 
-    found = footprint(
-        config, parameters, replicas, steps,
-        trained_parameters_of(config, model), quantised_parameters_of(config, model), devices,
-    )  # fmt: skip
+    sizes = {"trained": trained_parameters_of(config, model), "quantised": quantised_parameters_of(config, model)}
+    found = footprint(config, parameters, replicas, steps, devices=devices, **sizes)
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
 
 
