@@ -449,7 +449,7 @@ def _end_session(session: Session, error: RendezvousError) -> int:
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
     session.emit(event, step=session.rv.step, text=str(error))
     if not isinstance(error, Fenced):
-        session.rv.members.say_goodbye()
+        session.rv.members.write_leave_beat()
     session.end()
     return _print_end(session.rv.slot, error, code)
 

@@ -1,8 +1,8 @@
 """A quote: the requested places and budget, shown with a price before anything is rented.
 
-    --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
-    --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest ──wanted_places, budget_from──▶ places, budget
-    --replicas --steps --min-replicas    ─▶ FleetWish  ┘
+    --executor --place --gpu --secret …  ─▶ PlaceRequest  ┐
+    --max-usd --max-hours …              ─▶ BudgetRequest ├─▶ StartRequest ─wanted_places, budget_from─▶ places, budget
+    --replicas --steps --min-replicas    ─▶ FleetRequest  ┘
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
                           └─agree──▶ yes · no · without a terminal to ask: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
@@ -39,7 +39,7 @@ from rendezvous.stores.open import open_store
 
 
 @dataclass(frozen=True)
-class PlaceWish:
+class PlaceRequest:
     """The places of replicas, and of actors (None: as the run had them).
 
     options: (key, value), the key perhaps with a place's name before it: modal.region.
@@ -62,7 +62,7 @@ class PlaceWish:
 
 
 @dataclass(frozen=True)
-class BudgetWish:
+class BudgetRequest:
     """The limits of a run's costs and time.   0: no limit."""
 
     max_usd: float | None = None
@@ -71,7 +71,7 @@ class BudgetWish:
 
 
 @dataclass(frozen=True)
-class FleetWish:
+class FleetRequest:
     replicas: int | None = None
     steps: int | None = None
     min_replicas: int | None = None
@@ -80,12 +80,12 @@ class FleetWish:
         """Return the values that were typed."""
         return {name: value for name, value in vars(self).items() if value}
 
-    def within(self, places: Sequence[Place]) -> "FleetWish":
+    def within(self, places: Sequence[Place]) -> "FleetRequest":
         """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
-        return FleetWish(self.replicas or named or None, self.steps, self.min_replicas)
+        return FleetRequest(self.replicas or named or None, self.steps, self.min_replicas)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class StartRequest:
     """
 
     url: str
-    places: PlaceWish = field(default_factory=PlaceWish)
-    budget: BudgetWish = field(default_factory=BudgetWish)
-    fleet: FleetWish = field(default_factory=FleetWish)
+    places: PlaceRequest = field(default_factory=PlaceRequest)
+    budget: BudgetRequest = field(default_factory=BudgetRequest)
+    fleet: FleetRequest = field(default_factory=FleetRequest)
     config: str = ""
     no_preflight: bool = False
     alert: str | None = None
@@ -115,21 +115,21 @@ def replicas_in(places: Sequence[Place]) -> int | None:
     return sum(p.count for p in places) if all(p.count for p in places) else None
 
 
-def actors_in(wish: PlaceWish, wanted: Wanted) -> int:
+def actors_in(request: PlaceRequest, wanted: Wanted) -> int:
     """Return the number of actors that the request asks for, else those that the run had before."""
-    return wanted.actors if wish.actors is None else sum(p.count for p in wish.actors)
+    return wanted.actors if request.actors is None else sum(p.count for p in request.actors)
 
 
 # -------------------------------------------------------------------- where
 
 
-def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
+def wanted_places(request: PlaceRequest, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
     """Return the places of the request, else those that the run had before."""
-    if not (wish.places or wish.executor or wish.refines or wish.actors is not None):
+    if not (request.places or request.executor or request.refines or request.actors is not None):
         return places_of(before)
     from executors.preflight.named_places import refined_places
 
-    return refined_places(wish, before)
+    return refined_places(request, before)
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
@@ -155,9 +155,9 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 # -------------------------------------------------------------------- how much
 
 
-def budget_from(wish: BudgetWish, wanted: Wanted) -> Budget:
+def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
     """Return the limits of the request, else those that the run had before."""
-    return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(wish).items()})
+    return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(request).items()})
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def test_it_leaves_before_its_time_limit_to_be_started_again(executor, run, tmp_
 
 
 @pytest.mark.slow
-def test_who_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
+def test_a_replica_that_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "stubborn", timeout_s=4)])
     (result,) = executor.collect([handle], timeout=WAIT_S)
     assert result.state is State.FAILED and "time limit" in result.reason

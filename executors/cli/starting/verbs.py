@@ -49,7 +49,7 @@ def add_verbs(verbs: Any) -> None:
     flag(launch, "--dry-run", help="say what would be sent and started, and what it costs; nothing is started")
     resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
     for parser in (train, plan, launch, resume):
-        _add_wishes(parser)
+        _add_requests(parser)
     flag(launch, "-m", dest="is_module", help="SCRIPT is a module, as for python -m")
     launch.add_argument("script", metavar="SCRIPT", help="a Python file whose trainer has DiLoCoCallback()")
     launch.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="of the script")
@@ -65,7 +65,7 @@ def add_verbs(verbs: Any) -> None:
     value(demo, "--run", "DIR", "default runs/demo; once that is done runs/demo-2, …", dest="url")
 
 
-def _add_wishes(parser: ArgumentParser) -> None:
+def _add_requests(parser: ArgumentParser) -> None:
     parser.set_defaults(**UNSAID)
     value(parser, "--replicas", "N", "replicas to keep (default: as in CONFIG)", type="positive")
     value(parser, "--steps", "T", "outer steps in all (default: as in CONFIG)", type="positive")
@@ -92,11 +92,11 @@ def _add_wishes(parser: ArgumentParser) -> None:
 def request_of(args: Namespace, url: str) -> "StartRequest":
     """Return the typed options as a request.   url: the run's present URL.   Raises UsageError."""
     from executors.platforms.places import Place
-    from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
+    from executors.preflight.quote import BudgetRequest, FleetRequest, PlaceRequest, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
     actors = None if args.actors is None else tuple(Place.from_dict(p) for p in args.actors if p["count"])
-    where = PlaceWish(
+    where = PlaceRequest(
         executor=args.executor, places=places, actors=actors, gpu=tuple(args.gpu or ()),
         secrets=tuple(args.secrets or ()), timeout_s=args.timeout or 0.0, pip=tuple(args.pip or ()),
         options=tuple(args.option or ()), no_lease=args.no_lease,
@@ -104,8 +104,8 @@ def request_of(args: Namespace, url: str) -> "StartRequest":
     return StartRequest(
         url,
         places=where,
-        budget=BudgetWish(args.max_usd, args.max_hours, args.allow_unknown_price),
-        fleet=FleetWish(args.replicas, args.steps, args.min_replicas).within(places),
+        budget=BudgetRequest(args.max_usd, args.max_hours, args.allow_unknown_price),
+        fleet=FleetRequest(args.replicas, args.steps, args.min_replicas).within(places),
         as_json=args.json,
         **{name: getattr(args, name) for name in UNSAID},
     )

@@ -26,7 +26,7 @@ from diloco.views.overview import MetricCurve, Overview, SessionRow
 from diloco.views.trouble import PAGE, Trouble
 from executors.cli.looking.status import cost_limits
 from executors.supervision.costs import Costs
-from executors.supervision.notices.remarks import found_room
+from executors.supervision.notices.messages import found_room
 from rendezvous.agreement.membership import Wanted
 
 UNREAD_S = 10.0  # a heartbeat that was read longer ago is marked with "~"

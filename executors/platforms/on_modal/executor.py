@@ -85,7 +85,7 @@ class ModalExecutor(Executor):
         packages = (pip,) if isinstance(pip, str) else pip
         self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
         self._ends: dict[str, Mapping[str, Any]] = {}  # call -> its end, with its value and its last lines
-        self._twins = modal_calls.Twins(self._clock)
+        self._duplicates = modal_calls.Duplicates(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
 
@@ -217,7 +217,7 @@ class ModalExecutor(Executor):
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
         """Find duplicate calls of a launch whose containers were started."""
         try:
-            new = self._twins.new(run, self._apps.register_of(run))
+            new = self._duplicates.new(run, self._apps.register_of(run))
         except sdk().exception.NotFoundError:  # nothing was launched, or the run was purged
             return []
         except Exception as error:  # without an answer there is no news, as in a poll

@@ -29,7 +29,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.views.troubles import Trouble
 from executors.supervision.notices import VARIABLE
-from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices.messages import all_troubles
 from rendezvous.clock import Clock
 
 CHECK_S = 5.0
