@@ -93,7 +93,7 @@ def is_plain(name: str) -> bool:
 def is_blob(key: str, pattern: str) -> bool:
     """Whether `key`, which a record names, is a blob's key.
 
-    pattern: that key as this file builds it, with "" as its nonce.
+    pattern: the key of a blob with the nonce "", as this file builds it.
     """
     stem, _, ending = pattern.rpartition(".")
     return is_plain(key) and key.startswith(stem) and key.endswith(f".{ending}") and "/" not in key[len(stem) :]

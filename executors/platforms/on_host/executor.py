@@ -321,7 +321,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def newest_claims(run: str) -> list[Claim]:
-    """Return the newest claim of each slot, and actor, that has one."""
+    """Return the newest claim of each slot and of each actor that has one."""
     store = open_signed(run)
     newest = [newest_claim(store, slot) for slot in read_standing_control(store)[0].member_names]
     return [taken for taken in newest if taken is not None]

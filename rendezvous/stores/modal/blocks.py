@@ -22,7 +22,7 @@ BLOCK_S = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes with these zeros."""
+    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: number of bytes, with the zeros at its end."""
 
     sha256: bytes
     size: int
