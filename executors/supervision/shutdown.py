@@ -185,7 +185,7 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until the platforms list none, also no late one; return the rest."""
+    """Cancel processes with the run's label until the platforms list none for a while; return those that stay."""
     if not launches.labelled:
         return []
     began = clock.now()

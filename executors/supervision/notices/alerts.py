@@ -83,7 +83,7 @@ def post(url: str, body: bytes) -> str:
 
 
 def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Mapping[str, Any]], list[dict[str, Any]]]:
-    """Return from the log: (kind, slot) -> the first event of an open trouble; and the undelivered messages."""
+    """Return (kind, slot) -> the first event of each open trouble, and the messages that were not delivered."""
     began: dict[tuple[str, str], Mapping[str, Any]] = {}
     waiting: dict[tuple[str, str], dict[str, Any]] = {}
     for e in events:

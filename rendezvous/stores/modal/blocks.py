@@ -3,7 +3,7 @@
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
 
-Not promised: a second try.  An incomplete body raises StoreUnclear, without the URL, because it has a signature.
+Not promised: that a failed request is sent again.  An incomplete body raises StoreUnclear, without the URL, because it has a signature.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ BLOCK_S = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: number of bytes, with the zeros at its end."""
+    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes, with these zeros."""
 
     sha256: bytes
     size: int
