@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
+from diloco.process.processes import DEVICE_ENV
 from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
@@ -71,6 +72,8 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
     if why := told_twice(devices):
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
+    if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
+        os.environ[DEVICE_ENV] = f"{devices} × {name}"  # as the run's log and GPU-hours have it
     followers = Followers(devices, follow)
     code = exitcodes.CRASHED
     try:

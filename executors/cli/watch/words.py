@@ -180,7 +180,7 @@ def _end_words(row: SessionRow) -> str:
 
 def short_device(name: str) -> str:
     """Return a device's name without its vendor: "NVIDIA H100 80GB HBM3" -> "H100 80GB HBM3"."""
-    return name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("GeForce ")
+    return name.replace("NVIDIA ", "", 1).replace("AMD ", "", 1).replace("GeForce ", "", 1)
 
 
 # -------------------------------------------------------------------- curves
