@@ -179,7 +179,7 @@ KINDS: Mapping[str, EventKind] = {
     "bad_residual": EventKind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),
     "residual_dropped": EventKind(DETAIL, "There was no time to leave what the codec has not sent yet. It is lost."),
     "baggage_dropped": EventKind(DETAIL, "There was no time to leave the moments. The next session has none."),
-    "no_goodbye": EventKind(DETAIL, "The leave record could not be written; others wait until its heartbeat is old."),
+    "no_leave_record": EventKind(DETAIL, "The leave record could not be written; others wait for an old heartbeat."),
     "snapshot": EventKind(DETAIL, "Weights and outer momentum were written. A session that joins reads them."),
     "snapshot_copied": EventKind(DETAIL, "A snapshot under way was copied, because the next outer step was due."),
     "not_written": EventKind(DETAIL, "A snapshot could not be written; the next one is tried."),

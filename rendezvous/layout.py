@@ -15,9 +15,9 @@
     │   └── mean/{shard:04d}.json, {nonce}.bin     the mean, announced with its digest             put_once
     ├── snapshots/{t:010d}/
     │   └── manifest.json, {nonce}.safetensors     θ_t and outer momentum                          put_once
-    ├── leave/{slot}-{generation}.json             a replica's goodbye when it leaves in order     put_once
+    ├── leave/{slot}-{generation}.json             the leave record of a replica                   put_once
     ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
-    ├── control/{n:06d}.json                       the operator's wishes                           put_once, dense
+    ├── control/{n:06d}.json                       the desired state                               put_once, dense
     ├── rollouts/{slot}/{g:010d}/
     │   └── {bundle:04d}.{attempt}.bundle, {bundle:04d}.{attempt}.verdict   a generation's rollouts; a check  put_once
     ├── weights/{t:010d}/
@@ -93,7 +93,7 @@ def is_plain(name: str) -> bool:
 def is_blob(key: str, pattern: str) -> bool:
     """Whether `key`, which a record names, is a blob's key.
 
-    pattern: that key as this file builds it, with "" as its nonce.
+    pattern: the key of a blob with the nonce "", as this file builds it.
     """
     stem, _, ending = pattern.rpartition(".")
     return is_plain(key) and key.startswith(stem) and key.endswith(f".{ending}") and "/" not in key[len(stem) :]

@@ -7,6 +7,7 @@ What tests expect are a CPU's float32 numbers; a GPU's products are bfloat16 by 
 DILOCO_TEST_GPU=1 and runs the tests that are about a GPU.
 """
 
+import copy
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ if os.environ.get("DILOCO_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported; processes that a test starts have it, too
 
 import pytest
+import torch
 
 gc.disable()
 
@@ -45,6 +47,26 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
             asked(*args)
 
     monkeypatch.setattr(on_modal, "check_account", check_account)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def start_models_are_made_once() -> Iterator[None]:
+    """ToolWorld's start model depends on its settings alone: a process of tests takes its supervised steps once."""
+    from inner.worlds import toolworld
+
+    made: dict[Any, Any] = {}
+    make = toolworld.start_model
+
+    def start_model(config: Any) -> Any:
+        key = config.toolworld, torch.get_num_threads()
+        if key not in made:
+            made[key] = make(config)
+        model, tokenizer = made[key]
+        return copy.deepcopy(model), copy.deepcopy(tokenizer)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(toolworld, "start_model", start_model)
+        yield
 
 
 @pytest.fixture(autouse=True)

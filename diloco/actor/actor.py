@@ -152,7 +152,7 @@ def act_in_session(run: Run, session: Session, engine: str = "") -> int:
         session.emit("joined", step=session.rv.members.status.step)
         end = _act_to_the_end(actor, run, session)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
-    session.rv.members.say_goodbye()
+    session.rv.members.write_leave_beat()
     session.end()
     print(f"{session.rv.slot}: {end[1]}", flush=True)
     return end[0]

@@ -30,7 +30,7 @@ from inner.models.naming import HubError
 from inner.train.build import load_dequantised, load_start
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
-from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.keeping.reach import Reach, read_reach
@@ -126,7 +126,7 @@ def state_at(
 
 def keep_of(run: Run) -> int | str:
     """Return the limit of the run's blobs: the one that `diloco gc` set, or fleet.keep."""
-    return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
+    return read_standing_control(run.store)[0].keep or run.config.fleet.keep
 
 
 def what_is_kept(run: Run) -> Reach | None:

@@ -159,7 +159,7 @@ def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool
 
 def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules: Rules) -> list[Finding]:
     """Judge an outer step by its commit.   desired: how many replicas the operator wants."""
-    found = [Finding("identical", _twins_text(same)) for same in _identical_groups(commit.fresh_offers, cos_pair)]
+    found = [Finding("identical", _identical_text(same)) for same in _identical_groups(commit.fresh_offers, cos_pair)]
     found += [Finding("gated", _too_long_text(o), 1) for o in commit.offers if o.factor != 1.0]
     if len(commit.fresh_offers) == 1 < desired:
         slot = commit.fresh_offers[0].slot
@@ -187,7 +187,7 @@ def _identical_groups(offers: Sequence[Listed], cos_pair: float | None) -> list[
     return [nonzero] if parallel and len(nonzero) > 1 else groups
 
 
-def _twins_text(same: Sequence[Listed]) -> str:
+def _identical_text(same: Sequence[Listed]) -> str:
     slots = " and ".join(sorted({o.slot for o in same}))
     return f"{slots} made the same pseudogradient: do they train on the same data with the same seed?"
 

@@ -5,7 +5,7 @@
          ├── a rank has failed ──▶ its last words, the other ranks are killed, the same end for this process
          └── this process has ended, in any way ──▶ the other ranks end
 
-So claim, heartbeat, signals, exit code and log are those of one process, whoever starts it.  `MEET` names the file in
+So claim, heartbeat, signals, exit code and log are those of one process, on each platform.  `MEET` names the file in
 which the ranks find each other, so no port has to be free.
 
 Not promised: ranks on several machines; words of a rank that is killed.

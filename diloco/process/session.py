@@ -213,7 +213,7 @@ class Session:
         last_words.join(LAST_WORDS_S)
 
     def _send_last_words(self) -> None:
-        self.rv.members.say_goodbye()
+        self.rv.members.write_leave_beat()
         self.flush()
 
     def _pace_s(self) -> float:

@@ -13,7 +13,6 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
     inner, outer, fleet = config.inner, config.outer, config.fleet
     policy = inner.objective_settings
     reasons = {
-        "`diloco launch` starts a script in one process": config.script is not None,
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
         'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
         "[inner.vllm] generates for one process": inner.vllm is not None,

@@ -6,6 +6,7 @@
                                                     start   ────▶            at the same inner step
              after each inner step:  evaluation due? rows ──────▶            score their part
                                      done? (Led's word) ────────▶            stop
+             a script of `diloco launch` ──tell──▶   each rank runs it, as under torchrun
 
 Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
 
@@ -14,6 +15,7 @@ Not promised: a log of the other ranks' rollouts; several hosts.
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
-from diloco.process.ranks import END_S, Followers, told_twice
+from diloco.process.processes import DEVICE_ENV
+from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import ModelRecord, Run
+from diloco.run.script import REPLICAS, SLOT, URL, Script
 from inner.errors import RewardFailed
 from inner.settings.inner import Seeds
 from rendezvous.errors import RendezvousError
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 
+VARIABLES = (URL, SLOT, REPLICAS)
+
+
 @dataclass(frozen=True)
 class Job:
     """The inputs with which the other ranks build rank 0's loop.   before: outer steps taken before this run."""
@@ -51,11 +58,22 @@ class Job:
     before: int
 
 
+@dataclass(frozen=True)
+class ScriptJob:
+    """The script that rank 0 runs, in the same folder, with the same variables."""
+
+    script: Script
+    folder: Path
+    variables: Mapping[str, str]
+
+
 def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
     """Be rank 0 of a replica, from its first line to its end. Return the exit code."""
     if why := told_twice(devices):
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
+    if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
+        os.environ[DEVICE_ENV] = f"{devices} × {name}"  # as the run's log and GPU-hours have it
     followers = Followers(devices, follow)
     code = exitcodes.CRASHED
     try:
@@ -72,14 +90,22 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     if fault := rank_fault(run.config, devices):
         raise ConfigError(fault)
     followers.on_loss = partial(_say_loss, session)
-    leader = Leader()
     try:
+        if run.config.script is not None:
+            return replica.script_session(run, session, partial(_tell_script, run.config.script))
+        leader = Leader()
         return replica.train_session(run, session, (leader.build, leader.manage, leader.judge))
     except RendezvousError:
         raise
     except Exception:
         followers.settle()
         raise
+
+
+def _tell_script(script: Script, folder: Path) -> None:
+    from diloco.outer.ranks.group import Group
+
+    Group().tell(ScriptJob(script, folder, {name: os.environ[name] for name in VARIABLES}))
 
 
 def _say_loss(session: Session, text: str) -> None:
@@ -163,12 +189,26 @@ def follow() -> int:
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     group = Group()
-    job: Job = group.tell(None)
+    job: Job | ScriptJob = group.tell(None)
+    if isinstance(job, ScriptJob):
+        return _follow_script(job)
     try:
         _follow_training(group, job)
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.NO_REWARD
+    return exitcodes.DONE
+
+
+def _follow_script(job: ScriptJob) -> int:
+    from diloco.script.process import start
+
+    os.environ.update(job.variables)
+    try:
+        start(job.script, job.folder)
+    except BaseException:
+        time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and says why it ends
+        raise
     return exitcodes.DONE
 
 

@@ -167,7 +167,7 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 
 
 def train_or_run_script(run: Run, session: Session) -> int:
-    return (train_session if run.config.script is None else _run_script)(run, session)
+    return (train_session if run.config.script is None else script_session)(run, session)
 
 
 def train_session(run: Run, session: Session, parts: Parts | None = None) -> int:
@@ -182,12 +182,12 @@ def train_session(run: Run, session: Session, parts: Parts | None = None) -> int
         return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
-def _run_script(run: Run, session: Session) -> int:
+def script_session(run: Run, session: Session, tell: Callable[[Path], object] | None = None) -> int:
     from diloco.script.process import run_script
 
     leave_now(session)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
-        return run_script(run, session, scratch)
+        return run_script(run, session, scratch, tell)
 
 
 def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session) -> tuple[Path, dict[str, Path]]:
@@ -449,7 +449,7 @@ def _end_session(session: Session, error: RendezvousError) -> int:
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
     session.emit(event, step=session.rv.step, text=str(error))
     if not isinstance(error, Fenced):
-        session.rv.members.say_goodbye()
+        session.rv.members.write_leave_beat()
     session.end()
     return _print_end(session.rv.slot, error, code)
 

@@ -12,6 +12,7 @@
     with [inner.lora] P is the adapter's; the base is on the device and, if it is not on the Hub, in the bucket
 
     device  weights + gradients + Adam's two moments, each in the model's dtype  (not: activations, generation engine)
+            a replica of K devices: all weights + a K-th of weights and moments, while it generates; adapters: each all
     host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
 Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
@@ -52,6 +53,7 @@ class Footprint:
 
     parameters: int
     codec: str
+    devices: int
     device: int
     host: int
     each_step: int
@@ -69,12 +71,13 @@ class Footprint:
 
 
 def footprint(
-    config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None, quantised: int = 0
-) -> Footprint:
+    config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None, quantised: int = 0,
+    devices: int = 1,
+) -> Footprint:  # fmt: skip
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
     trained: number of the adapter's parameters; None if the whole model is trained.   quantised: of the base's
-    parameters those in 4 bits on the device (inner.lora.base)."""
+    parameters those in 4 bits on the device (inner.lora.base).   devices: of one replica."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -94,7 +97,10 @@ def footprint(
     return Footprint(
         parameters=base or parameters,
         codec=codec,
-        device=ceil(width * (base - quantised) + NF4 * quantised) + STATES * states * parameters,
+        devices=devices,
+        device=ceil(
+            width * (base - quantised) + NF4 * quantised + states_on_device(states, devices, base) * parameters
+        ),
         host=ceil((HOST + BROADCAST * config.fleet.broadcast_weights) * parameters),
         each_step=each_step,
         each_snapshot=each_snapshot,
@@ -109,6 +115,14 @@ def footprint(
         back=left.mean or each_step,
         rollouts=recorded_bytes(config, replicas),
     )
+
+
+def states_on_device(width: int, devices: int, base: int) -> float:
+    """Return the bytes per trained parameter on one of a replica's devices.   width: of one number.   base: of an
+    adapter, which each device has whole; 0 for a whole model, which is in shards (diloco/outer/ranks)."""
+    if devices == 1 or base:
+        return STATES * width
+    return width * max(STATES / devices, 1 + (STATES - 1) / devices)  # no gradients while it generates
 
 
 def recorded_bytes(config: RunConfig, replicas: int) -> int:
@@ -157,8 +171,9 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     if keep is not None and keep < f.in_all:
         kept = kept_text(f, steps, keep)
     recorded = f"; and up to {byte_size(f.rollouts)} of recorded tokens per step, with their text" if f.rollouts else ""
+    on = "the device" if f.devices == 1 else f"each of {f.devices} devices"
     return [
-        f"memory per replica: {byte_size(f.device)} on the device (weights, gradients, Adam; activations and "
+        f"memory per replica: {byte_size(f.device)} on {on} (weights, gradients, Adam; activations and "
         f"generation come on top), {byte_size(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
         f"bucket: {byte_size(f.each_step)} per outer step ({f.codec}), {byte_size(f.each_snapshot)} per snapshot; "
         f"{kept}{recorded}",

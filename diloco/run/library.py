@@ -33,17 +33,17 @@ LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process
 
 
 def open_session(
-    run: str | Store, slot: str, clock: Clock, wishes: Mapping[str, int | None], **settings: Any
+    run: str | Store, slot: str, clock: Clock, desired: Mapping[str, int | None], **settings: Any
 ) -> Session:
     """Return the session of a program's replica.   slot: r00, r01, … or AUTO.
 
-    wishes: replicas, min_replicas and steps of a new run.   settings: of Session; a launched script's has its own.
+    desired: replicas, min_replicas and steps of a new run.   settings: of Session; a launched script's has its own.
     """
-    if isinstance(run, str) and (held := launched_session(run, slot, wishes["steps"])) is not None:
+    if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held
     store = under_key(open_store(current_url(run)) if isinstance(run, str) else run, clock, run_key())
     slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
-    ensure_slot(store, clock, slot, **wishes)
+    ensure_slot(store, clock, slot, **desired)
     return Session(store, slot, clock=clock, generation=generation, **settings)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
-from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.layout import SUPERVISOR
 from rendezvous.stores.ahead import Ahead
 
@@ -216,7 +216,7 @@ class _Look:
         if start:
             self.found.wanted = read_control(self._ahead, self.found.wanted)
         else:
-            self.found.wanted, self.found.lost = read_standing_wishes(self._ahead)
+            self.found.wanted, self.found.lost = read_standing_control(self._ahead)
         self._ask_slots(self.found.wanted.member_names)
 
     def _controls_listed(self) -> int:

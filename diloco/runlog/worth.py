@@ -1,6 +1,6 @@
 """A run's use and gain, and an estimate for other numbers of replicas from their agreement.  Pure functions.
 
-    used      samples that commits count · hours of all sessions, from claim to end
+    used      samples that commits count · hours of all sessions, from claim to end, of each device
     got       headline (reward, or loss), first outer step → newest; the gain per hour of a reward
 
     Δᵢ = s + nᵢ    a part s that all replicas share, and each one's own noise; c = ‖s‖²/(‖s‖² + ‖n‖²) = cos_pair
@@ -13,6 +13,7 @@ saves nothing.  The formula assumes outer steps of the best length for each N: d
 Not promised: the result of a run of another size.  c changes during a run, and with H and the learning rate.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -32,7 +33,7 @@ ALIKE = 0.8  # above it, replicas make nearly the same step; at their best lr, t
 
 @dataclass(frozen=True)
 class Worth:
-    """Use and gain.   hours: of all sessions.   first, newest: of the headline `name`; None if no step has one.
+    """Use and gain.   hours: of all devices.   first, newest: of the headline `name`; None if no step has one.
 
     unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
     cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.
@@ -49,7 +50,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """A reward's gain per hour of all sessions; None if unknown, and for a loss, which has no meaningful zero."""
+        """A reward's gain per such hour; None if unknown, and for a loss, which has no meaningful zero."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours
@@ -62,7 +63,7 @@ def worth(report: "Report") -> Worth:
     cosine, replicas = agreement(report.steps)
     return Worth(
         samples=sum(sum(step.samples.values()) for step in report.steps),
-        hours=sum(_seconds(session, report) for session in report.sessions) / 3600,
+        hours=sum(_devices(session) * _seconds(session, report) for session in report.sessions) / 3600,
         unit="GPU-hours" if on_gpus else "replica-hours",
         name=headline.name,
         first=first,
@@ -86,6 +87,12 @@ def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
     noise = (1 - c) / c
     hours = (to + noise) / (replicas + noise)
     return hours * replicas / to, hours
+
+
+def _devices(session: "SessionSummary") -> int:
+    """Return the number of devices by their name.   "8 × NVIDIA H100 80GB HBM3" -> 8"""
+    found = re.match(r"(\d{1,2}) × ", session.device)
+    return int(found[1]) if found else 1
 
 
 def _seconds(session: "SessionSummary", report: "Report") -> float:

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.model.fetch import fetch_stored, save_below
@@ -34,14 +35,17 @@ NEVER_JOINED = (
 ENDED_EARLY = "{script} ended after outer step {step} of {steps}, before the run was done"
 
 
-def run_script(run: Run, session: Session, folder: Path) -> int:
+def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], object] | None = None) -> int:
     """Run the script to its end; -> the exit code of the replica.   folder: of this session, empty.
 
+    tell: called with the folder when its files and the variables are there (diloco/replica/ranks.py).
     Raises ConfigError for a script that cannot run anywhere, and errors of the rendezvous."""
     script = run.config.script
     write_files(run, folder)
     LAUNCHED[run.url] = session
     os.environ.update({URL: run.url, SLOT: session.rv.slot, REPLICAS: str(run.config.fleet.replicas)})
+    if tell is not None:
+        tell(folder)
     try:
         start(script, folder)
     except SystemExit as end:

@@ -45,7 +45,7 @@ def newest_rollouts(trainer: Any, most: int) -> dict[str, Any]:
 
 
 def calling_trainer() -> Any:
-    """Return the trainer that called this callback, because Transformers passes neither it nor its other callbacks."""
+    """Return the trainer that called this callback. Transformers passes neither the trainer nor other callbacks."""
     frame: Any = sys._getframe(1)
     while frame is not None and not hasattr(frame.f_locals.get("self"), "callback_handler"):
         frame = frame.f_back

@@ -5,7 +5,7 @@
     docs/troubles.md has a section for each kind; a test compares them.
 
 Costs are an argument, because only executors know prices (executors/supervision/costs.py). Executors also add troubles
-that only they know: platforms, disks, rewards that are retried (executors/supervision/notices/remarks.py).
+that only they know: platforms, disks, rewards that are retried (executors/supervision/notices/messages.py).
 
 Not promised: a judgement.  A detector reports its observation.
 """

@@ -6,8 +6,7 @@
     build_executor(places) ──▶ the executor of the only place, or a Mixed of several (mixed.py)
 
 Places get slots in their order; the last place gets all remaining slots.  Actors (diloco/actor/) have places of
-their own.  The run's control records list the places,
-so that a supervisor on any machine can rebuild the executors.
+their own.  The run's control records list the places, so that any machine's supervisor can rebuild the executors.
 
 Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 
 from executors.platforms import EXECUTORS
 from executors.platforms.base import ExecutorError, FleetExecutor, Plain, load_name
+from executors.platforms.machine.gpu import devices_of
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.records.schema import Within, from_json
@@ -59,7 +59,9 @@ class Place(Plain):
     @property
     def devices(self) -> int:
         """The number of processes that train a replica's model together, each on a device of its own."""
-        asked = self.options.get("devices", 1) if self.executor == "local" else 1
+        if self.executor != "local":
+            return max(map(devices_of, self.gpu), default=1)
+        asked = self.options.get("devices", 1)
         return asked if isinstance(asked, int) else 1  # else the executor refuses it
 
 

@@ -72,7 +72,7 @@ def _check_files(config: RunConfig) -> None:
 def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
     """Check the places; return notes.   Raises UsageError, InnerError.
 
-    This machine without settings can only lack packages, so nothing is loaded to check it.
+    A run on this machine, without settings of its place, can only lack packages; no other check is loaded for it.
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:

@@ -14,41 +14,41 @@ from executors.platforms.places import Place, places_of
 from executors.preflight.run_url import UsageError
 
 if TYPE_CHECKING:
-    from executors.preflight.quote import PlaceWish
+    from executors.preflight.quote import PlaceRequest
 
 OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
 
 
-def refined_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
+def refined_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
     """Return the places of the request.   before: those that the run had, for a request that names none."""
     replicas = [place for place in before if not place.get("actors")]
-    named = (*_named_places(wish, replicas), *_actor_places(wish, before))
-    _check_words(wish, named)
-    return tuple(_refined_place(place, wish) for place in named)
+    named = (*_named_places(request, replicas), *_actor_places(request, before))
+    _check_words(request, named)
+    return tuple(_refined_place(place, request) for place in named)
 
 
-def _named_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
-    if wish.places and wish.executor:
+def _named_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
+    if request.places and request.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
-    named = wish.places or ((Place(wish.executor),) if wish.executor else places_of(before))
-    if wish.refines and not (wish.places or wish.executor or before):
+    named = request.places or ((Place(request.executor),) if request.executor else places_of(before))
+    if request.refines and not (request.places or request.executor or before):
         options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
         raise UsageError(f"{options} are for a place: add --executor NAME")
     return named
 
 
-def _actor_places(wish: "PlaceWish", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
-    return wish.actors if wish.actors is not None else tuple(p for p in places_of(before) if p.actors)
+def _actor_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
+    return request.actors if request.actors is not None else tuple(p for p in places_of(before) if p.actors)
 
 
-def _check_words(wish: "PlaceWish", named: Sequence[Place]) -> None:
+def _check_words(request: "PlaceRequest", named: Sequence[Place]) -> None:
     """Raise UsageError if an option names an unknown executor, or one that no place has."""
-    _check_pip(wish.pip, named)
+    _check_pip(request.pip, named)
     there = {p.executor for p in named}
     if unknown := there.difference(EXECUTORS):
         raise UsageError(f"there is no executor {min(unknown)!r}; there are {', '.join(EXECUTORS)}")
-    said = [("option", key, "." in key) for key, _ in wish.options]
-    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in wish.secrets]
+    said = [("option", key, "." in key) for key, _ in request.options]
+    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in request.secrets]
     for what, name, is_for_one in said:
         if is_for_one and name.partition(".")[0] not in there:
             raise UsageError(f"--{what} {name}: none of the places is {name.partition('.')[0]!r}")
@@ -62,28 +62,28 @@ def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
         )
 
 
-def _refined_place(place: Place, wish: "PlaceWish") -> Place:
+def _refined_place(place: Place, request: "PlaceRequest") -> Place:
     """Return a place with the request's options.  "modal.region=eu" is an option only for modal.
 
     Secrets, environment and time limit become fields of the place, even if they were given as options.
     """
     options = dict(place.options)
-    for key, value in wish.options:
+    for key, value in request.options:
         whose, dot, rest = key.partition(".")
         if not dot or whose == place.executor:
             options[rest if dot else key] = value
-    if wish.pip and place.executor in FAR:
-        options["pip"] = list(wish.pip)
+    if request.pip and place.executor in FAR:
+        options["pip"] = list(request.pip)
     own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
     return Place(
         executor=place.executor,
         count=place.count,
-        gpu=place.gpu or (wish.gpu or _words(own.get("gpu", ()))),
-        timeout_s=wish.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
-        secrets=_secrets_of(place, wish.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
+        gpu=place.gpu or (request.gpu or _words(own.get("gpu", ()))),
+        timeout_s=request.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
+        secrets=_secrets_of(place, request.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
         env={**place.env, **own.get("env", {})},
         options=options,
-        lease=place.lease and not wish.no_lease,
+        lease=place.lease and not request.no_lease,
         actors=place.actors,
     )
 

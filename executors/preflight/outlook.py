@@ -67,8 +67,9 @@ def _read_bucket(url: str) -> Bucket:
     return Bucket(url, read_control(open_store(url)))
 
 
-def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int) -> list[str]:
-    """Return lines on memory, bytes and seconds.   model: its folder on this machine, or None."""
+def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int, devices: int = 1) -> list[str]:
+    """Return lines on memory, bytes and seconds.   model: its folder on this machine, or None.   devices: of one
+    replica."""
     parameters = parameters_within(config, model)
     if parameters is None:
         return [
@@ -76,10 +77,8 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
         ]
     from diloco.run.sizing import quantised_parameters_of, trained_parameters_of
 
-    found = footprint(
-        config, parameters, replicas, steps,
-        trained_parameters_of(config, model), quantised_parameters_of(config, model),
-    )  # fmt: skip
+    sizes = {"trained": trained_parameters_of(config, model), "quantised": quantised_parameters_of(config, model)}
+    found = footprint(config, parameters, replicas, steps, devices=devices, **sizes)
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
 
 

@@ -77,9 +77,9 @@ def notes_about(
 def devices_fault(config: RunConfig, place: Place) -> str:
     if not place.gpu and place.devices == 1:
         return ""
-    from executors.preflight.needs.device_faults import idle_devices, ranks_fault
+    from executors.preflight.needs.device_faults import idle_devices, ranks_fault, unequal_devices
 
-    return idle_devices(place) or ranks_fault(config, place)
+    return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place)
 
 
 # -------------------------------------------------------------------- installed packages

@@ -1,8 +1,8 @@
 """A quote: the requested places and budget, shown with a price before anything is rented.
 
-    --executor --place --gpu --secret …  ─▶ PlaceWish  ┐
-    --max-usd --max-hours …              ─▶ BudgetWish ├─▶ StartRequest ──wanted_places, budget_from──▶ places, budget
-    --replicas --steps --min-replicas    ─▶ FleetWish  ┘
+    --executor --place --gpu --secret …  ─▶ PlaceRequest  ┐
+    --max-usd --max-hours …              ─▶ BudgetRequest ├─▶ StartRequest ─wanted_places, budget_from─▶ places, budget
+    --replicas --steps --min-replicas    ─▶ FleetRequest  ┘
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
                           └─agree──▶ yes · no · without a terminal to ask: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO, TypeGuard
 
-from diloco.run.config import ConfigError, RunConfig
+from diloco.run.config import RunConfig
 from diloco.run.founding import refuse_fewer_steps
 from diloco.run.record import Run, read_run
 from executors.platforms import FAR
@@ -29,7 +29,6 @@ from executors.platforms.places import Place, are_places, build_executor, place_
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal
 from executors.supervision.notices import VARIABLE
-from inner.models.naming import is_hub_name
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
@@ -40,7 +39,7 @@ from rendezvous.stores.open import open_store
 
 
 @dataclass(frozen=True)
-class PlaceWish:
+class PlaceRequest:
     """The places of replicas, and of actors (None: as the run had them).
 
     options: (key, value), the key perhaps with a place's name before it: modal.region.
@@ -63,7 +62,7 @@ class PlaceWish:
 
 
 @dataclass(frozen=True)
-class BudgetWish:
+class BudgetRequest:
     """The limits of a run's costs and time.   0: no limit."""
 
     max_usd: float | None = None
@@ -72,7 +71,7 @@ class BudgetWish:
 
 
 @dataclass(frozen=True)
-class FleetWish:
+class FleetRequest:
     replicas: int | None = None
     steps: int | None = None
     min_replicas: int | None = None
@@ -81,12 +80,12 @@ class FleetWish:
         """Return the values that were typed."""
         return {name: value for name, value in vars(self).items() if value}
 
-    def within(self, places: Sequence[Place]) -> "FleetWish":
+    def within(self, places: Sequence[Place]) -> "FleetRequest":
         """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
-        return FleetWish(self.replicas or named or None, self.steps, self.min_replicas)
+        return FleetRequest(self.replicas or named or None, self.steps, self.min_replicas)
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ class StartRequest:
     """
 
     url: str
-    places: PlaceWish = field(default_factory=PlaceWish)
-    budget: BudgetWish = field(default_factory=BudgetWish)
-    fleet: FleetWish = field(default_factory=FleetWish)
+    places: PlaceRequest = field(default_factory=PlaceRequest)
+    budget: BudgetRequest = field(default_factory=BudgetRequest)
+    fleet: FleetRequest = field(default_factory=FleetRequest)
     config: str = ""
     no_preflight: bool = False
     alert: str | None = None
@@ -116,53 +115,30 @@ def replicas_in(places: Sequence[Place]) -> int | None:
     return sum(p.count for p in places) if all(p.count for p in places) else None
 
 
-def actors_in(wish: PlaceWish, wanted: Wanted) -> int:
+def actors_in(request: PlaceRequest, wanted: Wanted) -> int:
     """Return the number of actors that the request asks for, else those that the run had before."""
-    return wanted.actors if wish.actors is None else sum(p.count for p in wish.actors)
+    return wanted.actors if request.actors is None else sum(p.count for p in request.actors)
 
 
 # -------------------------------------------------------------------- where
 
 
-def wanted_places(wish: PlaceWish, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
+def wanted_places(request: PlaceRequest, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
     """Return the places of the request, else those that the run had before."""
-    if not (wish.places or wish.executor or wish.refines or wish.actors is not None):
+    if not (request.places or request.executor or request.refines or request.actors is not None):
         return places_of(before)
     from executors.preflight.named_places import refined_places
 
-    return refined_places(wish, before)
+    return refined_places(request, before)
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
-    """Return the places with options that follow from the run's settings, unless a place has them already.
-
-    Modal: a memory limit, as it bills the memory used, and for a model on the Hub a Volume that keeps it.
-    [inner.vllm]: package versions with vLLM.   A task: the package that scores it.   A script: its packages.
-    """
+    """Return the places with options that follow from the run's settings, unless a place has them already."""
     if not any(p.executor in FAR for p in places):
         return tuple(places)
-    from executors.preflight.needs.task_packages import task_requirements, with_requirements
+    from executors.preflight.needs.fitted_options import fitted_place
 
-    script = config.script
-    needed = task_requirements(config) if script is None else list(script.packages)
-    vllm = {"vllm": True} if config.inner.vllm is not None else {}
-    found = [
-        replace(p, options={**vllm, **p.options, **with_requirements(p, needed)}) if p.executor in FAR else p
-        for p in places
-    ]
-    if script is not None or all(
-        p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= {*p.options} for p in found
-    ):
-        return tuple(found)
-    from diloco.run.sizing import parameters_of, trained_parameters_of
-    from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
-
-    cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
-    try:
-        options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
-    except ConfigError:  # the model's size is unknown here: use the platform's default
-        options = cache
-    return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
+    return tuple(fitted_place(place, config) for place in places)
 
 
 def check_reach(url: str, places: Sequence[Place]) -> None:
@@ -179,9 +155,9 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 # -------------------------------------------------------------------- how much
 
 
-def budget_from(wish: BudgetWish, wanted: Wanted) -> Budget:
+def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
     """Return the limits of the request, else those that the run had before."""
-    return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(wish).items()})
+    return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(request).items()})
 
 
 @dataclass(frozen=True)

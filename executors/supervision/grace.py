@@ -18,7 +18,7 @@ LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees 
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
 
-def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
+def finish_s(beat: Beat, steps: int, usual: float) -> float:
     """Return the seconds that a replica with heartbeats may take to end, once the run has all its `steps`.
 
     Writing a last snapshot may take long.  A replica that still trains for a decided step has nothing to write: it sees

@@ -95,7 +95,7 @@ def supervisor_of(store: Readable) -> Claim | None:
 
 def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | None:
     """Return the newest claim, unless its supervisor's last heartbeat is "left" or its process is known to be dead."""
-    if holder is None or _said_goodbye(holder, beat) or _known_dead(run, holder):
+    if holder is None or _has_left(holder, beat) or _known_dead(run, holder):
         return None
     return holder
 
@@ -112,7 +112,7 @@ def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> C
 def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
     first = read_beat(store, SUPERVISOR)
     until = clock.now() + fresh_s
-    while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
+    while not (_has_left(holder, first) or _known_dead(store.url, holder)):
         if _is_on_this_machine(holder) and works_for(holder.pid, store.url):
             return True
         if read_beat(store, SUPERVISOR) != first:
@@ -123,7 +123,7 @@ def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool
     return False
 
 
-def _said_goodbye(holder: Claim, beat: Beat | None) -> bool:
+def _has_left(holder: Claim, beat: Beat | None) -> bool:
     return beat is not None and beat.generation == holder.generation and beat.phase == "left"
 
 

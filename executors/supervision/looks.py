@@ -61,9 +61,9 @@ class Looks:
     def report(self) -> Report:
         """Read the parts that are due, and return the report on the run."""
         if self._report is None:
-            self._done_at |= dict.fromkeys(("wishes", "beats", "sessions"), self._clock.now())
+            self._done_at |= dict.fromkeys(("control", "beats", "sessions"), self._clock.now())
             self._report = self._read(WHOLE)
-        elif self.due("wishes"):
+        elif self.due("control"):
             beats = None if self.due("beats", BEATS) else NONE
             sessions = None if self.due("sessions", SESSIONS) else NONE
             self._report = self._read(Focus(supervisor=sessions is None, beats=beats, sessions=sessions))

@@ -40,7 +40,7 @@ from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous.agreement.membership import read_beat, read_control
-from rendezvous.agreement.salvage import read_standing_wishes, write_stop
+from rendezvous.agreement.salvage import read_standing_control, write_stop
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError
 from rendezvous.machine import machine_name
@@ -185,7 +185,7 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until the platforms list none, also no late one; return the rest."""
+    """Cancel processes with the run's label until the platforms list none for a while; return those that stay."""
     if not launches.labelled:
         return []
     began = clock.now()
@@ -210,7 +210,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
     launches.read_log()  # the supervisor that has just ended may have logged some of them
     for handle in launches.strangers:
         journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; the log does not name it")
-        journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+        journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), duplicate=True)
     for status in launches.unbooked:
         unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
         lost = f"; {work} went with it" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
@@ -285,7 +285,7 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
         return End(name, True, f"its heartbeat moves, so it may run elsewhere: {where}")
     lost = f"; lost {work}" if (work := lost_work(now)) else ""
     seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
-    return End(name, False, f"gone without a goodbye{seen}")
+    return End(name, False, f"gone without a leave record{seen}")
 
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:
@@ -344,7 +344,7 @@ def _local_processes(store: Store) -> list[Handle]:
 
 def purge_run(store: Store) -> list[str]:
     """Purge a run without live processes; return sentences.  Raise ExecutorError if a platform cannot be asked."""
-    wanted, _ = read_standing_wishes(store)
+    wanted, _ = read_standing_control(store)
     executor = build_executor(wanted.places, wanted.former)
     try:
         removed = executor.purge(store.url)

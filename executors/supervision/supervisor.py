@@ -35,7 +35,7 @@ from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.places import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.places import build_executor, former_places, places_of
-from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
+from executors.supervision.grace import GRACE_S, finish_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
@@ -293,12 +293,12 @@ class Supervisor:
             return usual
         over = report.done and not self._leaving and self._verdict is None
         if over:
-            return goodbye_s(beat, report.wanted.steps, usual)
+            return finish_s(beat, report.wanted.steps, usual)
         return leave_s(beat, state.asked, self.slots.boundary, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
-        there += [*self.slots.replaced, *self.slots.twins]
+        there += [*self.slots.replaced, *self.slots.duplicates]
         names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
         text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {shlex.quote(self.run.url)}` tries again"
         return Outcome(outcome.code or FAILED, text)

@@ -1,1 +1,1 @@
-"""Agreement among replicas: slots, wishes, offers, the rules that close a step, the chain of commits."""
+"""Agreement among replicas: slots, the desired state, offers, the rules that close a step, the chain of commits."""

@@ -4,7 +4,7 @@
                          │ m or more
                     is a replica worth waiting for? ── yes ────────▶ wait          rules.waiting_for
                          │ no
-                    did the operator's wishes change? ── yes ──────▶ look again
+                    did the desired state change? ── yes ──────▶ look again
                          │ no
                     is it still the store of this run? ── no ──────▶ RecordsLost      Chain.anchors, our own claim
                          │ yes
@@ -66,34 +66,34 @@ class Committer:
         """
         if wait.idle < wait.next_attempt:
             return wait.why
-        wishes = self.members.wanted
+        wanted = self.members.wanted
         first = wait.next_attempt == 0.0  # the replica that offers last sees all other offers at its first look
-        rank = rules.commit_rank(self._step, layout.slot_index(self.members.slot), wishes.replicas or wishes.universe)
-        if rank == rules.LED and not self._looks_though_led(wait, wishes):
+        rank = rules.commit_rank(self._step, layout.slot_index(self.members.slot), wanted.replicas or wanted.universe)
+        if rank == rules.LED and not self._looks_though_led(wait, wanted):
             wait.why = "lets others close first"
             return wait.why
-        fresh, wait.why = self._look_for_offers(wait, wishes)
+        fresh, wait.why = self._look_for_offers(wait, wanted)
         if wait.why:
             wait.not_ripe()
         elif not first and not wait.ripe_for(rank * self.timing.poll / 2):
             wait.why = "lets others close first"
         else:
-            wait.why = self._check_wishes(wishes) or self._write_commit(fresh, wishes, snapshot)
+            wait.why = self._check_wanted(wanted) or self._write_commit(fresh, wanted, snapshot)
         return wait.why
 
-    def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
+    def _looks_though_led(self, wait: StepWait, wanted: Wanted) -> bool:
         """Whether a replica that does not lead looks: few offers are missing, or the leaders had enough time."""
-        patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wishes))
-        if wait.idle >= patience or len(self._expected_slots(wishes) - self._listed_slots()) <= FEW:  # reads no beat
+        patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wanted))
+        if wait.idle >= patience or len(self._expected_slots(wanted) - self._listed_slots()) <= FEW:  # reads no beat
             return True
         wait.attempt_in(patience, at_most=patience)
         return False
 
-    def _expected_slots(self, wishes: Wanted) -> set[str]:
+    def _expected_slots(self, wanted: Wanted) -> set[str]:
         """Return the slots that the step should wait for, by the beats that were read."""
         recent = self.chain.recent_commits(self._step, 2)
-        wanted = wishes.slot_names[: wishes.replicas]
-        return rules.slots_to_expect(self._step, recent, self.members.peers, self.timing.dead_after, wanted)
+        kept = wanted.slot_names[: wanted.replicas]
+        return rules.slots_to_expect(self._step, recent, self.members.peers, self.timing.dead_after, kept)
 
     def _listed_slots(self) -> set[str]:
         """Return the slots whose offers LIST shows for the open step; LIST may be out of date."""
@@ -101,36 +101,36 @@ class Committer:
             layout.offer_slot(key) for key in self.store.list(layout.offers_prefix(self._step))
         }
 
-    def _look_for_offers(self, wait: StepWait, wishes: Wanted) -> tuple[dict[str, Offer], str]:
+    def _look_for_offers(self, wait: StepWait, wanted: Wanted) -> tuple[dict[str, Offer], str]:
         """Return the fresh offers, and why the step stays open; "" only after a GET for each absent offer."""
-        crowd = self._is_large_fleet(wishes)
+        crowd = self._is_large_fleet(wanted)
         fresh, why_not, soon = self._assess_offers(
-            self._listed_offers(wishes) if crowd else self._fresh_offers(wishes), wait, wishes
+            self._listed_offers(wanted) if crowd else self._fresh_offers(wanted), wait, wanted
         )
         if crowd and soon == 0.0:
-            fresh, why_not, soon = self._assess_offers(self._fresh_offers(wishes), wait, wishes)
+            fresh, why_not, soon = self._assess_offers(self._fresh_offers(wanted), wait, wanted)
         wait.attempt_in(0.0 if crowd else soon, at_most=2 * self.timing.beat)
         return fresh, why_not
 
     def _assess_offers(
-        self, fresh: dict[str, Offer], wait: StepWait, wishes: Wanted
+        self, fresh: dict[str, Offer], wait: StepWait, wanted: Wanted
     ) -> tuple[dict[str, Offer], str, float]:
         """Return the offers, the reason against closing with them, and for how many seconds it holds.
 
         The seconds are 0 if there is no reason, or if they are unknown.
         """
-        wait.count_quorum(len(fresh) >= wishes.min_replicas)
-        awaited = self._awaited_slots(fresh, wishes)
-        why_not = self._why_not(fresh, awaited, wishes, wait.waited)
-        return fresh, why_not, self._may_close_in(fresh, awaited, wishes, wait) if why_not else 0.0
+        wait.count_quorum(len(fresh) >= wanted.min_replicas)
+        awaited = self._awaited_slots(fresh, wanted)
+        why_not = self._why_not(fresh, awaited, wanted, wait.waited)
+        return fresh, why_not, self._may_close_in(fresh, awaited, wanted, wait) if why_not else 0.0
 
-    def _is_large_fleet(self, wishes: Wanted) -> bool:
-        return wishes.universe > rules.LARGE_FLEET
+    def _is_large_fleet(self, wanted: Wanted) -> bool:
+        return wanted.universe > rules.LARGE_FLEET
 
-    def _write_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> str:
+    def _write_commit(self, fresh: dict[str, Offer], wanted: Wanted, snapshot: int) -> str:
         self.chain.refuse_gap(self._step)
         self.refuse_lower_quorum()
-        commit = self._propose_commit(fresh, wishes, snapshot)
+        commit = self._propose_commit(fresh, wanted, snapshot)
         self.refuse_lost_anchors()
         _, stands = put_once(self.store, self.clock, layout.commit_key(self._step), commit.encode())
         self.chain.accept_commit(self._step, stands)
@@ -153,12 +153,12 @@ class Committer:
         members = self.members
         commits = self.chain.recent_commits(self._step, self.rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
-            members.hear_wishes(self.store)
+            members.hear_control(self.store)
             refuse_lower_quorum(self.store, members.wanted, commits)
 
-    def _fresh_offers(self, wishes: Wanted) -> dict[str, Offer]:
+    def _fresh_offers(self, wanted: Wanted) -> dict[str, Offer]:
         """Return slot -> eligible offer for the open step, for all that are durable now."""
-        return self._offers_of(self._possible_slots(wishes))
+        return self._offers_of(self._possible_slots(wanted))
 
     def _offers_of(self, slots: Iterable[str]) -> dict[str, Offer]:
         known = self.offers.known_slots
@@ -167,39 +167,39 @@ class Committer:
             self.members.note_offer(found[slot])
         return found
 
-    def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
+    def _listed_offers(self, wanted: Wanted) -> dict[str, Offer]:
         """Return the same for the slots that one LIST shows; it may be out of date.  Only new offers are read."""
         there = self._listed_slots()
-        return self._offers_of(slot for slot in self._possible_slots(wishes) if slot in there)
+        return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
 
-    def _late_offers(self, s: int, wishes: Wanted) -> list[Offer]:
+    def _late_offers(self, s: int, wanted: Wanted) -> list[Offer]:
         """Return the eligible offers for step s that no commit has listed.  The chain lists each at most once."""
         if s < 0:
             return []
         since = self.chain.recent_commits(self._step, self._step - s)
-        missing = [slot for slot in self._possible_slots(wishes) if not any(c.lists_offer(s, slot) for c in since)]
+        missing = [slot for slot in self._possible_slots(wanted) if not any(c.lists_offer(s, slot) for c in since)]
         return [*self.offers.standing_offers(s, missing).values()]
 
-    def _possible_slots(self, wishes: Wanted) -> list[str]:
+    def _possible_slots(self, wanted: Wanted) -> list[str]:
         """Return all slots that can exist, at least this replica's."""
-        return sorted({*wishes.slot_names, self.members.slot})
+        return sorted({*wanted.slot_names, self.members.slot})
 
     # ------------------------------------------------------------------ is it time?
 
-    def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
+    def _awaited_slots(self, fresh: dict[str, Offer], wanted: Wanted) -> set[str]:
         """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
-        needed = wishes.slot_names[: wishes.replicas] if len(fresh) < wishes.min_replicas else []
-        self.members.read_beats({*self._expected_slots(wishes), *needed} - set(fresh))
-        return self._expected_slots(wishes) - set(fresh) - {self.members.slot}
+        needed = wanted.slot_names[: wanted.replicas] if len(fresh) < wanted.min_replicas else []
+        self.members.read_beats({*self._expected_slots(wanted), *needed} - set(fresh))
+        return self._expected_slots(wanted) - set(fresh) - {self.members.slot}
 
-    def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
+    def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wanted: Wanted, waited: float) -> str:
         """Return why the step should not be closed now; "" if it may be closed."""
         members = self.members
-        m = wishes.min_replicas
+        m = wanted.min_replicas
         if members.slot not in fresh:
             return "has no offer of its own that counts"  # without one its θ may differ from that of this step
         if len(fresh) < m:
-            missing = self._describe_missing(fresh, wishes)
+            missing = self._describe_missing(fresh, wanted)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
         reasons = rules.waiting_for(
             t=self._step, fresh=fresh, expected_slots=awaited, peers=members.peers, waited=waited, rules=self.rules,
@@ -207,11 +207,11 @@ class Committer:
         )  # fmt: skip
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
-    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
+    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wanted: Wanted, wait: StepWait) -> float:
         """Return the seconds until another look is useful if all replicas go on as now; 0: at once, or unknown."""
         mine = fresh.get(self.members.slot)
         status = self.members.status
-        missing = wishes.min_replicas - len(fresh)
+        missing = wanted.min_replicas - len(fresh)
         if self._step == 0 or mine is None or len(awaited) < missing:
             return 0.0
         upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
@@ -220,25 +220,25 @@ class Committer:
         times = rules.resolved_in(self._step, peers, so_far, self.rules, self.timing)
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
-    def _describe_missing(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
+    def _describe_missing(self, fresh: dict[str, Offer], wanted: Wanted) -> str:
         """Return a text that names the missing slots, each with its last known state."""
-        missing = [s for s in wishes.slot_names[: wishes.replicas] if s not in fresh]
+        missing = [s for s in wanted.slot_names[: wanted.replicas] if s not in fresh]
         peers = self.members.peers
         limit = self.timing.dead_after
         words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
         return ", ".join(words) or "no other replica is wanted"
 
-    def _check_wishes(self, wishes: Wanted) -> str:
-        """Return "" unless the operator has new wishes (a slot, or m).
+    def _check_wanted(self, wanted: Wanted) -> str:
+        """Return "" unless the desired state has changed (a slot, or m).
 
-        A commit follows every wish that was durable before its closer looked.
+        A commit follows every control record that was durable before its closer looked.
         """
-        heard = self.members.hear_wishes(self.store)
-        return "" if heard.records == wishes.records else "the operator has new wishes"
+        heard = self.members.hear_control(self.store)
+        return "" if heard.records == wanted.records else "the desired state has changed"
 
     # ------------------------------------------------------------------ the decision
 
-    def _propose_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
+    def _propose_commit(self, fresh: dict[str, Offer], wanted: Wanted, snapshot: int) -> Commit:
         t = self._step
         sizes = [o.size for o in fresh.values()]
         r = self.rules
@@ -246,21 +246,21 @@ class Committer:
         owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
         offers = [o for _, o in sorted(fresh.items())]
         for age in range(1, r.max_carry + 1):
-            offers += self._late_offers(t - age * r.fragments, wishes)
+            offers += self._late_offers(t - age * r.fragments, wanted)
         listed = rules.with_weights([_as_listed(o) for o in offers], t, r)
         return Commit(
             t=t, prev=self.chain.commit_digest(t - 1), base=self.offers.base, offers=listed,
-            fence=self._raise_fence(listed, wishes), m=wishes.min_replicas,
+            fence=self._raise_fence(listed, wanted), m=wanted.min_replicas,
             pace=rules.step_pace(fresh.values(), r.sync_every), snapshot=snapshot, by=self.members.name,
             nonce=new_nonce(), at=self.clock.wall(), mode="sharded" if owners else "direct", owners=owners,
         )  # fmt: skip
 
-    def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
+    def _raise_fence(self, listed: Iterable[Listed], wanted: Wanted) -> dict[str, int]:
         """Return slot -> the newest claimed generation.  After this step, no earlier generation may offer."""
         fence = dict(self.chain.fence_before(self._step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
-        slots = self._possible_slots(wishes)
+        slots = self._possible_slots(wanted)
         later = fetch_together(self.together, self.store.get, (layout.claim_key(s, fence.get(s, 0) + 1) for s in slots))
         for slot in slots:
             known = fence.get(slot, 0)

@@ -1,8 +1,8 @@
-"""The holders of slots, the replicas that seem alive, and the operator's wishes.
+"""The holders of slots, the replicas that seem alive, and the desired state.
 
     claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
     beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
-    control   control/000000, 000001, …  read in order, each changing the wishes before it: the present wishes
+    control   control/000000, 000001, …  read in order, each changing the desired state before it
 
 `Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  Its parts are
 independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any other error
@@ -45,7 +45,7 @@ FOLDED = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The operator's present wishes.
+    """The run's desired state.
 
     universe: the number of slots that can exist: the largest `replicas` of any record, or all slots up to a guest's.
     guests: slots that take part and that no supervisor keeps.
@@ -75,7 +75,7 @@ class Wanted:
     guests: frozenset[str] = frozenset()
 
     def with_control(self, control: Control) -> "Wanted":
-        """Return these wishes as one more control record changes them."""
+        """Return this desired state as one more control record changes them."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         guests = {control.guest} if control.guest else set[str]()
         beyond = {kind: [int(guest[1:]) + 1 for guest in guests if guest[0] == kind] for kind in "ra"}
@@ -128,7 +128,7 @@ class Wanted:
 
 
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
-    """Apply all control records from number `wanted.records` on to the wishes, and return the result.
+    """Apply all control records from number `wanted.records` on to the desired state, and return the result.
 
     An object that is not a control record is skipped, and uses up its number.   Raise RecordsLost if number 0 is such
     an object.
@@ -194,21 +194,21 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
             )
 
 
-def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
-    """Append one control record.   Return the wishes as it changes them."""
-    if "places" in wishes:
-        wishes["places"] = tuple(wishes["places"])  # type: ignore[arg-type]
+def write_control(store: Store, clock: Clock, **changes: object) -> Wanted:
+    """Append one control record.   Return the desired state as it changes it."""
+    if "places" in changes:
+        changes["places"] = tuple(changes["places"])  # type: ignore[arg-type]
     while True:
         wanted = read_control(store)
         refuse_lost(store, wanted)
-        record = Control(n=wanted.records, nonce=new_nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
-        _check_wishes(record)
+        record = Control(n=wanted.records, nonce=new_nonce(), at=clock.wall(), **changes)  # type: ignore[arg-type]
+        _check_control(record)
         won, _ = put_once(store, clock, layout.control_key(record.n), record.encode())
         if won:
             return wanted.with_control(record)
 
 
-def _check_wishes(record: Control) -> None:
+def _check_control(record: Control) -> None:
     for name in ("replicas", "steps", "min_replicas"):
         count = getattr(record, name)
         if count is not None and count < 1:
@@ -356,15 +356,15 @@ class Membership:
             )
 
     def claim(self, store: Store, claimed: int = 0) -> int:
-        """Claim the slot, if it is not claimed already, and read the operator's wishes.   Return the generation."""
+        """Claim the slot, if it is not claimed already, and read the desired state.   Return the generation."""
         self.generation = claimed or claim(
             store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started
         )
-        self.hear_wishes(store)
+        self.hear_control(store)
         return self.generation
 
-    def hear_wishes(self, store: Store) -> Wanted:
-        """Read new control records.   Return the operator's present wishes."""
+    def hear_control(self, store: Store) -> Wanted:
+        """Read new control records.   Return the run's desired state."""
         heard = read_control(store, self.wanted)
         if heard.records > self.wanted.records:  # another thread may have read more records meanwhile
             self.wanted = heard
@@ -395,10 +395,10 @@ class Membership:
         return awake + min(self.clock.now() - ticked, 4 * self.timing.beat)
 
     def tick(self) -> None:
-        """Write a beat; look for a successor, a commit, the other replicas' beats and the operator's wishes."""
+        """Write a beat; look for a successor, a commit, the other replicas' beats and the desired state."""
         self._ticked = self.awake_s, self.clock.now()
         self._parts.run(
-            self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
+            self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_control
         )
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
@@ -423,7 +423,7 @@ class Membership:
         )  # fmt: skip
         self.store.put(layout.beat_key(self.slot), beat.encode())
 
-    def say_goodbye(self) -> None:
+    def write_leave_beat(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""
         self.status.phase = "left"
         with suppress(StoreError):
@@ -491,11 +491,11 @@ class Membership:
         peer = self.peers.get(slot)
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
-    def _look_for_wishes(self) -> None:
-        self._do_every(CONTROL_BEATS * self.timing.beat, self._read_wishes)
+    def _look_for_control(self) -> None:
+        self._do_every(CONTROL_BEATS * self.timing.beat, self._read_control)
 
-    def _read_wishes(self) -> None:
-        self.hear_wishes(self.store)
+    def _read_control(self) -> None:
+        self.hear_control(self.store)
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:

@@ -1,13 +1,13 @@
 """Functions to read and to end a run whose control records were lost.
 
-    control/000000 gone, or no record ─┬─▶ no replica joins, no other wish is written   (membership.py: RecordsLost)
-                                       ├─▶ `read_standing_wishes`  the wishes that are left, and every claimed slot
+    control/000000 gone, or no record ─┬─▶ no replica joins, no other record is written   (membership.py: RecordsLost)
+                                       ├─▶ `read_standing_control`  the desired state, as left, and all claimed slots
                                        └─▶ `write_stop`            a stop, under a number that living replicas will read
 
 A stop needs neither the lost quorum nor the lost budget, and the person who pays for a fleet must always be able to end
 it.  Living replicas read the first record at their start; they only look for the next number.
 
-Not promised: that `read_standing_wishes` knows all rented machines; a record that named their places may be lost.
+Not promised: that `read_standing_control` knows all rented machines; a record that named their places may be lost.
 Nor that replicas read the stop if the newest record has vanished: they look for the number after it.
 """
 
@@ -22,10 +22,10 @@ from rendezvous.records.records import Control, new_nonce
 from rendezvous.store import Readable, Store, put_once
 
 
-def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
-    """Return the operator's wishes, and a text that describes a loss of control records, "" if there is none.
+def read_standing_control(store: Readable) -> tuple[Wanted, str]:
+    """Return the desired state, and a text that describes a loss of control records, "" if there is none.
 
-    After a loss, the wishes come only from the records that are left.
+    After a loss, the desired state comes only from the records that are left.
     """
     try:
         wanted = read_control(store)

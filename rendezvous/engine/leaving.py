@@ -125,7 +125,7 @@ def take_over(
     return {name: a for name, a in arrays.items() if not name.startswith(BAGGAGE)}, baggage
 
 
-def write_goodbye(
+def write_leave_record(
     store: Store, clock: Clock, members: Membership, *, step: int, base: str, reason: str, residual: tuple[str, str]
 ) -> None:
     """Write the leave record.   residual: key and digest of the residual's file."""

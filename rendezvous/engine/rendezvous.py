@@ -3,7 +3,7 @@
         claim ─▶ join ─▶ ┌─▶ offer ─▶ settle ─▶ mean ─▶ (caller applies it) ─▶ advance ─┐ ─▶ finish
                          └──────────────────────── catch_up when behind ◀───────────────┘
 
-    claim      take the slot                            membership.py: holders of slots, beats, the operator's wishes
+    claim      take the slot                            membership.py: holders of slots, beats, the desired state
     join       load θ_t from the bucket alone           replay.py
     offer      upload Δ, then write the offer           own_blobs.py, offers.py
     settle     wait for the step's only commit          closing.py, chain.py; step_wait.py
@@ -441,7 +441,7 @@ class Rendezvous:
             )  # fmt: skip
             step = self.step
             base = self.base
-            leaving.write_goodbye(
+            leaving.write_leave_record(
                 self.store, self.clock, self.members, step=step, base=base, reason=reason, residual=residual
             )
             if self.is_done:
@@ -450,10 +450,10 @@ class Rendezvous:
                     agree=lambda: leaving.has_left_alike(self.store, self.chain, self.members, step=step, base=base),
                 )  # fmt: skip
         except GaveUp as error:
-            self.emit("no_goodbye", trouble=str(error))
+            self.emit("no_leave_record", trouble=str(error))
         if self.is_done:
             self._committer.refuse_lost_anchors()
-        self.members.say_goodbye()
+        self.members.write_leave_beat()
 
 
 def _report_trouble(text: str, emit: Emit, status: BeatStatus) -> None:

@@ -92,7 +92,7 @@ class SnapshotDuty:
     def write_last(
         self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
     ) -> None:
-        """Write θ_T if two leave records with the same digest confirm it.  If m = 1, also write it as not confirmed.
+        """Write θ_T if two leave records with the same digest confirm it.  If m = 1, write it without them, too.
 
         No replica closes a later step, and the writer of this snapshot may be killed before it deletes old blobs.  So
         every replica that ends deletes them once more.

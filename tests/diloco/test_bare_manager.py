@@ -47,7 +47,7 @@ def gradient(rank: int, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("when", ["before the average", "after the average"])
-def test_who_reports_an_error_applies_the_mean_that_the_others_applied(when: str, request: Any) -> None:
+def test_a_replica_that_reports_an_error_applies_the_others_mean(when: str, request: Any) -> None:
     def live(rank: int, manager: StoreManager) -> tuple[torch.Tensor, list[int]]:
         x, refused = torch.zeros(7), list[int]()
         while (step := manager.current_step()) < ROUNDS:

@@ -77,7 +77,7 @@ def founded(folder: Path, text: str = SUPERVISED, **wishes: Any) -> Any:
     return open_run(load_config(written(folder, text)), str(folder / "run"), SystemClock(), **wishes)
 
 
-def test_the_same_command_resumes_and_wishes_may_change(tmp_path: Path) -> None:
+def test_the_same_command_resumes_and_desired_states_may_change(tmp_path: Path) -> None:
     first = founded(tmp_path)
     assert not first.resumed
     assert read_control(first.store).replicas == 3

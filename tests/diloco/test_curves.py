@@ -105,7 +105,7 @@ def test_a_row_waits_for_the_log_of_each_replica_that_its_commit_counts() -> Non
     assert rows_of(b.store, T0 + 11) == 2
 
 
-def test_who_logged_a_later_step_says_no_more_of_this_one() -> None:
+def test_a_replica_that_logged_a_later_step_adds_nothing_to_this_one() -> None:
     b = Uneven()
     b.take(0)
     b.take(1)

@@ -15,8 +15,8 @@ from executors.cli.looking.lines import Lines
 from executors.cli.looking.status import status_dict, status_table
 from executors.cli.watch.words import event_lines
 from executors.supervision.money import bills
-from executors.supervision.notices import remarks
-from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices import messages
+from executors.supervision.notices.messages import all_troubles
 from executors.supervision.slots import launches
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore
@@ -72,8 +72,8 @@ def test_every_kind_that_a_reader_asks_for_is_in_the_table() -> None:
         if isinstance(call, ast.Call) and name_of(call) == "of_kind"
         for s in (a.value for a in call.args if isinstance(a, ast.Constant))
     }
-    asked |= {*bills.BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *remarks.SETTLES}
-    asked |= {*remarks.ABOUT, *remarks.REASONS, *LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
+    asked |= {*bills.BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *messages.SETTLES}
+    asked |= {*messages.ABOUT, *messages.REASONS, *LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
     assert asked - set(KINDS) == set()
 
 

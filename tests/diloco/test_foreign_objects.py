@@ -186,7 +186,7 @@ def test_a_gap_in_the_control_records_is_refused() -> None:
         write_control(store, clock, stop=True)
 
 
-def test_wishes_that_were_written_while_another_was_read_are_no_gap() -> None:
+def test_desired_states_that_were_written_while_another_was_read_are_no_gap() -> None:
     """Red in the simulator (7600269): two operators; RecordsLost: control/000001.json has vanished."""
     clock = SystemClock()
     store = FaultyStore(MemoryStore())
@@ -244,7 +244,7 @@ def raised_quorum(clock: ManualClock) -> tuple[FaultyStore, list[Seat]]:
     return store, seats
 
 
-def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_record_asks_for() -> None:
+def test_no_replica_joins_a_run_whose_commits_had_a_higher_quorum_than_its_control_records() -> None:
     """Seen at decbfac: garbage in any control record was a WireError in every replica.  Now that it is passed over, the
     next session would close steps alone, with m = 1."""
     clock = ManualClock()
@@ -254,7 +254,7 @@ def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_r
         Seat(store, "r02", clock).join()
 
 
-def test_nobody_closes_a_step_under_a_lower_quorum_than_any_control_record_asked_for() -> None:
+def test_no_replica_closes_a_step_below_the_quorum_of_a_control_record() -> None:
     clock = ManualClock()
     store, (a, *_) = raised_quorum(clock)
     store.inner.put(layout.control_key(1), b"garbage")
@@ -310,7 +310,7 @@ def test_a_library_loop_founds_no_run_below_committed_steps() -> None:
         agree_on_run(store, clock, outer, parameters)
 
 
-def test_who_takes_the_number_of_a_claim_that_is_gone_ends_by_the_chains_fence() -> None:
+def test_a_session_with_the_number_of_a_lost_claim_ends_by_the_chain_s_fence() -> None:
     clock = ManualClock()
     store, a, _ = pair(clock)
     for _ in range(2):

@@ -30,7 +30,7 @@ from executors.platforms.container import run_replica
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import room_for
-from executors.supervision.notices.remarks import full_words
+from executors.supervision.notices.messages import full_words
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import Clock, SystemClock

@@ -85,7 +85,7 @@ PARTS = {  # part -> (verb, key) of its first request, and what the others still
     "look for successor": ("get", "replicas/r00"),
     "look for commit": ("get", "commit"),
     "look around": ("get", "alive/r01"),
-    "look for wishes": ("get", "control"),
+    "look for control": ("get", "control"),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_part_of_a_tick_that_fails_hinders_no_other(part: str, error: Exceptio
         "look for successor": members.fenced_by == 2,
         "look for commit": members.decided == 0,
         "look around": "r01" in members.peers,
-        "look for wishes": members.wanted.stop,
+        "look for control": members.wanted.stop,
     }
     assert done == {name: name != part for name in PARTS}
     (text,) = told.texts("heartbeat")
@@ -159,7 +159,7 @@ def test_a_part_that_cannot_go_on_ends_the_heartbeat_with_words() -> None:
     store.faults = [Fault("get", "control", error=MemoryError("no room"), times=10**6)]
     for _ in range(TRIES - 1):
         members.tick()
-    with pytest.raises(HeartbeatLost, match=r"'look for wishes' .* 20 times in a row, last with MemoryError: no room"):
+    with pytest.raises(HeartbeatLost, match=r"'look for control' .* 20 times in a row, last with MemoryError: no room"):
         members.tick()
 
 
@@ -213,7 +213,7 @@ def test_a_part_of_the_thread_that_fails_does_not_stop_the_beat(part: str, monke
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
-def test_nobody_trains_without_a_heartbeat(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replica_trains_without_a_heartbeat(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen before: the thread died of the first, and training went on to its end, deaf to a stop."""
     store = run()
     model = nn.Linear(2, 1)
@@ -236,7 +236,7 @@ def test_nobody_trains_without_a_heartbeat(error: BaseException, monkeypatch: py
     assert _end_session(manager.session, HeartbeatLost("x")) == exitcodes.CRASHED, "a supervisor starts the slot again"
 
 
-def test_who_hangs_in_an_inner_step_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_hangs_in_an_inner_step_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ORPHAN_GRACE_S", 0.05)
     store = run()
     _, codes = gone(store, monkeypatch)
@@ -246,7 +246,7 @@ def test_who_hangs_in_an_inner_step_is_ended_by_force(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("who", ["launcher", "budget"])
-def test_who_is_alone_may_end_its_inner_step_and_one_that_cannot_says_what_is_lost(
+def test_a_replica_alone_may_end_its_inner_step_or_says_what_is_lost(
     who: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: 40 s after its launcher was gone an inner step of 65 s ended without a word."""
@@ -338,7 +338,7 @@ def test_a_background_thread_that_ends_is_never_waited_for(error: BaseException)
         in_time(worker.drain)
 
 
-def test_who_waits_for_room_hears_that_the_thread_has_ended() -> None:
+def test_a_wait_for_room_ends_with_the_thread() -> None:
     worker, go = Worker(), threading.Event()
 
     def first() -> None:

@@ -245,7 +245,7 @@ def test_the_whole_fleet_dies_and_goes_on_from_a_snapshot(tmp_path: Path, lighth
 
 
 @pytest.mark.slow
-def test_who_is_asked_to_go_goes_at_once_and_the_others_go_on(tmp_path: Path, lighthouse: str) -> None:
+def test_a_replica_that_is_asked_to_leave_leaves_at_once_and_the_others_go_on(tmp_path: Path, lighthouse: str) -> None:
     fleet = Fleet(tmp_path, rendezvous=f"lighthouse://{lighthouse}", outer={"sync_every": 40}, fleet={"steps": 5})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r01", 1))

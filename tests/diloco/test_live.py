@@ -210,7 +210,7 @@ def test_a_first_look_that_fails_is_begun_again() -> None:
     assert report is not None and report.head == 40 and live.is_whole
 
 
-def test_a_new_replica_is_found_by_the_wishes() -> None:
+def test_a_new_replica_is_found_by_the_desired_state() -> None:
     run = long_run(20, 2, STEP_S)
     live, _, clock = live_on(run)
     live.glance()

@@ -1,6 +1,6 @@
 """A run of three real processes while a foreign writer puts bytes other than records into every register of its bucket.
 
-    every register that is not taken yet       offers and means of coming steps, claims, goodbyes, manifests, control/*
+    every register that is not taken yet       offers, means of coming steps, claims, leaves, manifests, control/*
     every object that is overwritten anyway    beats, logs
     names that the run does not have           r07, "zz", .DS_Store, control/999999
 

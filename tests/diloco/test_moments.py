@@ -140,7 +140,7 @@ def end(fleet: Fleet, number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_goodbye_hands_moments_over_a_kill_does_not_and_a_damaged_blob_is_refused(tmp_path: Path) -> None:
+def test_a_leave_record_hands_moments_over_a_kill_does_not_and_a_damaged_blob_is_refused(tmp_path: Path) -> None:
     fleet = Fleet(
         tmp_path, inner={"lora": LORA, "lr": 1e-2}, fleet={"replicas": 2, "steps": ENDLESS, "min_replicas": 1}
     )

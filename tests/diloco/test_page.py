@@ -87,7 +87,7 @@ def test_chunks_are_dense_and_only_what_changed_has_another_version() -> None:
     assert after[:2] == before["head"]["chunks"][:2] and after[2] != before["head"]["chunks"][2]
 
 
-def test_who_contributed_is_told_by_a_letter_per_slot() -> None:
+def test_a_letter_per_slot_tells_contributions() -> None:
     report = read_report(killed_and_replaced().store)
     assert contribution_rows(report, ["r00", "r01"]) == ["ff", "ff", "fl", "f.", "ff", "ff"]
     head = page_data(report, T0)["head"]
@@ -255,4 +255,4 @@ def test_a_run_that_has_just_begun_or_is_damaged_makes_a_page(odd: str) -> None:
         b.store.put(layout.commit_key(1), b"{}")
     head = page_data(read_report(b.store), T0 + 9)["head"]
     assert head["step"] == (0 if odd == "empty" else 1)
-    assert bool(head["remarks"]) == (odd == "garbage")
+    assert bool(head["messages"]) == (odd == "garbage")

@@ -23,7 +23,7 @@ import xxhash
 from diloco.process import exitcodes
 from diloco.runlog.reader import read_report
 from executors.cli import main as cli
-from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices.messages import all_troubles
 from rendezvous import layout
 from rendezvous.errors import Forged
 from rendezvous.records.records import Claim, Control, Offer

@@ -266,7 +266,7 @@ def test_a_forged_beat_neither_fences_nor_drains_nor_stops_nor_lowers_the_quorum
     write_control(store, clock, replicas=2, min_replicas=2, steps=9, until=7.0)
     a = Rendezvous(store, clock, "r00", Rules(), TIMING)
     a.claim()
-    before = a.members.hear_wishes(store)
+    before = a.members.hear_control(store)
     for slot in ("r00", "r01", "supervisor"):
         for phase in ("left", "train", "boot"):
             bucket.put(layout.beat_key(slot), Beat(slot, 99, 99, phase, 99, 0, 1.0, 0.0).encode())

@@ -12,7 +12,7 @@ from diloco.run.record import RunRecord
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.scope import STATUS
 from diloco.views.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
-from executors.supervision.notices import remarks
+from executors.supervision.notices import messages
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.records.records import Beat, Offer, decode_or_none
@@ -364,7 +364,7 @@ def test_greedy_and_sampled_answers_that_differ_strongly_are_told(greedy: float,
     run.tell("r00", 1, 405.0, "evaluated", step=4, share=0, shares=1, prompts=100, total=100, **sums)
     found = found_in(run.report())
     assert (said in found["held_out_differs"].text) if said else not found
-    remark = [line for line in remarks.remark_lines(run.report(), T0 + 406) if "held out" in line]
+    remark = [line for line in messages.message_lines(run.report(), T0 + 406) if "held out" in line]
     assert bool(remark) == bool(said) and all(line.startswith("! held out @4: greedy") for line in remark)
 
 
@@ -373,7 +373,7 @@ def test_greedy_and_sampled_answers_that_differ_strongly_are_told(greedy: float,
 
 def test_the_page_has_a_section_for_every_trouble_and_no_other() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / PAGE).read_text(), re.M)
-    assert [s for s in sections if s != "Alerts"] == [*DETECTORS, *remarks.HOST_DETECTORS]
+    assert [s for s in sections if s != "Alerts"] == [*DETECTORS, *messages.HOST_DETECTORS]
 
 
 def test_a_detector_finds_troubles_of_its_own_kind_and_page() -> None:

@@ -9,7 +9,7 @@ from diloco.process import exitcodes
 from diloco.process.watchdog import Watchdog, where_it_stands
 from diloco.run.config import ConfigError, FleetConfig
 from diloco.runlog.reader import Reader
-from executors.supervision.grace import FINISH_S, goodbye_s
+from executors.supervision.grace import FINISH_S, finish_s
 from rendezvous.records.records import Beat
 from tests.support.audit import check_run
 from tests.support.fakes import ManualClock
@@ -103,7 +103,7 @@ def test_a_limit_that_means_nothing_is_refused(value: float) -> None:
 )
 def test_only_who_writes_gets_the_long_wait_at_the_end(phase: str, step: int, rate: float, seconds: float) -> None:
     beat = Beat(slot="r00", generation=1, n=9, phase=phase, step=step, inner=3, rate=rate, at=0.0)
-    assert goodbye_s(beat, steps=10, usual=20.0) == seconds
+    assert finish_s(beat, steps=10, usual=20.0) == seconds
 
 
 def test_a_replica_whose_inner_step_hangs_ends_with_words_and_its_successor_goes_on(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from diloco.runlog.steps import Step
 from diloco.runlog.summary import summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
 from executors.cli.looking.status import status_dict, status_table
+from executors.cli.watch.words import short_device
 from rendezvous.agreement.membership import Wanted
 from tests.diloco.test_report import T0, killed_and_replaced
 
@@ -66,6 +67,14 @@ def test_samples_hours_and_the_gain_of_a_reward() -> None:
         "agreement 0.50: 5 replicas ×0.96 time ×1.20 hours, 3 ×1.07 ×0.80 (a guess)",
     ]
     assert json.loads(json.dumps(worth_dict(found)))["resized"]["5"] == {"time": 0.96, "hours": 1.2}
+
+
+def test_an_hour_of_eight_devices_is_eight_hours() -> None:
+    steps = [step(0, 0.5, reward=0.1), step(1, 0.5, reward=0.5)]
+    eight = worth(report(steps, hours=2.0, device="8 × NVIDIA H100 80GB HBM3"))
+    assert (eight.hours, eight.unit) == (16.0, "GPU-hours") and eight.gain_per_hour == pytest.approx(0.4 / 16)
+    assert worth(report(steps, hours=2.0, device="999 × of a forger")).hours == 2.0
+    assert short_device("8 × NVIDIA H100 80GB HBM3") == "8 × H100 80GB HBM3"
 
 
 def test_replicas_that_make_the_same_step_want_a_larger_rate() -> None:

@@ -21,14 +21,14 @@ from executors.cli.looking.status import cost_line, status_table
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.places import Place, place_of, places_of
-from executors.preflight.quote import PlaceWish, actors_in, wanted_places
+from executors.preflight.quote import PlaceRequest, actors_in, wanted_places
 from executors.supervision import starts
 from executors.supervision.costs import Bill, Costs
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, claim, newest_claim, read_control, write_control
 from rendezvous.agreement.rules import Rules
-from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Fenced
@@ -64,7 +64,7 @@ def toy_actor(argv: list[str]) -> int:
     except Fenced:
         return exitcodes.FENCED
     ended.set()
-    rv.members.say_goodbye()
+    rv.members.write_leave_beat()
     return exitcodes.LEFT if rv.is_leaving else exitcodes.DONE
 
 
@@ -172,7 +172,7 @@ def test_lost_control_records_still_name_the_actors_that_claimed() -> None:
         claim(store, CLOCK, name)
     store.put(layout.commit_key(0), b"{}")
     store.delete([layout.control_key(0)])
-    write = read_standing_wishes(store)[0]
+    write = read_standing_control(store)[0]
     assert write.member_names == ["r00", *(f"a0{i}" for i in range(5))]
 
 
@@ -242,9 +242,9 @@ def test_options_reach_the_actors_places_and_replicas_keep_theirs() -> None:
         Place("modal", 8, gpu=("L4",), secrets=("aws",), actors=True),
     )
     both = [*before, MODAL.to_dict()]
-    assert wanted_places(PlaceWish(executor="local"), both) == (Place("local"), MODAL), "actors stay where they are"
-    assert wanted_places(PlaceWish(actors=()), both) == (Place("modal", 2, gpu=("H100",)),)
-    assert wanted_places(PlaceWish(actors=(MODAL,)), ()) == (Place(), MODAL)
+    assert wanted_places(PlaceRequest(executor="local"), both) == (Place("local"), MODAL), "actors stay where they are"
+    assert wanted_places(PlaceRequest(actors=()), both) == (Place("modal", 2, gpu=("H100",)),)
+    assert wanted_places(PlaceRequest(actors=(MODAL,)), ()) == (Place(), MODAL)
 
 
 @pytest.mark.parametrize("wrong", ["modal", "modal:x", "-1", "modal:0", "2:H100", "", "9" * 9, "local:2,modal:1"])

@@ -94,7 +94,7 @@ def test_the_new_run_is_sealed_with_an_identity_of_its_own(config, tmp_path, mon
     assert isinstance(read_run(new).store, SignedStore)
 
 
-def test_who_has_no_key_founds_nothing_again_and_hears_why(capsys, config, monkeypatch):  # noqa: F811
+def test_a_user_without_the_key_founds_nothing_again_and_hears_why(capsys, config, monkeypatch):  # noqa: F811
     monkeypatch.setenv(KEY, SECRET)
     url = founded_in_a_folder(config)
     monkeypatch.delenv(KEY)

@@ -19,7 +19,7 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.notices import VARIABLE
 from executors.supervision.notices.alerts import Alerts, changes, host_of, post, told
 from executors.supervision.notices.asked_for import alerts_of
-from executors.supervision.notices.remarks import all_troubles, remark_lines
+from executors.supervision.notices.messages import all_troubles, message_lines
 from rendezvous.agreement.membership import write_control
 from tests.diloco.test_report import T0, Bucket, FixedClock
 
@@ -200,7 +200,7 @@ def test_an_answer_that_is_none_is_asked_for_again_and_then_said_in_status(
         hook.answer = answer
         failed = world.tick_until(world.supervisor(hook.url), "alert_failed")[0]
     assert words in failed["text"] and len(hook.heard) == tries
-    lines = remark_lines(world.report(), world.clock.at)
+    lines = message_lines(world.report(), world.clock.at)
     assert any(line.startswith("! alerts do not reach 127.0.0.1: it answered") for line in lines), lines
     assert SECRET not in json.dumps(world.report().events) + "".join(lines)
 

@@ -15,7 +15,7 @@ from diloco.process import exitcodes
 from diloco.run.config import RunConfig
 from diloco.run.founding import open_run, refuse_layout
 from diloco.runlog.reader import read_report
-from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices.messages import all_troubles
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.clock import SystemClock

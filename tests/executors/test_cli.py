@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written(capsys, config):
 
 
 @pytest.mark.parametrize("wish", ["--replicas", "--steps", "--min-replicas"])
-def test_wishes_are_whole_numbers(capsys, config, wish):
+def test_desired_states_are_whole_numbers(capsys, config, wish):
     with pytest.raises(SystemExit) as left:
         cli.main(["train", str(config), "--run", "x", wish, "0"])
     assert left.value.code == 2 and "'0' must be a whole number of at least 1" in capsys.readouterr().err

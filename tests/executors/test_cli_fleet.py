@@ -19,7 +19,6 @@ from executors.cli import typed
 from executors.platforms.base import LaunchPlan
 from executors.platforms.places import Place
 from executors.preflight import place_faults, quote
-from executors.preflight.needs import device_faults
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
@@ -116,14 +115,14 @@ def test_each_place_has_its_own_secrets():
         wanted("--place", "modal:1", "--place", "local", "--secret", "sky.aws")
 
 
-def test_what_is_said_as_an_option_of_a_place_is_found_by_who_checks_the_place():
+def test_an_option_of_a_place_is_found_by_its_checks():
     """Before: `--option modal.secrets=…` reached the executor, and pre-flight said that no secret was named."""
     options = ('modal.secrets=["aws"]', "modal.gpu=H100:8", "hf-jobs.secrets=A,B", 'hf-jobs.env={"C": "d"}')
     places = ("--place", "modal:1", "--place", "hf-jobs:1", "--place", "local")
     modal, hub, local = wanted(*places, *(word for text in options for word in ("--option", text)))
     assert (modal.secrets, modal.gpu, modal.options) == (("aws",), ("H100:8",), {})
     assert (hub.secrets, hub.env, hub.options) == (("A", "B"), {"C": "d"}, {})
-    assert device_faults.idle_devices(modal) and not place_faults.keys_missing("s3://b/r", modal, {})
+    assert modal.devices == 8 and not place_faults.keys_missing("s3://b/r", modal, {})
     words = place_faults.keys_missing("s3://b/r", hub, {}, several=True)
     assert words.endswith("add --secret hf-jobs.AWS_ACCESS_KEY_ID --secret hf-jobs.AWS_SECRET_ACCESS_KEY")
     assert local.secrets == ()

@@ -219,7 +219,7 @@ def test_sigterm_goes_on_to_the_child_which_leaves(tmp_path: Path) -> None:
     assert gone(pid) and (tmp_path / "goodbye").exists()
 
 
-def test_who_was_done_when_asked_to_go_was_done(tmp_path: Path) -> None:
+def test_a_replica_that_was_done_when_asked_to_leave_is_done(tmp_path: Path) -> None:
     container = start(spec("finishes_when_asked", folder=str(tmp_path)))
     child_of(tmp_path)
     container.terminate()
@@ -310,7 +310,7 @@ def test_it_leaves_before_the_platforms_time_limit_to_be_started_again(
     assert 2.5 < time.monotonic() - began < WAIT_S
 
 
-def test_who_crashes_at_the_time_limit_has_crashed(tmp_path: Path) -> None:
+def test_a_crash_at_the_time_limit_is_a_crash(tmp_path: Path) -> None:
     end = run_replica(spec("polite", folder=str(tmp_path), code=1, timeout_s=3.0).to_dict(), "somewhere")
     assert end["exit_code"] == 1
 

@@ -375,7 +375,7 @@ def test_find_sees_all_from_another_process_and_close_stops_nothing(fleet):
     assert elsewhere(fleet.platform, fleet.run + "-another")[0] == []
 
 
-def test_who_did_not_launch_can_cancel_and_collect(fleet):
+def test_another_process_than_the_launcher_can_cancel_and_collect(fleet):
     handles = fleet.start("polite", "waits")
     other = fleet.another()
     found = other.find(fleet.run)

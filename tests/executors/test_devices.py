@@ -8,11 +8,15 @@ import pytest
 
 from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
+from diloco.run.footprint import footprint, lines
 from executors.platforms.base import ExecutorError, ReplicaSpec
+from executors.platforms.machine.gpu import asked_for
 from executors.platforms.on_host.affinity import gpu_of
 from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.on_modal.kinds import BASE_MIB
 from executors.platforms.places import Place
 from executors.preflight import place_faults
+from executors.preflight.quote import fitted_places
 
 
 @pytest.mark.parametrize(
@@ -80,4 +84,48 @@ def test_devices_are_a_number_and_each_has_a_gpu() -> None:
     assert gpu_of(spec, ["0", "1", "2", "3"], devices=2) == "2,3"
     with pytest.raises(ExecutorError, match="devices = 2: this machine has 1 such GPUs"):
         gpu_of(spec, ["0"], devices=2)
-    assert Place("local", options={"devices": 3}).devices == 3 and Place("modal", gpu=("H100:8",)).devices == 1
+    assert Place("local", options={"devices": 3}).devices == 3 and Place("local", gpu=("0",)).devices == 1
+
+
+@pytest.mark.parametrize(
+    ("executor", "gpu", "devices"),
+    [
+        ("modal", "H100:8", 8), ("modal", "H100", 1), ("modal", "A100-80GB", 1), ("sky", "L4:1", 1), ("sky", "L4:4", 4),
+        ("hf-jobs", "a10g-largex4", 4), ("hf-jobs", "a100-large", 1), ("hf-jobs", "l4x1", 1), ("slurm", "h100:2", 2),
+        ("slurm", "rtx4090", 1),
+    ],
+)  # fmt: skip
+def test_a_place_s_gpu_says_its_number_of_devices(executor: str, gpu: str, devices: int) -> None:
+    place = Place(executor, gpu=(gpu,))
+    assert place.devices == devices and asked_for((gpu,)) == devices
+    assert not place_faults.devices_fault(RunConfig.from_dict({"inner": {"model": "toolworld"}}), place)
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (Place("modal", gpu=("H100:8", "A100-80GB:4")), "H100:8 has 8, A100-80GB:4 has 4.* --place modal:N:H100:8 --"),
+        (Place("modal", gpu=("H100:8",), actors=True), "rents 8 GPUs for each actor .* 7 would be billed and idle"),
+        (Place("hf-jobs", gpu=("a10g-largex4",), actors=True), "rents 4 GPUs for each actor"),
+    ],
+)
+def test_devices_that_would_be_idle_or_unequal_are_told(place: Place, told: str) -> None:
+    assert re.search(told, place_faults.devices_fault(RunConfig(), place))
+
+
+def test_a_node_of_four_has_memory_and_cores_for_four_processes() -> None:
+    config = RunConfig.from_dict({"inner": {"model": "toolworld"}})
+    one, four = fitted_places([Place("modal", gpu=("H100",)), Place("modal", gpu=("H100:4",))], config)
+    assert "cores" not in one.options and four.options["cores"] == 8.0
+    assert four.options["max_memory_mib"] >= one.options["max_memory_mib"] + 3 * BASE_MIB
+
+
+def test_shards_divide_what_a_device_holds_and_adapters_do_not() -> None:
+    whole = RunConfig.from_dict({"inner": {"model": "toolworld"}})
+    one, four, eight = (footprint(whole, 10**9, 2, 10, devices=k) for k in (1, 4, 8))
+    assert one.device == 16 * 10**9, "weights, gradients and two moments in fp32"
+    assert four.device == (4 + 12 / 4) * 10**9, "all weights while it generates, and a quarter of three"
+    assert eight.device == (4 + 12 / 8) * 10**9 and eight.host == one.host
+    assert "on each of 8 devices" in lines(eight, 10)[0] and "on the device" in lines(one, 10)[0]
+    lora = RunConfig.from_dict({"inner": {"model": "toolworld", "lora": {"r": 4}}})
+    assert len({footprint(lora, 10**9, 2, 10, 10**6, devices=k).device for k in (1, 8)}) == 1

@@ -98,7 +98,7 @@ def test_words_are_short_telling_and_said_once() -> None:
     assert joined_words("", "own") == "own" and joined_words("seen; line", "") == "seen; line"
 
 
-def test_a_goodbye_that_was_asked_for_needs_no_reason() -> None:
+def test_a_leave_record_that_was_asked_for_needs_no_reason() -> None:
     b = killed_and_replaced()
     b.tell("r01", 2, 20.0, "left", step=6, reason="asked to leave")
     assert [x.why for x in read_report(b.store).sessions] == ["", "exit code -9", ""]

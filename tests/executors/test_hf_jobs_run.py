@@ -36,6 +36,7 @@ from tests.support.audit import Audit, check_run
 from tests.support.entrypoints import marks
 from tests.support.fleet import ENDLESS
 from tests.support.hf_server import HFServer
+from tests.support.ranks import children_of
 from tests.support.s3_server import S3Server
 
 URL, STEPS, WAIT_S = "s3://bucket/runs/jobs", 3, 200.0
@@ -146,6 +147,34 @@ def test_three_replicas_one_of_them_preempted_finish_the_run(tmp_path: Path, hub
     assert {ends[s] for s in ("r00", "r01", "r02")} == {State.SUCCEEDED} and hub.live() == []
     told = json.dumps([{k: v for k, v in j.asked.items() if k != "secrets"} for j in hub.jobs.values()])
     assert "AKIDTEST" not in told and hub.token not in told and "AKIDTEST" not in outputs(hub)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_of_two_devices_is_one_replica_and_a_killed_rank_ends_it(
+    tmp_path: Path, hub: HFServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "devices", property(lambda place: 2))  # as --gpu a10g-largex2; no GPU is here
+    run = founded(tmp_path, s3, n=2)
+    write_control(run.store, SystemClock(), steps=ENDLESS)
+    killed = list[int]()
+
+    def kill_a_rank(supervisor: Supervisor, report: Report) -> None:
+        beat = report.beats.get("r01")
+        if beat is not None and beat.step >= 1 and not killed:
+            killed.extend(children_of(beat.pid))
+            os.kill(killed[0], signal.SIGKILL)
+        if report.wanted.steps == ENDLESS and any(x.name == "r01-2" and x.joined for x in report.sessions):
+            write_control(run.store, SystemClock(), steps=report.head + 2)
+
+    outcome = Supervisor(run, build_executor([Place("hf-jobs")]), SystemClock(), each_tick=kill_a_rank).supervise()
+    assert outcome.code == exitcodes.DONE, (outcome.text, outputs(hub))
+    report = read_report(run.store)
+    (lost,) = report.of_kind("lost")
+    assert (lost["slot"], lost["exit_code"], len(killed)) == ("r01", -signal.SIGKILL, 1), lost
+    assert any("rank 1 of 2 ended (killed by SIGKILL)" in line for line in lost["tail"]), lost
+    audited(tmp_path / "bucket", report.head)
+    assert hub.live() == []
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_the_bill_of_a_night_is_the_hubs(tmp_path: Path, hub, s3) -> None:
     assert sorted(b.seconds for b in bills) == [pytest.approx(1800.0), pytest.approx(5400.0)]
 
 
-def test_a_goodbye_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
+def test_a_leave_record_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
     run = founded(tmp_path, s3, n=1)
     lease = Lease.seize(run.store, SystemClock())
     run.store.put(layout.MODEL_MANIFEST, b"{}")

@@ -90,7 +90,7 @@ def lives(child: subprocess.Popen) -> bool:
 def test_a_process_that_says_it_is_the_run_s_is_killed(store: FileStore, start: Start) -> None:
     child = start(store.url)
     claim(store, SystemClock(), "r00", **identity(child.pid))
-    assert stop(store)["r00-1"] == (False, "gone without a goodbye")
+    assert stop(store)["r00-1"] == (False, "gone without a leave record")
     assert child.wait(10) == -signal.SIGKILL
 
 

@@ -24,6 +24,7 @@ from executors.preflight.run_url import UsageError
 from executors.preflight.script import Gathered, packages_of, read_script
 from rendezvous.agreement.membership import read_control
 from rendezvous.stores.open import open_store
+from tests.support.ranks import children_of
 
 TRAIN = """
 import json, sys, time
@@ -262,6 +263,54 @@ def test_replicas_of_a_script_one_killed_end_with_equal_weights(folder: Path) ->
     assert f"`{digest}`" in (folder / "exported" / "README.md").read_text()
     model = Qwen2ForCausalLM.from_pretrained(folder / "exported")
     assert f"weights {float(sum(p.detach().double().sum() for p in model.parameters()))}" in logs
+
+
+@pytest.mark.slow
+def test_replicas_of_two_devices_run_a_script_in_two_processes_one_killed(folder: Path) -> None:
+    words = ["launch", "--replicas", "2", "--executor", "local", "--option", "devices=2", "train.py", "60"]
+    launched = subprocess.Popen([sys.executable, "-m", "executors.cli", *words])
+    url = f"file://{folder}/runs/train"
+    os.kill(children_of(pid_after_step(url, "r01", step=2))[0], signal.SIGKILL)
+    assert launched.wait(240) == 0
+    report = read_report(read_run(url).store)
+    assert report.done and report.head == 12 and {x.name for x in report.sessions} == {"r00-1", "r01-1", "r01-2"}
+    (lost,) = report.of_kind("lost")
+    assert any("rank 1 of 2 ended (killed by SIGKILL)" in line for line in lost["tail"]), lost
+    logs = [line for slot in ("r00", "r01") for line in diloco("logs", url, slot).stdout.splitlines()]
+    sums = [line for line in logs if line.startswith("weights ")]
+    assert len(sums) == 4 and len(set(sums)) == 1, "each of four processes has the same weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("raise SystemExit('no token for the judge')", "train.py 5 ended with sys.exit('no token for the judge')"),
+        ("raise ValueError('no rows')", "train.py 5 raised ValueError: no rows"),
+        (
+            "import os\nif os.environ['RANK'] == '1': raise ValueError('no rows')",
+            "rank 1 of 2 ended (exit code 1): Val",
+        ),
+    ],
+)
+def test_a_script_that_ends_early_on_two_ranks_says_why(line: str, told: str, folder: Path) -> None:
+    (folder / "train.py").write_text(f"{line}\n{TRAIN}")
+    done = diloco(
+        *[
+            "launch",
+            "--replicas",
+            "1",
+            "--no-preflight",
+            "--executor",
+            "local",
+            "--option",
+            "devices=2",
+            "train.py",
+            "5",
+        ]
+    )
+    logs = diloco("logs", "runs/train", "r00").stdout
+    assert done.returncode not in (0, None) and told in done.stderr + done.stdout + logs, (done.stderr, logs)
 
 
 @pytest.mark.slow

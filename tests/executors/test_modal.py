@@ -32,7 +32,7 @@ from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
-from executors.platforms.places import build_executor, places_of
+from executors.platforms.places import Place, build_executor, places_of
 from executors.supervision.hosted import start_hosted, supervisor_spec
 from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import read_control, write_control
@@ -218,7 +218,7 @@ def test_it_leaves_before_its_time_limit_to_be_started_again(executor, run, tmp_
 
 
 @pytest.mark.slow
-def test_who_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
+def test_a_replica_that_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "stubborn", timeout_s=4)])
     (result,) = executor.collect([handle], timeout=WAIT_S)
     assert result.state is State.FAILED and "time limit" in result.reason
@@ -499,6 +499,30 @@ def test_three_replicas_of_toolworld_one_preempted_and_no_bit_is_lost(platform, 
     assert {(step, slot) for step, slot in audited.listed if step == 3} == {(3, f"r0{i}") for i in range(3)}
     hosts = {json.loads(body)["host"] for body in bodies(found, "replicas/r01/")}
     assert hosts == {"modal/r01.1"}, "both lives tell the launch that they belong to"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_container_of_two_devices_is_one_replica_and_modal_restarts_it_whole(
+    platform, run, bucket, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Place, "devices", property(lambda place: 2))  # as --gpu H100:2; no GPU is here
+    found = founded(run, bucket, tmp_path, inner=TOOLWORLD, fleet={"replicas": 2, "min_replicas": 2, "steps": 4})
+    preempted: list[Handle] = []
+
+    def preempt_once(supervisor: Supervisor, report: Any) -> None:
+        handle, beat = supervisor.handle("r01"), report.beats.get("r01")
+        if handle and beat and beat.phase == "train" and beat.step >= 1 and not preempted:
+            preempted.append(handle)
+            platform.preempt(handle)
+
+    executor = build_executor(read_control(found.store).places)
+    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_once).supervise()
+    assert outcome.code == 0, outcome.text + "".join(line.data for line in platform.server.lines[-60:])
+    assert platform.server.calls[preempted[0].native].starts == 2
+    check_run(downloaded(run, tmp_path / "bucket"), 4)
+    of_both_ranks = {step.samples["r00"] for step in read_report(found.store).steps}
+    assert of_both_ranks == {2.0 * 2 * found.config.inner.batch_size}, "two ranks, two inner steps, a batch each"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.platforms.places import Place, build_executor
-from executors.preflight.quote import PlaceWish, fitted_places, wanted_places
+from executors.preflight.quote import PlaceRequest, fitted_places, wanted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -134,7 +134,7 @@ def test_a_container_has_the_packages_that_pip_names(platform, run) -> None:
     assert len(install) == 1 and "torch==" in install[0], "resolved together with ours"
 
 
-def wish(*more: str) -> PlaceWish:
+def wish(*more: str) -> PlaceRequest:
     return asked("train", "run.toml", "--run", "s3://b/r", *more).places
 
 

@@ -88,7 +88,7 @@ def test_costs(events, hours, usd, rate):
     assert (found.usd, found.rate) == (pytest.approx(usd), pytest.approx(rate))
 
 
-def test_a_goodbye_ends_a_bill_that_nobody_closed():
+def test_a_leave_record_ends_a_bill_that_nobody_closed():
     left = report(launched(), sessions=[session(ended=900.0, how="left")])
     assert costs(left, T + HOUR).usd == pytest.approx(1.0)
     lost = report(launched(), sessions=[session(ended=900.0, how="replaced")])
@@ -97,7 +97,7 @@ def test_a_goodbye_ends_a_bill_that_nobody_closed():
     assert costs(report(launched(), sessions=[session()], beats={"r00": beat}), T + HOUR).usd == pytest.approx(2.0)
 
 
-def test_a_goodbye_of_the_session_before_a_restart_ends_nothing():
+def test_a_leave_record_of_the_session_before_a_restart_ends_nothing():
     sessions = [session(ended=900.0, how="left"), session(generation=2)]
     assert costs(report(launched(), sessions=sessions), T + HOUR).usd == pytest.approx(4.0)
     elsewhere = [session(ended=900.0, how="left", host="modal/r00.2")]
@@ -127,7 +127,7 @@ def test_a_night_in_which_nobody_looked_is_not_billed(events, beat, usd):
     assert costs(found, T + 12.1 * HOUR).usd == pytest.approx(usd, rel=1e-6)
 
 
-def test_who_claims_its_slot_has_a_machine_though_nobody_saw_it_begin():
+def test_a_claim_shows_a_machine_whose_beginning_was_not_seen():
     waited = [launched(), event("pending", 1.0, first=True)]
     late = SessionSummary("r00", 1, 7, "modal/r00.1", T + 900.0)
     assert costs(report(*waited, sessions=[late], beats={"r00": LEFT}), T + HOUR).usd == pytest.approx(1.0)
@@ -240,7 +240,7 @@ def test_lease(budget, so_far, rate, until):
     assert lease(budget, so_far, T, rate) == pytest.approx(until)
 
 
-def test_who_ends_when_told_to_does_not_pass_the_budget():
+def test_a_replica_that_ends_when_told_does_not_pass_the_budget():
     """At every rate: from the moment that `over` speaks there is money for END_S."""
     for rate in (0.1, 4.0, 320.0):
         seconds = range(int(11.0 / rate * HOUR))

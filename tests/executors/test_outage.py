@@ -19,7 +19,7 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.places import Place, mixed_executor
-from executors.supervision.notices.remarks import remark_lines
+from executors.supervision.notices.messages import message_lines
 from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import read_beat
@@ -50,7 +50,7 @@ def note(world: World) -> str:
 
 def shown(world: World) -> list[str]:
     """The remarks of `diloco status`, now."""
-    return remark_lines(read_report(world.run.store), world.clock.wall())
+    return message_lines(read_report(world.run.store), world.clock.wall())
 
 
 # -------------------------------------------------------------------- in virtual time

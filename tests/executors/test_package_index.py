@@ -10,7 +10,7 @@ from diloco.run.config import RunConfig
 from executors.platforms.places import Place
 from executors.preflight import quote
 from executors.preflight.needs.task_packages import pip_versions, unknown_packages
-from executors.preflight.quote import PlaceWish, StartRequest
+from executors.preflight.quote import PlaceRequest, StartRequest
 from inner import InnerConfig
 
 FILES = "".join(f'<a href="judge-{v}.tar.gz">judge-{v}.tar.gz</a>' for v in ("1.0", "2.1"))
@@ -75,7 +75,7 @@ def test_each_kind_of_requirement(package: str, told: str) -> None:
 
 def test_a_quote_tells_a_mistyped_package_before_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: [])
-    asked = StartRequest("s3://bucket/run", PlaceWish(executor="modal", gpu=("T4",), pip=("jugde",)))
+    asked = StartRequest("s3://bucket/run", PlaceRequest(executor="modal", gpu=("T4",), pip=("jugde",)))
     config = RunConfig("run", inner=InnerConfig())
     lines = quote.quote_start(asked, config, 2, wanted=quote.Wanted(), spent=quote.Costs()).lines()
     assert lines[-2].startswith("pip finds no package 'jugde'") and "per hour" in lines[-1]

@@ -11,7 +11,7 @@ from executors.platforms.base import State
 from executors.platforms.places import Place
 from executors.supervision.costs import END_S, LEASE_S
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.remarks import all_troubles, reward_waits, unserved
+from executors.supervision.notices.messages import all_troubles, reward_waits, unserved
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.slot_state import past
 from rendezvous import layout
@@ -38,7 +38,7 @@ def test_a_spec_has_all_that_its_place_says(world):
     assert world.cloud.calls.count("launch") == 1  # both at once
 
 
-def test_who_waits_for_a_machine_is_left_alone_and_costs_nothing(world):
+def test_a_launch_that_waits_for_a_machine_is_left_alone_and_costs_nothing(world):
     world.tick()
     world.pass_time(4000)
     assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)} and world.usd() == 0.0
@@ -87,7 +87,7 @@ def test_after_the_grace_the_old_one_is_ended_first(world):
     assert (lost["slot"], lost["attempt"], lost["own_fault"]) == ("r00", 1, False)
 
 
-def test_who_does_not_end_is_fenced_and_cannot_come_back(world):
+def test_a_replica_that_does_not_end_is_fenced_and_cannot_come_back(world):
     world.started()
     world.cloud.preempt("r00")
     world.cloud.deaf = True
@@ -216,7 +216,7 @@ def test_the_pause_before_a_restart_outlives_the_supervisor(world):
     assert world.cloud.job("r00").spec.attempt == attempt + 1
 
 
-def test_who_waits_for_those_whose_reward_fails_ends_no_run_and_starts_again_with_them(world):
+def test_a_replica_that_waits_for_failing_rewards_ends_no_run_and_starts_again(world):
     """Before: exit code 75 of the one that waited for a quorum ended the run; so did three ends by the reward."""
     world.started()
     fill(world.run.store, 1)
@@ -339,7 +339,7 @@ def test_a_replica_that_ends_as_the_run_does_is_not_started_again(world):
     assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}
 
 
-def test_who_ends_well_again_and_again_before_the_run_does_is_given_up(world):
+def test_a_slot_that_ends_well_again_and_again_before_the_run_is_given_up(world):
     world.started()
     while world.outcome is None:
         world.cloud.finish("r00")
@@ -480,7 +480,7 @@ def test_the_run_ends_before_its_budget_is_passed(tmp_path):
 
 @pytest.mark.parametrize("overwritten", [False, True])
 @pytest.mark.parametrize("seconds", [100, 1700])  # a bill of one lease, and of several
-def test_whoever_removes_the_supervisor_s_log_gets_none_of_the_money_back(tmp_path, overwritten, seconds):
+def test_a_removed_supervisor_log_gives_no_money_back(tmp_path, overwritten, seconds):
     world = World(tmp_path, max_usd=10.0)
     world.started()
     world.pass_time(seconds)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from executors.platforms.places import Place
-from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
+from executors.preflight.quote import BudgetRequest, FleetRequest, PlaceRequest, StartRequest
 from executors.preflight.run_url import UsageError
 from tests.support.command import asked, verbs
 
@@ -13,7 +13,7 @@ from tests.support.command import asked, verbs
 @pytest.mark.parametrize("argv", [("resume", "r"), ("train", "c", "--run", "r"), ("plan", "c")])
 def test_what_was_not_typed_is_left_to_the_run(argv: tuple[str, ...]) -> None:
     found = asked(*argv)
-    assert (found.places, found.budget, found.fleet) == (PlaceWish(), BudgetWish(), FleetWish())
+    assert (found.places, found.budget, found.fleet) == (PlaceRequest(), BudgetRequest(), FleetRequest())
     assert not found.places.refines and found.fleet.told() == {}
     assert found.config == ("" if argv[0] == "resume" else "c")
     assert found.alert == (None if argv[0] == "plan" else ""), "nobody supervises a plan"
@@ -27,11 +27,11 @@ def test_a_start_with_everything() -> None:
     places = (Place("modal", 2, ("H100",)), Place("local", 1))
     assert found == StartRequest(
         url="r",
-        places=PlaceWish(
+        places=PlaceRequest(
             places=places, gpu=("A100",), secrets=("aws",), timeout_s=21600.0, options=(("a", 1),), no_lease=True
         ),
-        budget=BudgetWish(20.0, 3.0, True),
-        fleet=FleetWish(3, 9, 2),
+        budget=BudgetRequest(20.0, 3.0, True),
+        fleet=FleetRequest(3, 9, 2),
         config="c",
         no_preflight=True,
         alert="https://x",

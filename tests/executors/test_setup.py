@@ -57,7 +57,7 @@ def test_modal_alone_is_enough_for_a_first_run(modal: ModalPlatform, capsys: pyt
     assert [key for key in entries if b"probe" in key] == []  # it leaves nothing behind
 
 
-def test_who_is_not_logged_in_hears_so_first(modal: ModalPlatform, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_who_is_not_logged_in_hears_so_first(modal: ModalPlatform, capsys: pytest.CaptureFixture[str]) -> None:
     modal.server.token = "another"
     code, out = said(capsys, "modal")
     assert code == 2 and "modal token new" in out and "store" not in out

@@ -329,7 +329,7 @@ def test_stop_kills_what_does_not_leave(tmp_path, executor):
         supervisor.tick()
     supervisor.lease.beat("left")
     (end,) = stop_run(run.store, SystemClock(), 0.3, said.append)
-    assert not end.live and "gone without a goodbye" in end.text
+    assert not end.live and "gone without a leave record" in end.text
     assert any("still there after 0 s; killed" in text for text in said)
     handle = supervisor.handle("r00")
     assert handle and executor.collect([handle], timeout=60)[0].state is State.LOST
@@ -419,7 +419,7 @@ def test_a_silent_supervisor_elsewhere_is_succeeded_and_learns_it():
     assert old.lost
 
 
-def test_a_supervisor_that_said_goodbye_is_succeeded_at_once():
+def test_a_supervisor_that_has_left_is_succeeded_at_once():
     clock = SlowClock()
     assert Lease.take(held(phase="left"), clock).generation == 2
     assert clock.now() == 1000.0

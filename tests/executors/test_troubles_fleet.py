@@ -11,7 +11,7 @@ import pytest
 from diloco.runlog.reader import Report, read_report
 from diloco.views.troubles import find_troubles
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.supervision.notices.remarks import remark_lines
+from executors.supervision.notices.messages import message_lines
 from executors.supervision.supervisor import Supervisor
 from rendezvous.stores.open import open_store
 from tests.executors.test_alerts import SECRET, listening
@@ -39,7 +39,7 @@ def test_a_fleet_whose_rewards_are_all_equal_says_that_it_learns_nothing(tmp_pat
     assert all(numbers["equal_groups"] == 1.0 for step in report.steps for numbers in step.learned.values())
     seen = {t.kind: t for t in find_troubles(report, time.time())}
     assert "every group's rewards are equal (mean 0.50)" in seen["no_signal"].text
-    assert any(line.startswith("! the mean was zero in the newest 6") for line in remark_lines(report, time.time()))
+    assert any(line.startswith("! the mean was zero in the newest 6") for line in message_lines(report, time.time()))
     for step in report.steps:
         step.empty = False  # as where another channel of the loss moves θ
     seen = {t.kind: t for t in find_troubles(report, time.time())}

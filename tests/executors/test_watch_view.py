@@ -229,7 +229,7 @@ def test_troubles_stand_above_the_events_with_what_to_do(width, lines) -> None:
     play(looks, (width, 40), script, whole(looks))
 
 
-def test_who_was_not_looked_at_lately_is_not_counted_as_silent(mine) -> None:
+def test_a_slot_that_was_not_read_lately_is_not_counted_as_silent(mine) -> None:
     """A large fleet's beats are read in turns: a stall must not say that no replica beats."""
     report = read_report(mine.store)
     now = T0 + 60 * STEP_S + 400

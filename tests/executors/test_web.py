@@ -152,7 +152,7 @@ def test_the_page_its_data_and_nothing_else_are_served(app: web.PageApp) -> None
     assert answer(app, "/", "POST")[0] == 405 and answer(app, "/", host="evil.example")[0] == 421
 
 
-def test_who_has_shown_the_token_once_has_a_cookie(app: web.PageApp) -> None:
+def test_a_browser_that_has_shown_the_token_has_a_cookie(app: web.PageApp) -> None:
     for path in ("/", "/data/head.json", "/?token=x", "/nothing"):
         status, headers, _ = bare_answer(app, path)
         assert status == 403 and headers["connection"] == "close" and "set-cookie" not in headers
@@ -199,7 +199,7 @@ def is_ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_who_holds_connections_open_holds_nobody_else(served: tuple[str, int]) -> None:
+def test_open_connections_do_not_hold_other_readers(served: tuple[str, int]) -> None:
     """Half of a head, and no word at all: the oldest of those go, and no client that has shown the token."""
     address, port = served
     friend = http.client.HTTPConnection("127.0.0.1", port, timeout=120)

@@ -30,7 +30,7 @@ SEALED, SEAL = "tests/diloco/test_sealed_overwrites.py", "tests/rendezvous/test_
 IDENTITY, OWN = "tests/executors/test_identity.py", "tests/diloco/test_own_files.py"
 FOREIGN, SLURM = "tests/diloco/test_foreign_objects.py", "tests/executors/test_slurm.py"
 EVERY_KIND = f"{SEALED}::test_overwriting_what_lies_there_never_changes_theta_unnoticed"
-MONEY = "tests/executors/test_rented.py::test_whoever_removes_the_supervisor_s_log_gets_none_of_the_money_back"
+MONEY = "tests/executors/test_rented.py::test_a_removed_supervisor_log_gives_no_money_back"
 
 WITH_A_KEY = {
     "overwrites your code or a model file": [
@@ -48,7 +48,7 @@ WITH_A_KEY = {
         f"{SEAL}::test_a_forged_claim_fences_nobody",
     ],
     "overwrites a delta, a mean or a snapshot": [EVERY_KIND],
-    "overwrites a goodbye or a residual": [EVERY_KIND, f"{SEAL}::test_a_forged_goodbye_confirms_no_snapshot"],
+    "overwrites a leave record or a residual": [EVERY_KIND, f"{SEAL}::test_a_forged_leave_record_confirms_no_snapshot"],
     "overwrites a later control record": [
         f"{HERE}::test_a_control_record_without_the_key",
         f"{SEAL}::test_an_outsider_can_neither_stop_the_run_nor_close_the_door",
@@ -61,7 +61,7 @@ WITH_A_KEY = {
     "deletes anything": [
         f"{FOREIGN}::test_a_commit_that_vanished_is_never_written_anew",
         f"{FOREIGN}::test_no_run_is_founded_over_the_registers_of_one_whose_run_json_is_gone",
-        f"{FOREIGN}::test_who_takes_the_number_of_a_claim_that_is_gone_ends_by_the_chains_fence",
+        f"{FOREIGN}::test_a_session_with_the_number_of_a_lost_claim_ends_by_the_chain_s_fence",
     ],
     "copies true records to other places": [
         EVERY_KIND, f"{SEAL}::test_a_true_offer_is_worth_nothing_in_another_place",
@@ -79,7 +79,7 @@ WITHOUT = {
     ],
     "writes a model, offers, deltas": [f"{SEALED}::test_without_a_key_a_made_collision_counts"],
     "writes control records": [f"{HERE}::test_a_control_record_without_the_key"],
-    "writes beats, goodbyes or logs": [
+    "writes beats, leave records or logs": [
         f"{FOREIGN}::test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over", MONEY,
     ],
     "writes a claim, a log line or a process card": [
@@ -93,7 +93,7 @@ WITHOUT = {
     ],
     "copies the run, or you do": [f"{IDENTITY}::test_a_copy_of_a_live_run_is_a_run_of_its_own"],
     "has you look": [
-        f"{HERE}::test_who_looks_runs_no_code_of_the_bucket", f"{SEALED}::test_what_a_log_says_cannot_steer_a_terminal",
+        f"{HERE}::test_a_reader_runs_no_code_of_the_bucket", f"{SEALED}::test_what_a_log_says_cannot_steer_a_terminal",
         "tests/executors/test_printable.py::test_no_command_prints_it",
         "tests/executors/test_printable.py::test_a_log_is_plain_lines",
         "tests/executors/test_printable.py::test_the_terminal_of_watch_draws_it_plain",
@@ -182,7 +182,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize("command", LOOKS, ids=lambda words: "-".join(words[:1]))
-def test_who_looks_runs_no_code_of_the_bucket(
+def test_a_reader_runs_no_code_of_the_bucket(
     run: PuppetRun, tmp_path: Path, code_read: list[str], command: list[str]
 ) -> None:
     assert any(run.folder.glob("code/*/*")), "there is something to run"

@@ -196,7 +196,7 @@ def patient(url: str, naps: list[float]) -> OpenEnv:
     return type("Here", (Typed,), {"_url": url, "_sleep": staticmethod(naps.append), "_patience_s": 20.0})()
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{probe.getsockname()[1]}"

@@ -494,7 +494,7 @@ def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> No
     signal.raise_signal(signal.SIGURG)
 
 
-def test_whoever_looks_is_told_what_is_being_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_is_told_what_a_replica_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inner.usercode.deadline.REMIND_S", 0.05)
     said, waited = threading.Event(), []
     call_within(120.0, lambda: said.wait(60), lambda seconds: (waited.append(seconds), said.set())[1])

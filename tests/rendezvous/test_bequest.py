@@ -55,7 +55,7 @@ def goodbye(store: Store, generation: int) -> Leave:
     return Leave.decode(store.get(layout.leave_key("r00", generation)) or b"")
 
 
-def test_nothing_is_lost_over_three_lives_that_say_goodbye(clock: ManualClock) -> None:
+def test_nothing_is_lost_over_three_lives_that_leave(clock: ManualClock) -> None:
     store, life = solo(clock)
     seats, sent = list[Seat](), np.zeros(3, np.float32)
     for delta in DELTAS:

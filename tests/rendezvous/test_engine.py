@@ -742,7 +742,7 @@ def test_a_replay_that_confirms_ours_goes_on_against_a_wrong_commit(clock: Manua
     assert b.rv.step == 1 and b.rv.chain.known_commit(0) is not None
 
 
-def test_who_replays_while_it_catches_up_still_knows_the_commit_that_it_takes(clock: ManualClock) -> None:
+def test_a_replica_that_replays_to_catch_up_knows_the_commit_that_it_takes(clock: ManualClock) -> None:
     """A simulated seed ended with a KeyError: the replay had forgotten the commit that catch_up had just read."""
     store, a, b = pair(clock, m=1)
     a.offer()
@@ -790,11 +790,11 @@ def test_a_solo_run_ends_with_a_snapshot_that_is_marked_unconfirmed(clock: Manua
     assert not Snapshot.decode(store.get(layout.snapshot_key(1)) or b"").confirmed
 
 
-def test_goodbye_is_said_as_far_as_the_store_takes_it(clock: ManualClock) -> None:
+def test_the_leave_record_is_written_as_far_as_the_store_takes_it(clock: ManualClock) -> None:
     store, a, _ = pair(clock)
     store.faults = [Fault("create", "leave/", times=10_000)]
     a.rv.finish("asked")
-    assert a.events("no_goodbye")
+    assert a.events("no_leave_record")
 
 
 # ---------------------------------------------------------------------- the mean
@@ -848,7 +848,7 @@ def test_a_lonely_negative_zero_keeps_its_sign(clock: ManualClock) -> None:
     assert np.signbit(out).tolist() == [True, False, True]
 
 
-def test_who_joins_in_the_middle_of_a_step_does_what_the_others_have_left_to_do(clock: ManualClock) -> None:
+def test_a_replica_that_joins_within_a_step_does_what_is_left(clock: ManualClock) -> None:
     """With a full round of its own it would hold all of them up; from the next step on it does full rounds."""
     store, rules_ = bucket(clock), replace(RULES, sync_every=8)
     a, b = (Seat(store, slot, clock, rules_).join() for slot in ("r00", "r01"))

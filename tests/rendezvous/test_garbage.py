@@ -395,7 +395,7 @@ def test_what_a_finished_run_leaves_is_reckoned_from_its_last_snapshot(last: str
     assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
 
 
-def test_whoever_ends_last_collects_for_a_writer_that_was_killed_before_it_did() -> None:
+def test_the_last_session_collects_for_a_killed_writer() -> None:
     from tests.rendezvous.test_engine import Seat, bucket
 
     clock = ManualClock()

@@ -292,7 +292,7 @@ def test_a_flipped_bit_is_not_in_the_last_snapshot(clock: ManualClock, m: int) -
 # ---------------------------------------------------------------------- who closes
 
 
-def test_who_has_no_offer_does_not_close(clock: ManualClock) -> None:
+def test_a_replica_without_an_offer_does_not_close(clock: ManualClock) -> None:
     """The others' offers say from which θ they start; only the author of one knows that it is the chain's."""
     store, a, b, c = trio(clock)
     b.offer()
@@ -592,7 +592,7 @@ def test_a_snapshot_becomes_visible_when_its_blob_is_there(clock: ManualClock) -
     assert store.get(layout.snapshot_key(2)) is None
 
 
-def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock) -> None:
+def test_a_replica_that_cannot_compute_its_part_waits_for_the_others(clock: ManualClock) -> None:
     """r02's blob is damaged, so r00 leaves its part; when r02 has put the blob back, all of them can be computed."""
     store, a, b, c = trio(clock, replace(RULES, shard_from=1, shard_elements=1))
     for seat in (a, b, c):
@@ -613,7 +613,7 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
     assert out.tolist() == [1.0] * 3 and len(rests) > 2
 
 
-def test_who_never_held_a_slot_says_no_goodbye(clock: ManualClock) -> None:
+def test_a_session_that_never_held_a_slot_writes_no_leave_record(clock: ManualClock) -> None:
     """Seed 21000151: asked to go before it had claimed, it wrote one for generation 0, which no replica holds."""
     store = bucket(clock)
     rv = Rendezvous(store, clock, "r01", RULES, TIMING)

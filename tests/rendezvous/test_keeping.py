@@ -191,7 +191,7 @@ def test_a_step_with_more_replicas_brings_the_snapshot_forward() -> None:
     assert steps_due(pace, 8, 12, Sizes(40, 10), newest=6) == [9, 12], "3 steps of 60 have room beside 450"
 
 
-def test_who_joins_at_a_snapshot_plans_what_the_others_plan() -> None:
+def test_a_replica_that_joins_at_a_snapshot_plans_as_the_others_do() -> None:
     old, new = SnapshotPace(50, budget_for(5)), SnapshotPace(50, budget_for(5))
     steps_due(old, 0, 20, Sizes(20, 10))
     new.take_step(20, Sizes(20, 10), snapshot=100, newest=20)
@@ -200,7 +200,7 @@ def test_who_joins_at_a_snapshot_plans_what_the_others_plan() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, budget_for(10), budget_for(99)])
-def test_who_writes_a_snapshot(budget: int) -> None:
+def test_the_writer_of_a_snapshot(budget: int) -> None:
     pace = SnapshotPace(20, budget)
     period = min(20, 20 if not budget else snapshot_period(budget, 20, 100, Sizes(20, 10)))
     for t in range(period):

@@ -167,7 +167,7 @@ def test_a_record_that_names_another_object_than_its_own_is_none(kind: str) -> N
             type(record).decode(naming(key).encode())
 
 
-def test_a_forged_goodbye_deletes_nothing_but_a_residual() -> None:
+def test_a_forged_leave_record_deletes_nothing_but_a_residual() -> None:
     """The heir deletes the residual it took: run.json, if the goodbye could name it."""
     store = MemoryStore()
     store.put(layout.RUN, b"{}")

@@ -70,7 +70,7 @@ def test_a_body_that_is_not_finite_counts_for_nothing(clock: ManualClock, odd: f
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_who_joins_later_leaves_out_the_same(clock: ManualClock, announced: bool) -> None:
+def test_a_replica_that_joins_later_leaves_out_the_same(clock: ManualClock, announced: bool) -> None:
     store, a, b = pair(clock, replicas=3)
     offered(store, a, vector(np.nan, 1, 1))
     together(a, b)

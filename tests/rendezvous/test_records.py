@@ -200,7 +200,7 @@ def test_a_fence_is_never_guessed() -> None:
 # ---------------------------------------------------------------------- control
 
 
-def test_wishes_are_folded_in_order() -> None:
+def test_desired_states_are_folded_in_order() -> None:
     store, clock = MemoryStore(), ManualClock()
     write_control(store, clock, replicas=3, steps=10, min_replicas=2)
     write_control(store, clock, replicas=5)
@@ -235,7 +235,7 @@ def test_two_operators_at_once_lose_no_wish() -> None:
 
 
 @pytest.mark.parametrize("wish", [{"replicas": 0}, {"steps": 0}, {"min_replicas": 0}, {"drain": "worker"}])
-def test_wishes_that_mean_nothing_are_refused(wish: dict[str, Any]) -> None:
+def test_desired_states_that_mean_nothing_are_refused(wish: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         write_control(MemoryStore(), ManualClock(), **wish)
     assert Wanted().min_replicas == 1

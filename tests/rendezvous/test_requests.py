@@ -87,7 +87,7 @@ def life() -> tuple[CountingStore, ManualClock, Membership]:
     store, clock = CountingStore(), ManualClock()
     write_control(store, clock, replicas=4, min_replicas=2)
     members = Membership(store, clock, "r00", 1, FAR)
-    members.hear_wishes(store)
+    members.hear_control(store)
     members.status.phase, members.status.step = "train", 7
     return store, clock, members
 
@@ -100,7 +100,7 @@ def ticks(store: CountingStore, clock: ManualClock, members: Membership, count: 
     return store.asked
 
 
-def test_who_trains_reads_nobodys_beat(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+def test_a_training_replica_reads_no_beat(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     store, clock, members = life
     members.begin_step(pace=80.0, owed=set())
     asked = ticks(store, clock, members, 12)
@@ -109,7 +109,9 @@ def test_who_trains_reads_nobodys_beat(life: tuple[CountingStore, ManualClock, M
     assert ticks(store, clock, members, 4)["steps"] >= 3, "now others may have closed without it"
 
 
-def test_who_may_still_miss_our_body_is_looked_at_once(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+def test_replicas_that_may_miss_our_body_are_looked_at_once(
+    life: tuple[CountingStore, ManualClock, Membership],
+) -> None:
     store, clock, members = life
     store.put(layout.beat_key("r01"), a_beat("r01", 3, step=7).encode())
     store.put(layout.beat_key("r02"), a_beat("r02", 3, step=6).encode())
@@ -117,7 +119,7 @@ def test_who_may_still_miss_our_body_is_looked_at_once(life: tuple[CountingStore
     assert ticks(store, clock, members, 4)["alive"] == 4 and members.owed == {"r02"}, "r02 is still there"
 
 
-def test_whoever_starts_looks_at_everybody(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+def test_a_session_looks_at_all_slots_when_it_starts(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     store, clock, members = life
     members.status.phase = "heal"
     assert ticks(store, clock, members, 2)["alive"] == 6
@@ -278,7 +280,7 @@ def test_a_beat_is_no_older_than_the_look_that_did_not_find_it() -> None:
     assert beat_age(old, a_beat("r01", 8, 90.0), 4.0, 4.0, 5.0) <= 4.0
 
 
-def test_whoever_may_have_died_is_read_although_it_was_read_lately(
+def test_a_beat_of_a_slot_that_may_have_died_is_read_again(
     life: tuple[CountingStore, ManualClock, Membership],
 ) -> None:
     """Within a beat of a look in vain no replica looked again, and a death was found up to four seconds late."""
@@ -350,7 +352,7 @@ def test_three_lead_whatever_the_fleet() -> None:
 
 @pytest.mark.parametrize("seen_beating", [True, False])
 @pytest.mark.parametrize("m", [1, 2])
-def test_who_is_left_alone_closes_although_it_does_not_lead(seen_beating: bool, m: int) -> None:
+def test_a_replica_left_alone_closes_although_it_does_not_lead(seen_beating: bool, m: int) -> None:
     """Seed 7200563: it let others close first, until it gave up with its offer in the bucket."""
     clock, t = ManualClock(), 3
     store = bucket(clock, replicas=5, m=m, steps=9)

@@ -78,7 +78,7 @@ def test_uniform_ignores_h_and_samples_follow_samples() -> None:
     assert weights("samples", *offers) == [float(np.float32(1 / 3)), 1.0, 0.5]
 
 
-def test_who_does_not_say_its_samples_makes_the_commit_weigh_by_steps() -> None:
+def test_an_offer_without_samples_makes_the_commit_weigh_by_steps() -> None:
     assert weights("samples", listed(samples=50), listed("r01", h=2)) == [1.0, 0.5]
     assert weights("samples", listed(), listed("r01", h=2)) == [1.0, 0.5], "and nothing is divided by 0"
 
@@ -99,7 +99,7 @@ def test_an_outlier_counts_as_a_typical_one() -> None:
     assert gated(1, 2, 1e30, limit=0.0) == [1.0] * 3, "no gate"
 
 
-def test_who_cannot_be_judged_is_not_gated() -> None:
+def test_a_delta_that_cannot_be_judged_is_not_gated() -> None:
     assert gated() == [] and gated(5) == [1.0] and gated(1, 1e9) == [1.0, 1.0]
     assert gated(0, 0, 0, 1, 1e9) == [1.0] * 5, "zeros are honest, but no measure"
     assert gated(0, 1, 1, 1, 30) == [1.0] * 4 + [float(np.float32(1 / 30))]
@@ -227,7 +227,7 @@ def test_expected_are_those_whom_the_last_two_commits_list() -> None:
     assert rules.slots_to_expect(5, recent, {}, 4.0, ["r00"]) == {"r00", "r01", "r02"}
 
 
-def test_who_said_goodbye_is_not_expected_until_it_is_listed_again() -> None:
+def test_a_slot_that_has_left_is_not_expected_until_it_is_listed_again() -> None:
     gone, back = commit(3, "r00", "r01", leaving=("r01",)), commit(4, "r00", "r01")
     assert rules.slots_to_expect(4, [gone], {}, 4.0, []) == {"r00"}
     assert rules.slots_to_expect(5, [back, gone], {}, 4.0, []) == {"r00", "r01"}

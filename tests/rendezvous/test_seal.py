@@ -289,7 +289,7 @@ def test_a_forged_mean_is_not_applied(clock: ManualClock) -> None:
     halted(run, lambda: Seat(run.store, "r02", clock).join(), key)
 
 
-# ---------------------------------------------------------------------- forged wishes and goodbyes
+# ---------------------------------------------------------------------- forged control and leave records
 
 
 def test_an_outsider_can_neither_stop_the_run_nor_close_the_door(clock: ManualClock) -> None:
@@ -302,7 +302,7 @@ def test_an_outsider_can_neither_stop_the_run_nor_close_the_door(clock: ManualCl
     together(run.a, run.b)
 
 
-def test_a_forged_goodbye_confirms_no_snapshot(clock: ManualClock) -> None:
+def test_a_forged_leave_record_confirms_no_snapshot(clock: ManualClock) -> None:
     run = Sealed(clock, steps=1)
     together(run.a, run.b)
     run.forge(layout.leave_key("r01", 1), Leave("r01", 1, 1, run.a.rv.base, "done", "n", 0.0))

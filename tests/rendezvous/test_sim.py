@@ -141,7 +141,7 @@ def test_a_collected_blob_that_its_writer_mends_is_no_new_pseudogradient() -> No
     assert process.sent[1].key == "fresh" and world.fired["a collected blob comes back"] == 1
 
 
-def test_nobody_is_blamed_for_a_blob_that_a_full_store_does_not_take() -> None:
+def test_a_blob_that_a_full_store_refuses_is_no_replica_s_fault() -> None:
     """Seed 3009649 was red."""
     for outage, waits in [((0.0, 0.0, ""), True), ((30.0, 30.0, "full"), False), ((70.0, 30.0, "full"), True)]:
         world = World(replace(draw(0), outage=outage))
@@ -186,7 +186,7 @@ def test_deltas_that_rot_in_an_open_step_are_put_back_by_their_writers(rules_: R
     assert len(world.observer.commits) > 5 and all(not p.ended or p.ended == "finished" for p in world.processes)
 
 
-def test_who_hangs_in_a_request_cannot_put_anything_back_meanwhile() -> None:
+def test_a_session_that_hangs_in_a_request_puts_nothing_back() -> None:
     """A heartbeat that hangs is no excuse."""
     world, excused = (
         World(Schedule(0, replicas=2, min_replicas=1, slow=0.02, calm=240.0, end=240.0)),
@@ -272,7 +272,7 @@ def test_a_hung_trainer_costs_two_patient_steps_and_no_more() -> None:
     assert len(world.observer.commits) > 0.85 * len(healthy.observer.commits)
 
 
-def test_nobody_waits_long_for_the_dead() -> None:
+def test_no_replica_waits_long_for_the_dead() -> None:
     """kill -9: the others go on after the smaller of dead_after and their patience."""
     world = World(replace(LONG, actions=((30.0, "kill", 2),), speeds=(1.0,)))
     with patch.object(world.fleet, "_replace", lambda *args: None):

@@ -106,7 +106,7 @@ def test_in_h_inner_steps_three_times_the_state_is_digested_whatever_f_is(digest
     assert bytes_of_the_state(digested, solo.state) == 3 * (4 + 4) * N
 
 
-def test_who_only_catches_up_digests_what_is_stepped_twice(digested: list[Any]) -> None:
+def test_a_replica_that_only_catches_up_digests_what_is_stepped_twice(digested: list[Any]) -> None:
     solo = Solo(4).join()
     solo.offer()
     commit = solo.rv.settle()

@@ -184,7 +184,7 @@ def test_a_cut_range_never_passes_for_a_whole_one(s3: S3Server, kind: str, monke
     assert not s3.faults[0].times
 
 
-def test_nobody_writes_into_the_buffer_after_a_failure(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_writes_into_the_buffer_after_a_failure(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "RANGE", 1 << 20)
     store, out = at(), bytearray(8 << 20)
     store.put("k", b"\1" * len(out))
@@ -220,7 +220,7 @@ def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
     answered.set()
 
 
-def test_nobody_at_home_is_unclear() -> None:
+def test_an_unreachable_server_is_unclear() -> None:
     with pytest.raises(StoreUnclear, match=r"cannot create s3://b/run/k: no connection"):
         at("s3://b/run?endpoint=http://127.0.0.1:9").create("k", b"")
 

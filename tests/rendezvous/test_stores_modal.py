@@ -196,7 +196,7 @@ def test_a_block_with_too_many_bytes_is_not_taken(server: ModalServer, store: St
         store.get("k")
 
 
-def test_who_has_no_token_hears_what_to_do(server: ModalServer, store: Store) -> None:
+def test_a_user_without_a_token_hears_what_to_do(server: ModalServer, store: Store) -> None:
     server.token = "another"
     with pytest.raises(StoreRefused, match="modal token new"):
         store.get("k")
@@ -288,9 +288,7 @@ def test_a_process_that_slept_for_a_week_meets_what_was_decided(
     assert put_once(zombie, SystemClock(), "commit", b"late") == (False, b"decided")
 
 
-def test_whoever_reads_a_register_mirrors_it_before_it_writes(
-    server: ModalServer, fresh: Callable[[], ModalStore]
-) -> None:
+def test_a_reader_mirrors_a_register_before_it_writes(server: ModalServer, fresh: Callable[[], ModalStore]) -> None:
     """The winner was killed at once; what another process wrote afterwards may rest on it."""
     fresh().create("commit", b"ours")
     reader = fresh()

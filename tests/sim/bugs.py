@@ -512,7 +512,7 @@ BUGS: dict[str, Bug] = {
     "no catch-up": Bug(lambda: [blind(), patch.object(Rendezvous, "catch_up", lambda rv, late=None: 0)], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
     "no takeover": Bug(attr(ShardedMean, "_is_overdue", lambda sharer, commit, j, waited: False), sharded),
-    "stale wishes": Bug(attr(Committer, "_check_wishes", lambda closer, wishes: ""), restless),
+    "stale desired state": Bug(attr(Committer, "_check_wanted", lambda closer, wanted: ""), restless),
     "shard overwritten": Bug(attr(Announcements, "announce", announces_again), sharded),
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
     "residual used twice": Bug(lambda: [residual_taken_back()], lossy),

@@ -159,7 +159,7 @@ class Fleet:
             self.wish(min_replicas=max(1, min(now.replicas - hung, r.randint(1, 3))))
 
     def _make_possible(self) -> None:
-        """Change the operator's wishes for calm times until they can be met."""
+        """Change the desired state for calm times until they can be met."""
         wanted = self.wanted
         if wanted.stop:
             self.wish(resume=True)

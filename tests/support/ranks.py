@@ -190,3 +190,8 @@ def wait(child: Any) -> int:
 
 def words(folder: Path) -> list[str]:
     return [f"{path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.log"))]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's children; those of a replica of several ranks are its ranks 1, 2, …."""
+    return [int(p) for path in Path(f"/proc/{pid}/task").glob("*/children") for p in path.read_text().split()]

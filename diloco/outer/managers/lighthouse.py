@@ -252,7 +252,7 @@ class LighthouseRounds:
             if self.done:
                 self._write_snapshot(self.session)
             self.session.emit("left", step=self._manager.current_step(), reason=reason)
-            self.session.rv.members.say_goodbye()
+            self.session.rv.members.write_leave_beat()
             self.session.end()
             self._manager.shutdown(wait=False)
 

@@ -75,9 +75,9 @@ class StoreManager:
         if not isinstance(run, Session):
             from diloco.run.library import open_session
 
-            wishes = {"replicas": replicas, "min_replicas": min_replicas, "steps": steps}
+            desired = {"replicas": replicas, "min_replicas": min_replicas, "steps": steps}
             settings = {"keep": keep_bytes(keep), "broadcasts": broadcast_weights, "timing": timing or Timing()}
-            run = open_session(run, slot, clock or SystemClock(), wishes, **settings)
+            run = open_session(run, slot, clock or SystemClock(), desired, **settings)
         self.session = run
         self.rounds = StoreRounds(run, founds=founds, theta_0=theta_0)
         self._states = load_state_dict, state_dict
@@ -177,7 +177,7 @@ class StoreManager:
     def shutdown(self, wait: bool = True) -> None:
         """Stop the heartbeats.  The slot stays claimed; a successor takes the next generation."""
         self.session.end()
-        self.session.rv.members.say_goodbye()
+        self.session.rv.members.write_leave_beat()
 
     # ---------------------------------------------------------------- what others ask
 

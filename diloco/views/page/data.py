@@ -89,7 +89,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
         "troubles": list(beside.troubles),
         "actors": actor_words(report),
-        "remarks": _remarks(report),
+        "messages": _messages(report),
         "slots": report.slots,
         "sessions": _sessions(report, seen, began),
         "counted": chunks.counted,
@@ -154,7 +154,7 @@ def _setting_at(config: Mapping[str, Any], *path: str) -> Any:
     return found
 
 
-def _remarks(report: Report) -> list[str]:
+def _messages(report: Report) -> list[str]:
     found = [report.damage] if report.damage else []
     if report.passed_over:
         found.append(f"{report.passed_over} lines or objects under log/ are not events; passed over")

@@ -41,7 +41,7 @@ from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s
 from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
-from executors.supervision.notices.remarks import all_troubles, is_listening, remark_lines
+from executors.supervision.notices.messages import all_troubles, is_listening, message_lines
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted, launch_of
 from rendezvous.clock import Clock
@@ -98,7 +98,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     numbers += [f"  {words}" for words in worth_words(worth(report))]
     numbers += [f"  actors: {words}" for words in actor_words(report)]
     kept = [f"  {words}" for words in kept_words(report)]
-    return [*lines, *numbers, *_device_lines(report), *kept, *remark_lines(report, now)]
+    return [*lines, *numbers, *_device_lines(report), *kept, *message_lines(report, now)]
 
 
 def _device_lines(report: Report) -> list[str]:
@@ -187,7 +187,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "worth": worth_dict(worth(report)),
         "sessions": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
-        "remarks": remark_lines(report, now),
+        "messages": message_lines(report, now),
         "troubles": [asdict(trouble) for trouble in all_troubles(report, now)],
     }
 

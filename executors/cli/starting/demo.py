@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.summary import Check, checks, summary
 from diloco.views.overview import inner_steps_per_round
 from diloco.views.page.charts import write_picture
-from executors.cli.answers import say
+from executors.cli.answers import Answer, say
 from executors.cli.looking.report import write_page
 from executors.cli.starting.foreground import supervise_here
+from executors.preflight.run_url import UsageError, is_folder, shareable_url
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -35,6 +37,18 @@ DEFAULT_FOLDER = Path("runs/demo")
 VICTIM = "r01"
 FROM_STEP = 4
 GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.2
+
+
+def demo_answer(url: str, *, as_json: bool) -> Answer:
+    """Run the demo; return the answer of the command.   url: as typed, "" for the default.   Raises UsageError."""
+    if url and not is_folder(url):
+        raise UsageError(f"the demo runs in a folder of this machine, not at {url}. Use for example --run runs/demo")
+    folder = Path(shareable_url(url).removeprefix("file://")) if url else None
+    if not as_json:
+        return Answer(code=demo(folder))
+    with redirect_stdout(sys.stderr):
+        code = demo(folder)
+    return Answer({"code": code}, code=code)
 
 
 def demo(folder: Path | None) -> int:

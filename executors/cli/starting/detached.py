@@ -24,6 +24,8 @@ from diloco.process.own_files import appended
 from diloco.process.processes import host_words
 from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR
+from executors.cli import answers
+from executors.cli.answers import Answer
 from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.executor import make_process_folder
@@ -32,7 +34,7 @@ from executors.supervision.hosted import start_hosted
 from executors.supervision.lease import WATCHING, Lease, Supervised, living_supervisor
 from executors.supervision.supervisor import Outcome
 from rendezvous.agreement.membership import newest_claim, read_beat, read_control
-from rendezvous.clock import Clock
+from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced
 from rendezvous.records.records import Beat
 from rendezvous.store import Readable, Store
@@ -70,6 +72,17 @@ class Handover:
     text: str
     code: int
     started: Detached | None = None
+
+
+def detach_answer(run: Run, url: str) -> Answer:
+    """Start a supervisor elsewhere; return the answer of the command.   url: as typed."""
+    found = hand_over(run, SystemClock(), answers.say)
+    begun = found.started
+    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
+    if begun is not None:
+        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
+    next_ones = (f"  diloco status {shlex.quote(url)}", f"  diloco stop {shlex.quote(url)}")
+    return Answer(data, [found.text, *next_ones], found.code)
 
 
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:

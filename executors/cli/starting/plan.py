@@ -30,7 +30,9 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     spent = None if bucket.url and not bucket.note else Costs()
     offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
     replicas = asked.fleet.replicas or config.fleet.replicas
-    sizes = outlook.size_lines(config, checked.model, replicas, asked.fleet.steps or config.fleet.steps)
+    steps = asked.fleet.steps or config.fleet.steps
+    devices = min(place.devices for place in places if not place.actors)  # where a device holds most
+    sizes = outlook.size_lines(config, checked.model, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
     notes = [note for note in (*checked.notes, bucket.note) if note]
     data = {"run": asked.url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}

@@ -9,7 +9,6 @@ Not promised: that a platform has a free machine, or its present price.
 import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ def add_verbs(verbs: Any) -> None:
     flag(launch, "--dry-run", help="say what would be sent and started, and what it costs; nothing is started")
     resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
     for parser in (train, plan, launch, resume):
-        _add_wishes(parser)
+        _add_requests(parser)
     flag(launch, "-m", dest="is_module", help="SCRIPT is a module, as for python -m")
     launch.add_argument("script", metavar="SCRIPT", help="a Python file whose trainer has DiLoCoCallback()")
     launch.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="of the script")
@@ -66,7 +65,7 @@ def add_verbs(verbs: Any) -> None:
     value(demo, "--run", "DIR", "default runs/demo; once that is done runs/demo-2, …", dest="url")
 
 
-def _add_wishes(parser: ArgumentParser) -> None:
+def _add_requests(parser: ArgumentParser) -> None:
     parser.set_defaults(**UNSAID)
     value(parser, "--replicas", "N", "replicas to keep (default: as in CONFIG)", type="positive")
     value(parser, "--steps", "T", "outer steps in all (default: as in CONFIG)", type="positive")
@@ -93,11 +92,11 @@ def _add_wishes(parser: ArgumentParser) -> None:
 def request_of(args: Namespace, url: str) -> "StartRequest":
     """Return the typed options as a request.   url: the run's present URL.   Raises UsageError."""
     from executors.platforms.places import Place
-    from executors.preflight.quote import BudgetWish, FleetWish, PlaceWish, StartRequest
+    from executors.preflight.quote import BudgetRequest, FleetRequest, PlaceRequest, StartRequest
 
     places = tuple(Place.from_dict(p) for p in args.places or ())
     actors = None if args.actors is None else tuple(Place.from_dict(p) for p in args.actors if p["count"])
-    where = PlaceWish(
+    where = PlaceRequest(
         executor=args.executor, places=places, actors=actors, gpu=tuple(args.gpu or ()),
         secrets=tuple(args.secrets or ()), timeout_s=args.timeout or 0.0, pip=tuple(args.pip or ()),
         options=tuple(args.option or ()), no_lease=args.no_lease,
@@ -105,8 +104,8 @@ def request_of(args: Namespace, url: str) -> "StartRequest":
     return StartRequest(
         url,
         places=where,
-        budget=BudgetWish(args.max_usd, args.max_hours, args.allow_unknown_price),
-        fleet=FleetWish(args.replicas, args.steps, args.min_replicas).within(places),
+        budget=BudgetRequest(args.max_usd, args.max_hours, args.allow_unknown_price),
+        fleet=FleetRequest(args.replicas, args.steps, args.min_replicas).within(places),
         as_json=args.json,
         **{name: getattr(args, name) for name in UNSAID},
     )
@@ -235,7 +234,9 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     if text := solo_warning(wanted):
         say(f"warning: {text}")
     if asked.detach:
-        return _supervise_detached(run, asked)
+        from executors.cli.starting.detached import detach_answer
+
+        return detach_answer(run, asked.url)
     survive_lost_output()  # the fleet must not end because `| head` does, or because a log's disk is full
     outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
     words = [] if asked.as_json else [outcome.text]
@@ -249,28 +250,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     return Answer(data, code=outcome.code, note="\n".join(words))
 
 
-def _supervise_detached(run: "Run", asked: "StartRequest") -> Answer:
-    from executors.cli.starting.detached import hand_over
-
-    found = hand_over(run, SystemClock(), say)
-    begun = found.started
-    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
-    if begun is not None:
-        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
-    next_ones = (f"  diloco status {shlex.quote(asked.url)}", f"  diloco stop {shlex.quote(asked.url)}")
-    return Answer(data, [found.text, *next_ones], found.code)
-
-
 def _demo(args: Namespace) -> Answer:
-    from executors.cli.starting.demo import demo
+    from executors.cli.starting.demo import demo_answer
 
-    if args.url and not run_url.is_folder(args.url):
-        raise run_url.UsageError(
-            f"the demo runs in a folder of this machine, not at {args.url}. Use for example --run runs/demo"
-        )
-    folder = Path(run_url.shareable_url(args.url).removeprefix("file://")) if args.url else None
-    if not args.json:
-        return Answer(code=demo(folder))
-    with redirect_stdout(sys.stderr):
-        code = demo(folder)
-    return Answer({"code": code}, code=code)
+    return demo_answer(args.url, as_json=args.json)

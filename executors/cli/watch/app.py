@@ -217,7 +217,7 @@ class WatchApp(PlainApp):
         events = self._static("#events")
         width = max(20, events.size.width)
         told = [f"! {self.trouble}"] if self.trouble else []
-        told += [*words.trouble_lines(picture.troubles, width), *picture.remarks]
+        told += [*words.trouble_lines(picture.troubles, width), *picture.messages]
         styled = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in told]
         lines = [*styled, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
         for line in lines:
@@ -258,7 +258,7 @@ class WatchApp(PlainApp):
     def action_events(self) -> None:
         if self.picture is not None:
             told = [f"! {found.line}" for found in self.picture.troubles]
-            self.push_screen(TextWindow(events_text([*told, *self.picture.remarks, *self.picture.events])))
+            self.push_screen(TextWindow(events_text([*told, *self.picture.messages, *self.picture.events])))
 
     def action_metric(self) -> None:
         self.metric += 1

@@ -23,7 +23,7 @@ from executors.cli.looking.status import describe_supervisor
 from executors.cli.watch.words import event_lines
 from executors.supervision.costs import Costs
 from executors.supervision.money.bills import costs
-from executors.supervision.notices.remarks import remark_lines
+from executors.supervision.notices.messages import message_lines
 from rendezvous.agreement.membership import Wanted
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
@@ -33,7 +33,7 @@ from rendezvous.errors import RendezvousError
 class Picture:
     """Everything that is shown.   at: Unix time of the read.   partial: the curves are not read yet.
 
-    supervision: a text on the run's supervisor.   remarks: waits and warnings.   events: the newest first.
+    supervision: a text on the run's supervisor.   messages: waits and warnings.   events: the newest first.
     """
 
     at: float
@@ -42,7 +42,7 @@ class Picture:
     wanted: Wanted
     supervision: str
     troubles: tuple[Trouble, ...]
-    remarks: tuple[str, ...]
+    messages: tuple[str, ...]
     events: tuple[str, ...]
     partial: bool = False
 
@@ -89,7 +89,7 @@ class RunLooks:
             wanted=report.wanted,
             supervision=describe_supervisor(self._live.supervisor_beat, self.clock, report)[0],
             troubles=tuple(troubles),
-            remarks=tuple(line.strip() for line in remark_lines(as_read, now) if line.lstrip("! ") not in told),
+            messages=tuple(line.strip() for line in message_lines(as_read, now) if line.lstrip("! ") not in told),
             events=tuple(event_lines(report)),
             partial=not self._live.is_whole,
         )

@@ -26,7 +26,7 @@ from diloco.views.overview import MetricCurve, Overview, SessionRow
 from diloco.views.trouble import PAGE, Trouble
 from executors.cli.looking.status import cost_limits
 from executors.supervision.costs import Costs
-from executors.supervision.notices.remarks import found_room
+from executors.supervision.notices.messages import found_room
 from rendezvous.agreement.membership import Wanted
 
 UNREAD_S = 10.0  # a heartbeat that was read longer ago is marked with "~"
@@ -180,7 +180,7 @@ def _end_words(row: SessionRow) -> str:
 
 def short_device(name: str) -> str:
     """Return a device's name without its vendor: "NVIDIA H100 80GB HBM3" -> "H100 80GB HBM3"."""
-    return name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("GeForce ")
+    return name.replace("NVIDIA ", "", 1).replace("AMD ", "", 1).replace("GeForce ", "", 1)
 
 
 # -------------------------------------------------------------------- curves

@@ -54,11 +54,16 @@ class TorchBuild:
     hip: str = ""
 
 
+def devices_of(kind: str) -> int:
+    """Return the number of devices in a platform's name: "H100:8" -> 8, "a10g-largex4" -> 4, "h200" -> 1."""
+    found = re.search(r"(?::|[a-z\d]x)(\d{1,2})$", kind)
+    return int(found[1]) if found else 1
+
+
 def asked_for(kinds: Sequence[str]) -> int:
     """Return the least number of GPUs that these kinds may mean: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
-    counts = [int(k.rpartition(":")[2]) if k.rpartition(":")[2].isdecimal() and ":" in k else 1 for k in kinds]
     none = any(kind.lower().startswith(CPU) for kind in kinds)
-    return 0 if none or not kinds else min(counts)
+    return 0 if none else min(map(devices_of, kinds), default=0)
 
 
 def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Missing | None:

@@ -45,7 +45,7 @@ from executors.platforms.machine import oom
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted, launches_named, launches_wait, read_card, room_for
 from rendezvous.agreement.membership import newest_claim
-from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.clock import Clock
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
@@ -321,9 +321,9 @@ def make_folder(folder: Path) -> Path:
 
 
 def newest_claims(run: str) -> list[Claim]:
-    """Return the newest claim of each slot, and actor, that has one."""
+    """Return the newest claim of each slot and of each actor that has one."""
     store = open_signed(run)
-    newest = [newest_claim(store, slot) for slot in read_standing_wishes(store)[0].member_names]
+    newest = [newest_claim(store, slot) for slot in read_standing_control(store)[0].member_names]
     return [taken for taken in newest if taken is not None]
 
 

@@ -6,7 +6,7 @@
 
     dict of the same name: the     launch/r00.1  the only call that may run it: put once, by its launcher or by its
     register                                     container, whichever is first; every other call ends at once
-                                   twin/r00.1/… a duplicate call, and when its container began
+                                   duplicate/r00.1/… a duplicate call, and when its container began
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
                                    asked/r00.1   an executor asked to cancel it
@@ -93,14 +93,14 @@ class Register:
                 newest[name] = entry
         return launched, newest
 
-    def note_twin(self, spec: ReplicaSpec, call: str, note: Note) -> None:
+    def note_duplicate(self, spec: ReplicaSpec, call: str, note: Note) -> None:
         """Note that a container of a duplicate call was started, and is billed."""
         entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
-        self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
+        self._entries[f"duplicate/{spec.slot}.{spec.attempt}/{call}"] = entry
 
-    def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
+    def duplicates(self) -> list[tuple[str, int, dict[str, Any]]]:
         """Return (slot, attempt, entry) of every duplicate call."""
-        found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
+        found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("duplicate/")]
         launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
         return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
 
@@ -108,7 +108,7 @@ class Register:
         """Whether this run launched that call.  Writers of the run's bucket cannot write into this register."""
         launch = f"{handle.slot}.{handle.attempt}"
         entry = self._entries.get(f"launch/{launch}") or {}
-        return entry.get("call") == handle.native or self._entries.contains(f"twin/{launch}/{handle.native}")
+        return entry.get("call") == handle.native or self._entries.contains(f"duplicate/{launch}/{handle.native}")
 
     def announce(self, attempts: Mapping[str, int]) -> None:
         """Announce attempts before their launch, so that an older attempt that starts later ends at once."""
@@ -215,7 +215,7 @@ def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, 
 def _why_unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) -> dict[str, Any] | None:
     winner = register.claim(spec, call, note)["call"]
     if winner != call:
-        register.note_twin(spec, call, note)
+        register.note_duplicate(spec, call, note)
         return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}; this call was one too many")
     newest = register.newest(spec.slot)
     if newest > spec.attempt:

@@ -11,7 +11,7 @@
 Of a launch whose reply was lost, the client or another launcher called again:
 
     register: launch/r00.1 ─▶ the only call that runs it
-              twin/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
+              duplicate/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
     Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ number of unregistered calls
 
 Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
@@ -150,7 +150,7 @@ class Follower:
 # ---------------------------------------------------------------------- duplicate calls of a launch
 
 
-class Twins:
+class Duplicates:
     """The duplicate calls that one executor has reported."""
 
     def __init__(self, clock: Clock) -> None:
@@ -164,7 +164,7 @@ class Twins:
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []
         self._looked[run] = now
-        fresh = [(slot, n, e) for slot, n, e in register.twins() if e["call"] not in self._said]
+        fresh = [(slot, n, e) for slot, n, e in register.duplicates() if e["call"] not in self._said]
         self._said |= {entry["call"] for _, _, entry in fresh}
         return [handle_of(run, slot, attempt, entry) for slot, attempt, entry in fresh]
 

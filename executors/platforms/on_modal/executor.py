@@ -26,7 +26,7 @@ from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
-from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
+from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, Kind
 from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
@@ -63,7 +63,7 @@ class ModalExecutor(Executor):
         secrets: Sequence[str] = (),
         timeout_s: float = DAY_S,
         region: str = "",
-        cores: float = 2.0,
+        cores: float = CORES,
         memory_mib: int = 8192,
         max_cores: float = 0.0,
         max_memory_mib: int = 0,
@@ -85,7 +85,7 @@ class ModalExecutor(Executor):
         packages = (pip,) if isinstance(pip, str) else pip
         self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
         self._ends: dict[str, Mapping[str, Any]] = {}  # call -> its end, with its value and its last lines
-        self._twins = modal_calls.Twins(self._clock)
+        self._duplicates = modal_calls.Duplicates(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
 
@@ -217,7 +217,7 @@ class ModalExecutor(Executor):
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
         """Find duplicate calls of a launch whose containers were started."""
         try:
-            new = self._twins.new(run, self._apps.register_of(run))
+            new = self._duplicates.new(run, self._apps.register_of(run))
         except sdk().exception.NotFoundError:  # nothing was launched, or the run was purged
             return []
         except Exception as error:  # without an answer there is no news, as in a poll

@@ -44,6 +44,7 @@ REGION = 1.75
 DAY_S = 24 * 3600
 STARTUP_S = 1800
 HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # the Volume's name, and its path in a container
+CORES = 2.0  # reserved for each device
 BASE_MIB = 6 * 1024  # Python, torch, CUDA's context, the data
 LOAD_BYTES = 4  # per parameter, while the model is loaded to the device
 HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, and 8 bytes while a snapshot is written
@@ -142,11 +143,12 @@ class Kind(Plain):
         return {"volumes": {HUB_CACHE: volume}, "env": {"HF_HUB_CACHE": HUB_CACHE}}
 
 
-def memory_limit_mib(parameters: int, trained: int | None = None) -> int:
+def memory_limit_mib(parameters: int, trained: int | None = None, devices: int = 1) -> int:
     """Return a replica's memory limit in MiB, in whole GiB.   parameters: of the model.   trained: of its adapter, if
-    only that is trained."""
+    only that is trained.   devices: each has a process, which loads the model."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
-    return 1024 * math.ceil((BASE_MIB + held / 2**20) / 1024)
+    others = (devices - 1) * (BASE_MIB + LOAD_BYTES * parameters / 2**20)
+    return 1024 * math.ceil((BASE_MIB + held / 2**20 + others) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:

@@ -1,36 +1,41 @@
 """Finds mistakes about several devices for each replica.
 
-    idle_devices    --gpu H100:8 on a rented machine, where a replica uses one device
-    ranks_fault     --option devices=2 with a setting that needs one process (diloco/replica/rank_faults.py)
+    unequal_devices    --gpu H100:8 --gpu A100:4: a replica would not know how many processes to start
+    idle_devices       --actors modal:2:H100:8, where an actor uses one device
+    ranks_fault        --gpu H100:8 or --option devices=2, with a setting that needs one process (rank_faults.py)
 
 Each returns a sentence about a mistake, or "".
 
-Not promised: that this machine has memory for so many processes.
+Not promised: that a machine has memory for so many processes.
 """
-
-import re
 
 from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
+from executors.platforms.machine.gpu import devices_of
 from executors.platforms.places import Place
 
 
+def unequal_devices(place: Place) -> str:
+    counts = {gpu: devices_of(gpu) for gpu in place.gpu}
+    if len(set(counts.values())) < 2:
+        return ""
+    told = ", ".join(f"{gpu} has {count}" for gpu, count in counts.items())
+    return (
+        f"the GPUs of {place.executor} have different numbers of devices ({told}), and a replica starts one process "
+        "for each device. Give each number a place of its own: --place "
+        f"{place.executor}:N:{place.gpu[0]} --place {place.executor}:N:{place.gpu[-1]}"
+    )
+
+
 def idle_devices(place: Place) -> str:
-    for gpu in place.gpu:
-        if (count := device_count(place.executor, gpu)) > 1:
-            one = re.sub(r"x\d+$", "x1", gpu) if place.executor == "hf-jobs" else re.sub(r":\d+$", "", gpu)
-            return (
-                f"--gpu {gpu} rents {count} GPUs for each replica on {place.executor}, and a replica uses one device: "
-                f"{count - 1} would be billed and idle. Use --gpu {one} and more --replicas"
-            )
-    return ""
-
-
-def device_count(executor: str, gpu: str) -> int:
-    """Return the number of devices in a platform's name; 1 if it has no number.   "H100:8" -> 8, "a10g-largex4" -> 4"""
-    found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
-    return int(found[1]) if found else 1
+    if not place.actors or place.executor == "local" or place.devices == 1:
+        return ""
+    gpu = place.gpu[0]
+    return (
+        f"{gpu} rents {place.devices} GPUs for each actor on {place.executor}, and an actor uses one device: "
+        f"{place.devices - 1} would be billed and idle. Name a kind with one GPU, and more actors"
+    )
 
 
 def ranks_fault(config: RunConfig, place: Place) -> str:
-    return rank_fault(config, place.devices) if place.devices > 1 else ""
+    return rank_fault(config, place.devices) if place.devices > 1 and not place.actors else ""

@@ -29,7 +29,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.views.troubles import Trouble
 from executors.supervision.notices import VARIABLE
-from executors.supervision.notices.remarks import all_troubles
+from executors.supervision.notices.messages import all_troubles
 from rendezvous.clock import Clock
 
 CHECK_S = 5.0
@@ -83,7 +83,7 @@ def post(url: str, body: bytes) -> str:
 
 
 def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Mapping[str, Any]], list[dict[str, Any]]]:
-    """Return from the log: (kind, slot) -> the first event of an open trouble; and the undelivered messages."""
+    """Return (kind, slot) -> the first event of each open trouble, and the messages that were not delivered."""
     began: dict[tuple[str, str], Mapping[str, Any]] = {}
     waiting: dict[tuple[str, str], dict[str, Any]] = {}
     for e in events:

@@ -18,7 +18,7 @@ from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State
 from executors.platforms.places import build_executor
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.slot_state import can_be_asked, past
-from rendezvous.agreement.salvage import read_standing_wishes
+from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.store import Store
 
 BEGUN = ("launching", "launched", "found")
@@ -53,7 +53,7 @@ class Launches:
         booked = {(h.slot, h.attempt): h for h in self._opened}
         found: list[Handle] = []
         try:
-            wanted, lost = read_standing_wishes(self._store)
+            wanted, lost = read_standing_control(self._store)
             logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # a lost record may name them
             self._executor = self._executor or build_executor(wanted.places, (*wanted.former, *logged))
             found = self._executor.find(self._store.url)

@@ -102,7 +102,7 @@ def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
         still = (*others, *([launched] if launched else []))
         return replace(p, attempt=max(p.attempt, attempt), open=still, pending=False)
     if e["event"] == "ended":
-        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else History(p.attempt, open=others)
+        return replace(p, open=others) if attempt < p.attempt or e.get("duplicate") else History(p.attempt, open=others)
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
     strikes = count_end(p.strikes, end_in(e))
     return History(p.attempt, strikes, e["at"], state, e.get("exit_code"), e.get("reason", ""), open=others)

@@ -3,7 +3,7 @@
     platforms ──find, poll──┐                                        ┌─▶ observed     for the plan
     log: launched, ended ───┴──▶ by_slot: one SlotState each ────────┤
                                  replaced: end not seen yet          ├─▶ log: found, pending, running, lost, ended
-                                 twins: processes that the log does not name, and duplicates of a launch
+                                 duplicates: processes that the log does not name, or two of one launch
 
 Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
 process that a platform lists and the log does not name (the answer to its launch was lost) is logged, so that it is
@@ -56,7 +56,7 @@ class Slots:
         self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
         self.replaced: dict[Handle, float] = {}  # -> time of our last cancel
-        self.twins: dict[Handle, float] = {}  # -> time of our last cancel
+        self.duplicates: dict[Handle, float] = {}  # -> time of our last cancel
         self.outages = Outages(clock)
         self._past: dict[str, History] | None = None  # None: the log was not read yet
         self._found: dict[str, Status] = {}
@@ -66,7 +66,7 @@ class Slots:
 
     @property
     def anybody(self) -> bool:
-        return bool(self.replaced or self.twins) or any(t.running for t in self.all())
+        return bool(self.replaced or self.duplicates) or any(t.running for t in self.all())
 
     def ask(self, read: Callable[[], Report]) -> dict[Handle, Status]:
         """Poll the platforms; call this before the report is read, so that the report is newer than each end."""
@@ -91,7 +91,7 @@ class Slots:
         for state, _ in known:
             self._emit_waiting(state)
         self._look_at_replaced(statuses)
-        self._look_at_twins(report)
+        self._look_at_duplicates(report)
         for slot, state in self.by_slot.items():
             if slot in wanted_slots(report):
                 self._wanted_again(state, report)
@@ -104,29 +104,29 @@ class Slots:
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
-        self.twins.setdefault(state.handle, self.clock.now())
-        self.twins.pop(runs, None)
+        self.duplicates.setdefault(state.handle, self.clock.now())
+        self.duplicates.pop(runs, None)
         state.handle = runs
 
-    def _look_at_twins(self, report: Report) -> None:
+    def _look_at_duplicates(self, report: Report) -> None:
         """Log processes that the log does not name, so that they are billed from their launch, and end them."""
         own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
         newest = {t.slot: t.attempt for t in self.all()}
         alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
-            if handle not in self.twins:
+            if handle not in self.duplicates:
                 self.book("found", handle, "the log does not name it: a second process of one launch, or one given up")
-                self.twins[handle] = float("-inf")
-        for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
-            del self.twins[handle]
-            self.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
-        self._end_twins()
+                self.duplicates[handle] = float("-inf")
+        for handle in [h for h in self.duplicates if not any(h.native == a.native for a in alive)]:
+            del self.duplicates[handle]
+            self.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), duplicate=True)
+        self._end_duplicates()
 
-    def _end_twins(self) -> None:
-        """Cancel twins now, and again every AGAIN_S."""
+    def _end_duplicates(self) -> None:
+        """Cancel duplicates now, and again every AGAIN_S."""
         now = self.clock.now()
-        due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
-        self.twins |= dict.fromkeys(due, now)
+        due = [h for h, asked in self.duplicates.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
+        self.duplicates |= dict.fromkeys(due, now)
         if due:
             self.executor.cancel(due, 0.0)
 
@@ -148,7 +148,7 @@ class Slots:
         written = {(h.slot, h.attempt, h.native) for h in opened}
         found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
         launches |= found
-        self.twins = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
+        self.duplicates = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
         statuses = self.outages.poll(self.executor, list(launches.values()))
         best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
         self._past = before

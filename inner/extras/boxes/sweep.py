@@ -1,4 +1,4 @@
-"""Stop all boxes of a run, whoever started them.
+"""Stop all boxes of a run, of all its sessions.
 
     python -m inner.extras.boxes.sweep PROVIDER RUN ──▶ {"stopped": 3, "left": 0} or {"trouble": "E2B_API_KEY is not …"}
 
@@ -17,7 +17,7 @@ from inner.extras.boxes.starting import BoxStarter, open_provider
 
 
 def sweep(provider: str, run: str) -> dict[str, Any]:
-    """Return how many boxes were stopped, and how many are left or why nobody knows."""
+    """Return how many boxes were stopped, and how many are left, or why that is unknown."""
     try:
         starter = BoxStarter(open_provider(provider))
         return {"stopped": starter.sweep({"run": run}), "left": len(starter.provider.find({"run": run}))}

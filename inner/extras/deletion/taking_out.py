@@ -38,7 +38,7 @@ class Deletion:
         return place if len(self.functions) > 1 else f"{place}.{self.functions[0]}"
 
     def ask(self, source: str, docstrings: bool) -> str:
-        """Return the prompt.   docstrings: with those of the functions, as far as they have some."""
+        """Return the prompt.   docstrings: whether it quotes the functions' docstrings."""
         what = f"`{self.functions[0]}`" if len(self.functions) == 1 else f"the whole of `{self.path}`"
         asked = TERSE[zlib.crc32(self.name.encode()) % len(TERSE)].format(what=what, path=self.path)
         told = [(name, ast.get_docstring(find_function(source, name))) for name in self.functions if docstrings]

@@ -3,7 +3,8 @@
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
 
-Not promised: a second try.  An incomplete body raises StoreUnclear, without the URL, because it has a signature.
+Not promised: another try after a failure.  An incomplete body raises StoreUnclear, without the URL, which has a
+signature.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ BLOCK_S = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes with these zeros."""
+    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes, with these zeros."""
 
     sha256: bytes
     size: int

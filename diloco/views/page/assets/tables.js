@@ -36,7 +36,7 @@ Page.tables = (function () {
     const found = head.troubles.map((one) => element("div", {class: "trouble"}, element("strong", {}, (one.slot ? one.slot + ": " : "") + one.text),
       one.advice ? element("div", {}, one.advice) : null,
       one.page ? element("div", {class: "quiet"}, "docs/troubles.md#" + one.page) : null));
-    const mild = head.remarks.map((text) => element("div", {class: "trouble mild"}, text));
+    const mild = head.messages.map((text) => element("div", {class: "trouble mild"}, text));
     Page.put("troubles", found, mild);
     Page.byId("troubles").hidden = !(found.length + mild.length);
   }
@@ -165,7 +165,7 @@ Page.tables = (function () {
 
   function show(head) {
     showTiles(head);
-    once("troubles", [head.troubles, head.remarks], () => showTroubles(head));
+    once("troubles", [head.troubles, head.messages], () => showTroubles(head));
     once("parent", [head.parent, head.name], () => showParent(head));
     once("costs", head.costs, () => showCosts(head));
     once("rollouts", [head.early, head.late], () => showRollouts(head));

@@ -1,6 +1,6 @@
 """Two calls of one launch on Modal: billed, ended, and none left after `stop`.
 
-tests/executors/test_twins.py has the Hub's.   Here the real client and its real container runtime run against
+tests/executors/test_duplicate_jobs.py has the Hub's.   Here the real client and its real container runtime run against
 tests/support/modal_server.py.
 """
 
@@ -39,12 +39,12 @@ def test_a_second_call_notes_itself_and_is_told_once(platform, executor, run, tm
     platform.hold(False)
     started(tmp_path)
     until(lambda: lost.result is not None, "the call too many still runs")
-    executor._twins._looked.clear()  # its pause is over
-    (twin,) = executor.orphans(run, [handle])
-    assert (twin.slot, twin.attempt, twin.native) == ("r00", 1, lost.id) and twin.launched_at > 0
-    executor._twins._looked.clear()
+    executor._duplicates._looked.clear()  # its pause is over
+    (duplicate,) = executor.orphans(run, [handle])
+    assert (duplicate.slot, duplicate.attempt, duplicate.native) == ("r00", 1, lost.id) and duplicate.launched_at > 0
+    executor._duplicates._looked.clear()
     assert executor.orphans(run, [handle]) == [] and len(marks(tmp_path, "start", "r00.1")) == 1
-    (status,) = executor.poll([twin])
+    (status,) = executor.poll([duplicate])
     assert (status.state, status.exit_code) == (State.FAILED, exitcodes.FENCED)
 
 

@@ -56,7 +56,10 @@ def job(id: str, created: float, stage: str = "RUNNING", attempt: int = 1) -> Hu
         ([job("b", 2), job("a", 1)], "a"),
         ([job("b", 2), job("a", 1, "ERROR")], "b"),  # the older one has ended: the younger one runs the launch
         ([job("b", 2, "CANCELED"), job("a", 1, "ERROR")], "a"),
-        ([job("b", 2, "COMPLETED"), job("a", 1, "CANCELED")], "b"),  # how it ended is not how its twin was cancelled
+        (
+            [job("b", 2, "COMPLETED"), job("a", 1, "CANCELED")],
+            "b",
+        ),  # its duplicate's end is not its own
         ([job("b", 2), job("a", 2)], "a"),  # created in the same second: the same one for every process that looks
     ],
 )
@@ -67,7 +70,7 @@ def test_of_the_jobs_of_one_launch_one_counts(jobs: list[HubJob], stays: str) ->
     assert {j.id for _, j in second_jobs(living)} == {j.id for _, j in living} - {stays}
 
 
-def test_other_attempts_and_runs_are_no_twins() -> None:
+def test_other_attempts_and_runs_are_no_duplicates() -> None:
     assert second_jobs([(RUN, job("a", 1)), (RUN, job("b", 2, attempt=2)), (RUN + "x", job("c", 3))]) == []
 
 
@@ -116,7 +119,7 @@ def test_a_younger_twin_that_fences_the_older_one_runs_the_launch(hub, tmp_path:
 # -------------------------------------------------------------------- the supervisor and the bill
 
 
-def test_a_supervisor_ends_twins_and_bills_each_of_them(tmp_path: Path, hub, s3, capsys) -> None:
+def test_a_supervisor_ends_duplicates_and_bills_each_of_them(tmp_path: Path, hub, s3, capsys) -> None:
     run = founded(tmp_path, s3, n=1)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     lose(hub, lists=4)
@@ -175,10 +178,12 @@ def event(kind: str, native: str | None, **more: object) -> dict:
 def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
     both = [event("launched", "b"), event("found", "a")]
     assert {h.native for h in past(both)["r00"].open} == {"a", "b"}
-    assert [h.native for h in past([*both, event("ended", "b", twin=True)])["r00"].open] == ["a"]
+    assert [h.native for h in past([*both, event("ended", "b", duplicate=True)])["r00"].open] == ["a"]
     assert past([*both, event("ended", None)])["r00"].open == (), "an older release named no process"
-    counted = past([*both, event("lost", "a", useful=False, own_fault=True), event("ended", "b", twin=True)])["r00"]
-    assert (counted.strikes.losses, counted.strikes.failures) == (1, 1), "the end of a twin is no end of the launch"
+    counted = past([*both, event("lost", "a", useful=False, own_fault=True), event("ended", "b", duplicate=True)])[
+        "r00"
+    ]
+    assert (counted.strikes.losses, counted.strikes.failures) == (1, 1), "a duplicate's end is no end of the launch"
 
 
 # -------------------------------------------------------------------- stop

@@ -2,7 +2,7 @@
 
     find_troubles (diloco/views/troubles.py) ─┐
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
-    newest warnings, notes of replicas ─────────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
+    newest warnings, notes of replicas ─────────────────────────┴▶ message_lines ─▶ `diloco status`, `diloco watch`
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
     wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
@@ -13,7 +13,7 @@ kind in REASONS.
 A replica's event that its own disk was full is hidden once the replica has joined.  A heartbeat cannot say that the
 run's disk is full, as there is no room for one: `full_words` looks.
 
-Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `remark_lines`
+Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
 returns only the most urgent.  And not the exact time of a start, which needs a running supervisor.
 """
 
@@ -116,7 +116,7 @@ def found_in_log(report: Report, now: float) -> list[Trouble]:
     return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
 
 
-def remark_lines(report: Report, now: float) -> list[str]:
+def message_lines(report: Report, now: float) -> list[str]:
     """Return lines on troubles, latest warnings and replicas' notes, the most urgent first; at most MOST_LINES."""
     lines = [f"! {report.damage}"] if report.damage else []
     lines += [f"! {found.text}" for kind in HOST_DETECTORS for found in HOST_DETECTORS[kind](report, now)]
@@ -202,10 +202,10 @@ def _is_idle(report: Report, slot: str, before: History, now: float) -> bool:
     beat = report.beats.get(slot)
     if beat is not None and beat.phase != "left" and now - beat.at <= silent_s(report.url):
         return False
-    return all(_said_goodbye(beat, h.launched_at) for h in before.open)
+    return all(_has_left(beat, h.launched_at) for h in before.open)
 
 
-def _said_goodbye(beat: Beat | None, launched_at: float) -> bool:
+def _has_left(beat: Beat | None, launched_at: float) -> bool:
     return beat is not None and beat.phase == "left" and beat.at > launched_at
 
 
