@@ -15,7 +15,8 @@ from diloco.run.config import ConfigError, load_config
 from diloco.run.founding import open_run
 from diloco.run.record import Run
 from executors.cli.main import main
-from inner import TraceWarning, load_pairs, reward_pairs, save_states
+from inner import TraceWarning, reward_pairs, save_states
+from inner.replay.pairs import training_pairs
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace
 from rendezvous.background import Inline, no_emit
@@ -340,7 +341,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["traces", url, "--to", to, "--pairs", pairs]) == 2
     assert "late rewards are by human, x" in capsys.readouterr().err
     assert main(["traces", url, "--to", to, "--pairs", pairs, "--by", "human", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pairs"] == len(load_pairs(pairs)) > 0
+    assert json.loads(capsys.readouterr().out)["pairs"] == len(training_pairs(pairs)) > 0
     assert main(["report", url, "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     trained = float(bundle().rewards.sum(1).mean())
