@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 HERE = Path(__file__).parent
-STEPS, PROMPTS = 12, 8
+STEPS, PROMPTS = 20, 8
 
 
 def main() -> None:
