@@ -12,6 +12,7 @@
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make test-backends  the adapters to PRIME-RL, verl and Monarch; the real verl and Monarch in environments of their own below .venv
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
+# make test-replaysim  the filters of pairs by the real data-juicer, in an environment of its own
 # make test-openenv  servers and clients of OpenEnv against ours, openenv in an environment of its own; test-backends does it too
 # make test-engines  SmolLM2 in the real llama.cpp as an actor's engine; llama-cpp-python, compiled, in an environment of its own
 # make test-boxes    boxes through E2B's own SDK, in an environment of its own
@@ -42,6 +43,7 @@ MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
 NF4 := $(VENV)/nf4
 OPENENV := $(VENV)/openenv
+REPLAYSIM := $(VENV)/replaysim
 ENGINES := $(VENV)/engines
 BOXES := $(VENV)/boxes
 SDISTS := $(VENV)/sdists
@@ -50,7 +52,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-replaysim test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -175,6 +177,15 @@ $(OPENENV)/.installed: | install
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/pip install -q --disable-pip-version-check openenv==0.10.0 fastmcp==3.4.11 mcp==1.30.0 pydantic==2.14.4 \
 	  starlette==1.10.0 fastapi==0.165.0 uvicorn==0.54.0 websockets==17.4
+	@touch $@
+
+# data-juicer brings some 80 packages, so it runs in an environment of its own, which the filters ask through a process
+test-replaysim: $(REPLAYSIM)/.installed
+	DATA_JUICER_PYTHON=$(REPLAYSIM)/bin/python $(BIN)/python -m pytest -q tests/inner/test_replay_normalize.py
+
+$(REPLAYSIM)/.installed: pyproject.toml constraints.txt | install
+	$(PYTHON) -m venv $(REPLAYSIM)
+	$(REPLAYSIM)/bin/pip install -q --disable-pip-version-check -c constraints.txt py-data-juicer==1.6.1 aiohttp
 	@touch $@
 
 # 50 tasks, the solution and ten kinds of cheating in the real sandbox: half an hour of one core

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         replay_and_normalize_trace,
         replay_and_normalize_trace_sync,
     )
-    from inner.replay.pairs import DPOPair, extract_dpo_pairs, load_pairs, pair_outcomes, save_pairs
+    from inner.replay.pairs import DPOPair, extract_dpo_pairs, load_pairs, pair_outcomes, reward_pairs, save_pairs
     from inner.replay.states import TraceState, TraceWarning, load_states, save_states
     from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
     from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
@@ -56,9 +56,9 @@ __all__ = [
     "check_rollouts", "compose_loss", "dpo_loss", "entropy_aware_opd_loss", "eopd_loss", "extract_dpo_pairs",
     "generalized_jsd_loss", "hinted_spans", "load_pairs", "load_states", "make_dr_grpo_config", "make_po_config",
     "openhands_states", "pair_outcomes", "publish_model", "recorded_answers", "replay_and_normalize_trace",
-    "replay_and_normalize_trace_sync", "replay_trace", "save_pairs", "save_states", "sdpo_loss", "sequence_logprobs",
-    "simpo_loss", "span_batch", "swe_agent_states", "taid_loss", "tau_bench_states", "train_process_head",
-    "turn_states", "use_engine",
+    "replay_and_normalize_trace_sync", "replay_trace", "reward_pairs", "save_pairs", "save_states", "sdpo_loss",
+    "sequence_logprobs", "simpo_loss", "span_batch", "swe_agent_states", "taid_loss", "tau_bench_states",
+    "train_process_head", "turn_states", "use_engine",
 ]  # fmt: skip
 
 _NAMES = {  # a module -> the public names that it defines
@@ -80,7 +80,7 @@ _NAMES = {  # a module -> the public names that it defines
     "inner.replay.normalize": (
         "DJNormalizer", "NormalizedDPOPair", "replay_and_normalize_trace", "replay_and_normalize_trace_sync",
     ),
-    "inner.replay.pairs": ("DPOPair", "extract_dpo_pairs", "load_pairs", "pair_outcomes", "save_pairs"),
+    "inner.replay.pairs": ("DPOPair", "extract_dpo_pairs", "load_pairs", "pair_outcomes", "reward_pairs", "save_pairs"),
     "inner.replay.states": ("TraceState", "TraceWarning", "load_states", "save_states"),
     "inner.replay.teachers": ("DEFAULT_TEACHERS", "Teacher", "TeacherAction"),
     "inner.replay.traces": ("openhands_states", "swe_agent_states", "tau_bench_states"),

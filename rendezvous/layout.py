@@ -19,6 +19,7 @@
     ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
     ├── control/{n:06d}.json                       the desired state                               put_once, dense
     ├── rollouts/{slot}/{g:010d}/
+    │   ├── {bundle:04d}.{attempt}.{rollout:04d}.{name}.reward   of one rollout, after its step        put_once
     │   └── {bundle:04d}.{attempt}.bundle, {bundle:04d}.{attempt}.verdict   a generation's rollouts; a check  put_once
     ├── weights/{t:010d}/
     │   └── manifest.json, {nonce}-{part:04d}.bin  θ_t in bf16, or what differs from θ_{t−1}       put_once
@@ -63,6 +64,7 @@ MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would
 # delta_blob, mean_blob, snapshot_blob: (step, kind), or the third group for a snapshot's step
 BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")
 _WORD = re.compile("[A-Za-z0-9_]+")
+_MANIFESTS = {"snapshots": "snapshot", "weights": "weights"}
 _SINGLE = {SEAL: "seal", RUN: "run", SCRIPT: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20
 # the most bytes of a record, by kind; a longer one is neither read to its end nor parsed
@@ -272,8 +274,9 @@ def bundle_key(slot: str, generation: int, bundle: int, attempt: int) -> str:
     return f"{ROLLOUTS}{slot}/{generation:010d}/{bundle:04d}.{attempt}.bundle"
 
 
-def verdict_key(bundle: str) -> str:
-    return bundle.removesuffix(".bundle") + ".verdict"
+def beside_bundle(bundle: str, ending: str) -> str:
+    """Return the key of a record about a bundle.   ending: "verdict", or "0003.human.reward": of its rollout 3."""
+    return bundle.removesuffix("bundle") + ending
 
 
 def bundle_generation(key: str) -> int | None:
@@ -315,19 +318,16 @@ def content_type(key: str) -> str | None:
 
 
 def record_kind(key: str) -> str | None:
-    """Return the kind of the record under `key`: claim, offer, commit, …, beat, log; None for a blob.
-
-    Only records can be sealed.
-    """
+    """Return the kind of the record under `key`: claim, offer, …, beat, log; None for a blob, which is not sealed."""
     if key in _SINGLE:
         return _SINGLE[key]
     parts = key.split("/")
+    if parts[0] == "rollouts" and key.endswith((".verdict", ".reward")):
+        return key.rpartition(".")[2]
     if parts[0] in _FOLDERS:
         return _FOLDERS[parts[0]]
-    if parts[0] == "snapshots":
-        return "snapshot" if parts[-1] == "manifest.json" else None
-    if parts[0] == "weights":
-        return "weights" if parts[-1] == "manifest.json" else None
+    if parts[0] in _MANIFESTS:
+        return _MANIFESTS[parts[0]] if parts[-1] == "manifest.json" else None
     if parts[0] == "steps" and parts[-1].endswith(".json"):
         return "commit" if parts[-1] == "commit.json" else parts[2]
     return None

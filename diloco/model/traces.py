@@ -5,7 +5,8 @@
         ──▶ TraceState: messages so far, action, reward of the rollout, error of the action, how unsure the group was
 
     rollouts/{slot}/{g}/{bundle}.{attempt}.bundle    with fleet.record_rollouts: all rollouts, instead of the log's
-        ──▶ state_id = {slot}/{g}/{outer step}/{bundle}.{rollout}:{turn}
+        ──▶ state_id = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}:{turn}
+        ──▶ and late_rewards, the rewards that came afterwards (late_rewards.py), by their names
 
     diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.replay.pairs          docs/replay.md
 
@@ -21,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from diloco.model.late_rewards import bundle_attempt, late_rewards
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
@@ -28,22 +30,23 @@ from inner.rollouts.rollout_states import bundle_rollouts, rollout_states
 from inner.rollouts.sample import SampledRollout, secrets_here
 from rendezvous import layout
 from rendezvous.records.records import WireError
-from rendezvous.records.rollouts import read_record
+from rendezvous.records.rollouts import LateReward, read_record
 from rendezvous.store import Store
 
 
 def run_states(store: Store) -> list[TraceState]:
     """Return the states of all rollouts that the run has kept, by replica and time."""
     logged = _state_keys(store)
-    if bundles := _bundle_keys(store):
-        tools = _tools_in(store, logged)
-        return [state for key in bundles for state in _bundle_states(store, key, tools)]
+    listed = store.list(layout.ROLLOUTS)
+    if bundles := _bundles(listed):
+        tools, late = _tools_in(store, logged), late_rewards(store, listed)
+        return [state for key in bundles for state in _bundle_states(store, key, tools, late.get(key, []))]
     return [state for key in logged for state in _read_states(store, key)]
 
 
 def freeze(store: Store, to: Path) -> dict[str, int]:
     """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
-    if not _state_keys(store) and not _bundle_keys(store):
+    if not _state_keys(store) and not _bundles(store.list(layout.ROLLOUTS)):
         raise ConfigError(
             "this run has logged no rollouts: it is supervised, has fleet.log_rollouts = 0, or took no outer "
             "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
@@ -78,8 +81,8 @@ def _read_states(store: Store, key: str) -> Iterator[TraceState]:
             warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)
 
 
-def _bundle_keys(store: Store) -> list[str]:
-    return sorted(key for key in store.list(layout.ROLLOUTS) if key.endswith(".bundle"))
+def _bundles(listed: list[str]) -> list[str]:
+    return sorted(key for key in listed if key.endswith(".bundle"))
 
 
 def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
@@ -91,12 +94,15 @@ def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _bundle_states(store: Store, key: str, tools: dict[str, Any]) -> Iterator[TraceState]:
+def _bundle_states(store: Store, key: str, tools: dict[str, Any], late: list[LateReward]) -> Iterator[TraceState]:
     try:
         record, payload = read_record(store.get(key) or b"")
         rollouts = bundle_rollouts(bytes(payload), secrets_here())
-        generation, bundle = record.place
+        (generation, bundle), attempt = record.place, bundle_attempt(key, record)
         for i, rollout in enumerate(rollouts):
-            yield from rollout_states(rollout, f"{record.slot}/{generation}/{record.step}/{bundle}.{i}", tools)
+            name = f"{record.slot}/{generation}/{record.step}/{bundle}.{attempt}.{i}"
+            given = {one.name: one.value for one in late if (one.of, one.rollout) == (record.nonce, i)}
+            for state in rollout_states(rollout, name, tools):
+                yield {**state, "late_rewards": given} if given else state
     except (WireError, ValueError) as error:
         warnings.warn(f"{key}: {error}. It is left out.", TraceWarning, stacklevel=2)

@@ -113,7 +113,7 @@ class RolloutDoor:
             of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),
             disagreement=_bounded(found.disagreement), surprise=_bounded(found.surprise), doubts=found.doubts[:SHOWN],
         )  # fmt: skip
-        body = put_once(self._store, self._clock, layout.verdict_key(key), made.encode())[1]
+        body = put_once(self._store, self._clock, layout.beside_bundle(key, "verdict"), made.encode())[1]
         verdict = decode_or_none(RolloutVerdict, body) or made
         self._known()[key] = verdict
         if verdict.doubts:
@@ -128,8 +128,11 @@ class RolloutDoor:
         """Return the slot's verdicts by their bundles' keys: one LIST for a session, and a GET for each."""
         if self._verdicts is None:
             listed = set(self._store.list(self._prefix))
-            judged = [key for key in listed if layout.verdict_key(key) in listed - {key}]
-            found = {key: decode_or_none(RolloutVerdict, self._store.get(layout.verdict_key(key))) for key in judged}
+            judged = [key for key in listed if layout.beside_bundle(key, "verdict") in listed - {key}]
+            found = {
+                key: decode_or_none(RolloutVerdict, self._store.get(layout.beside_bundle(key, "verdict")))
+                for key in judged
+            }
             self._verdicts = {key: v for key, v in found.items() if v is not None and v.by <= self._by}
         return self._verdicts
 

@@ -24,7 +24,7 @@ VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
     "starting": ("train", "launch", "plan", "resume", "demo"),
     "looking": ("status", "watch", "logs", "costs", "report", "diff"),
     "changing": ("scale", "drain", "stop"),
-    "writing": ("export", "verify", "explain", "blame", "bisect", "gc", "eval", "traces", "track"),
+    "writing": ("export", "verify", "explain", "blame", "bisect", "gc", "eval", "traces", "reward", "track"),
     "checking": ("init", "check", "doctor", "setup", "objectives", "completion"),
 }
 WHOLE = ("completion",)  # verbs that need the parsers of all others

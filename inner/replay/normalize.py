@@ -5,12 +5,13 @@
 
     recipe    operators
     auto      by the pair's kind: "calls" if either side is a tool call or a command, else prose ("default")
-    default   8 – 32000 characters · 2 – 4096 words · at most half special characters, of both texts; `chosen` unique
+    default   8 – 32000 characters · 2 – 4096 words · at most half special characters, of both texts; `chosen` unique,
+              but for capitals
     calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
     a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
-A tool call is short, has two words for a word splitter, and is mostly special characters. So the rules for prose remove
-all of them. If fewer than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
+One tool call is right in many states, so the rules for prose, by which `chosen` is unique, keep one of them. If fewer
+than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
 
 Each pair keeps both forms: the strings, and message lists for a chat template.
 
@@ -82,6 +83,7 @@ class DJNormalizer:
         self.python = str(python or sys.executable)
         self.counts: Counter[str] = Counter()  # of the last `normalize`: kept, dropped
         self.dropped: Counter[str] = Counter()  # of the last `normalize`: per operator and text
+        self.left_out: dict[str, list[str]] = {}  # the same, with their state_ids
 
     def check(self) -> None:
         """Raise InnerError if data-juicer is missing, before any money is spent."""
@@ -92,6 +94,7 @@ class DJNormalizer:
         """Return the pairs that pass, in their order."""
         self.check()
         self.dropped.clear()
+        self.left_out = {}
         rows = self._sift_pairs(pairs) if pairs else []
         self.counts = Counter(kept=len(rows), dropped=len(pairs) - len(rows))
         log.info("data-juicer kept %d of %d pairs (%s)", len(rows), len(pairs), self._describe_dropped())
@@ -111,8 +114,9 @@ class DJNormalizer:
             for kind in named
         ]
         left = self._run_data_juicer(parts)
-        for part in left:
-            self.dropped.update(part["dropped"])
+        for label, numbers in (item for part in left for item in part["dropped"].items()):
+            self.dropped[label] += len(numbers)
+            self.left_out.setdefault(label, []).extend(pairs[i]["state_id"] for i in numbers)
         return sorted((row for part in left for row in part["rows"]), key=lambda row: row["i"])
 
     def _describe_dropped(self) -> str:

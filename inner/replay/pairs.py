@@ -14,7 +14,11 @@
 A teacher has no vote if it failed, or if its answer was cut off or empty. `chosen` is the text of the first teacher
 that did X.
 
-Not promised: that `chosen` is better than `rejected`. It is the action that most of the teachers chose.
+Late rewards (reward_pairs): where rollouts of one bundle stood in one state, the value of an action is the mean late
+reward of those that took it; chosen has the highest value, rejected the lowest.
+
+Not promised: that `chosen` is better than `rejected`. It is the action that most of the teachers chose, or after which
+the rewards were higher, by luck perhaps.
 """
 
 import json
@@ -25,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NotRequired, TypedDict
 
 from inner.replay.actions import Message, action_key
@@ -44,7 +49,7 @@ class DPOPair(TypedDict):
     state_messages: list[Message]
     chosen: str  # the action that enough teachers chose
     rejected: str  # the student's action
-    n_teachers_agreeing: int
+    n_teachers_agreeing: int  # 1 for a pair of late rewards: their judge
     weight: NotRequired[float]
     tools: NotRequired[list[dict[str, Any]]]
     action_form: NotRequired[str]
@@ -81,6 +86,31 @@ def extract_dpo_pairs(
     if not pairs and key is None:
         _warn_why_none(judged, outcomes)
     return pairs
+
+
+def reward_pairs(states: Iterable[TraceState], name: str) -> list[DPOPair]:
+    """Return a pair for each state in which actions of one group's rollouts had different late rewards `name`."""
+    groups = dict[tuple[str, str], list[TraceState]]()
+    for state in states:
+        if name in state.get("late_rewards", {}):
+            bundle = state["state_id"].rpartition(":")[0].rpartition(".")[0]
+            groups.setdefault((bundle, json.dumps(state["state_messages"], sort_keys=True)), []).append(state)
+    return [pair for group in groups.values() if (pair := _best_and_worst(group, name)) is not None]
+
+
+def _best_and_worst(group: Sequence[TraceState], name: str) -> DPOPair | None:
+    taken = dict[str, list[TraceState]]()
+    for state in group:
+        taken.setdefault(key_of(None, state.get("action_form"))(state["student_action"]), []).append(state)
+    values = {key: fmean(state.get("late_rewards", {})[name] for state in states) for key, states in taken.items()}
+    best, worst = max(values, key=lambda key: values[key]), min(values, key=lambda key: values[key])
+    if values[best] == values[worst]:
+        return None
+    chosen = Vote(best, taken[best][0]["student_action"], (name,), values[best])
+    try:
+        return checked_pair(_make_pair(taken[worst][0], [chosen], "count"))
+    except ValueError:
+        return None  # the student wrote what it must not learn
 
 
 def pair_outcomes(

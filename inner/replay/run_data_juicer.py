@@ -1,9 +1,9 @@
 """Run data-juicer over rows in a separate process: `python run_data_juicer.py job.json kept.json`.
 
     job     [{"passes": [["chosen", [{"text_length_filter": {…}}, …]], ["rejected", […]]], "rows": [{"i": 0, …}, …]}, …]
-    kept    [{"rows": [{"i": 0, "chosen": …, "rejected": …}, …], "dropped": {"text_length_filter of chosen": 3, …}}, …]
+    kept    [{"rows": [{"i": 0, "chosen": …, "rejected": …}, …], "dropped": {"text_length_filter of chosen": [4]}}, …]
 
-Operators run one at a time, each over the rows that the last one kept. So removals are counted per operator, and no
+Operators run one at a time, each over the rows that the last one kept. So removals are named per operator, and no
 filter reads another's statistics. (A filter stores a row's statistic under a fixed name, and skips rows that have one:
 a second filter on another text would test the first text again.)
 
@@ -28,7 +28,7 @@ def main(job_path: str, kept_path: str) -> None:
 def sift_rows(passes: list[Any], rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     from data_juicer.core.data import NestedDataset  # pyright: ignore[reportMissingImports]
 
-    dropped: dict[str, int] = {}
+    dropped: dict[str, list[int]] = {}
     names = list(rows[0]) if rows else []
     for text_key, process in passes:
         for one in process:
@@ -40,7 +40,8 @@ def sift_rows(passes: list[Any], rows: list[dict[str, Any]], folder: Path) -> di
             )
             left = [{name: row[name] for name in names} for row in dataset]
             label = f"{next(iter(one))} of {text_key}"
-            dropped[label] = dropped.get(label, 0) + len(rows) - len(left)
+            kept = {row["i"] for row in left}
+            dropped.setdefault(label, []).extend(row["i"] for row in rows if row["i"] not in kept)
             rows = left
     return {"rows": rows, "dropped": dropped}
 

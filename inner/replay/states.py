@@ -5,6 +5,7 @@
      "student_action": "<tool_call> … ",        the student's action as one string (actions.py)
      "tools": [ … ],                            JSON schemas, if there are tools
      "reward": 0.0, "error": "Error: …",        of the whole trace; the tool's result if the action failed
+     "late_rewards": {"human": 0.7},            of the whole trace, by judges that came after the training
      "student_entropy": 1.3}                    nats: over the group's actions here, or per token: you choose
 
 A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it.
@@ -40,6 +41,7 @@ class TraceState(TypedDict):
     student_action: str
     tools: NotRequired[list[dict[str, Any]]]
     reward: NotRequired[float | None]
+    late_rewards: NotRequired[dict[str, float]]
     error: NotRequired[str | None]
     student_entropy: NotRequired[float]
     action_form: NotRequired[str]  # how the trace writes commands: a name in commands.py

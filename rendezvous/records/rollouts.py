@@ -6,17 +6,20 @@ The record has no line end, so the last but one line end of the object is before
 and one PUT to write, and its record can be sealed as a log is.
 
 The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that it is true.  A verdict
-about it (diloco/replica/door.py) is a record of its own.
+about it (diloco/replica/door.py) is a record of its own, and so is a reward that comes later.
 """
 
 from dataclasses import dataclass
 from typing import Annotated
 
+from rendezvous import layout
 from rendezvous.records.digests import digest, has_digest
-from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, WireError, Word
-from rendezvous.records.schema import Longest, Within
+from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, UnixTime, WireError, Word
+from rendezvous.records.schema import Longest, Where, Within
 
 LARGE = 1e9  # a number in a verdict that was above, or none
+RewardName = Annotated[str, Longest(64), Where(layout.is_word, "name of letters, digits and _")]
+RewardValue = Annotated[float, Within(-1e18, 1e18)]  # as of rewards that are trained on (docs/rewards.md)
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,25 @@ class RolloutVerdict(Record):
     surprise: Annotated[float, Within(-LARGE, LARGE)]
     doubts: Annotated[str, Longest(2000)]
     nonce: Word
+
+
+@dataclass(frozen=True)
+class LateReward(Record):
+    """A reward that came after its rollout, beside the bundle.   of: the bundle's nonce.   rollout: its number in it.
+
+    name: of the judge; the first reward of a name stands.   recorded: the reward in the bundle, which was trained on;
+    None: it had none.   at: when it came.
+    """
+
+    kind = "reward"
+    of: Word
+    rollout: Count
+    name: RewardName
+    value: RewardValue
+    recorded: RewardValue | None
+    at: UnixTime
+    nonce: Word
+
+    def key(self, bundle: str) -> str:
+        """Return the record's key.   bundle: the key of its bundle."""
+        return layout.beside_bundle(bundle, f"{self.rollout:04d}.{self.name}.reward")

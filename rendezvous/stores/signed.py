@@ -3,7 +3,7 @@
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
                  └─ a tag that is wrong:
-                     claim, offer, leave, control, beat, log, weights, rollouts ─▶ VOID: ignored, reported once
+                     claim, offer, leave, control, beat, log, weights, rollouts, verdict, reward ─▶ VOID: told once
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
     replica ◀── blob ──── a sealed record has its SHA-256
 
@@ -38,7 +38,7 @@ KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters of a run key: a reader of the bucket can try guesses without limit
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
-_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights", "rollouts"}
+_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights", "rollouts", "verdict", "reward"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from diloco.audit.inner import recompute_offers
+from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
@@ -70,6 +71,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     killed = a_fleet(tmp_path / "killed")
     killed.start("r00")
     killed.start("r01", die="before:create:.bundle@3").join()
+    give_reward(read_run(killed.url), SystemClock(), "r01/0/0/0.0.3", -7.0, "late")  # nothing below may show it
     killed.start("r01")
     assert killed.wait() == {"r00": [0], "r01": [-9, 0]}, killed.logs()
     for slot in ("r00", "r01"):
@@ -77,7 +79,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     assert offered(killed, "r01", 0).generation == 2 and events(killed, "rollouts_found")[0]["bundles"] == 2
     found = audited(killed)
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
-    bundles = sorted(Path(killed.url).glob("rollouts/*/*/*"))
+    bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
     assert len(bundles) == 2 * 2 * 4
     _frozen(killed, tmp_path / "traces.jsonl", 16 * len(bundles))
     _flip(bundles[0])
@@ -96,7 +98,7 @@ def _frozen(fleet: Fleet, to: Path, rollouts: int) -> None:
     states = [json.loads(line) for line in to.read_text().splitlines()]
     assert made["rollouts"] == rollouts and 0 < made["errors"] < made["states"] == len(states)
     assert {state["reward"] for state in states} == {0.0, 1.0} and states[0]["tools"]
-    assert states[0]["state_id"].startswith("r00/0/0/0.0:")
+    assert states[0]["state_id"].startswith("r00/0/0/0.0.0:")
 
 
 def _flip(path: Path) -> None:

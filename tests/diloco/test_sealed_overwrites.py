@@ -69,7 +69,7 @@ LAUNCHED = {
     "weights_key",
     "weights_blob",
     "bundle_key",  # test_recorded_fleet.py: under a run key another writer's bundle is nothing
-    "verdict_key",  # test_door.py: the same of a verdict
+    "beside_bundle",  # test_door.py: the same of a verdict; test_late_rewards.py: of a reward
 }  # below, each in a test of its own
 
 

@@ -177,7 +177,7 @@ LOOKS = [
     ["status", "RUN"], ["costs", "RUN"], ["report", "RUN"], ["verify", "RUN"], ["explain", "RUN", "--step", "0"],
     ["diff", "RUN", "RUN"], ["export", "RUN", "--to", "OUT/model"], ["logs", "RUN", "r00"], ["logs", "RUN", "r00-1"],
     ["traces", "RUN", "--to", "OUT/traces.jsonl"], ["gc", "RUN", "--keep", "window", "--dry-run"],
-    ["stop", "RUN", "--grace", "0"],
+    ["stop", "RUN", "--grace", "0"], ["reward", "RUN", "--rollout", "r00/0/0/0.0.0", "--value", "1", "--name", "x"],
 ]  # fmt: skip
 
 

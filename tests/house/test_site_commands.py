@@ -71,6 +71,7 @@ def test_all_commands_of_a_page_run(page: str, tmp_path: Path, environment: dict
         elsewhere = {"seal.json", "residuals/{}-{}-{}.bin", "page/index.html", "page/data/{}.json"}
         elsewhere |= {"weights/{}/manifest.json", "weights/{}/{}-{}.bin", "script.json"}  # of other kinds of runs
         elsewhere |= {"rollouts/{}/{}/{}.{}.bundle", "rollouts/{}/{}/{}.{}.verdict"}
+        elsewhere |= {"rollouts/{}/{}/{}.{}.{}.{}.reward"}
         assert bucket_drawing() - written <= {*elsewhere, "alive/{}.json"}
         assert (tmp_path / "mine/my-model/model.safetensors").is_file()
         assert (tmp_path / "own/runs/own/report.html").is_file()

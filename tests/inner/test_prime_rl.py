@@ -5,13 +5,15 @@ tests/data/prime_rl_golden.json ══ loss_fn at α = 0              the defaul
 """
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tomllib
 import types
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,7 @@ def test_it_needs_torch_and_nothing_else() -> None:
 def upstream() -> Iterator[Any]:
     if find_spec("prime_rl") is None:
         pytest.skip("prime-rl is not installed: docs/backends.md")
+    import_module("inner.worlds.toolworld")  # before the stub: accelerate asks for wandb's spec, and a stub has none
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("wandb") is None:
             patch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
@@ -224,3 +227,46 @@ def test_no_custom_loss_is_called_for_samples_of_opsd(upstream: Any) -> None:
         ce_weights=None, ref_kl_weights=[one, zero], rl_loss_fn=spy, rl_scale=20, ce_scale=1, ref_kl_scale=20,
     )  # fmt: skip
     assert len(seen) == 1 and torch.equal(seen[0], zero), "the sample of opsd was not given, and the other has zeros"
+
+
+# ---------------------------------------------------------------------- the example
+
+
+def example() -> Any:
+    spec = spec_from_file_location("on_cpu", ROOT / "examples" / "prime_rl" / "on_cpu.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules["on_cpu"] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def the_table() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "examples/prime_rl/trainer.toml").read_text())["trainer"]["loss"]
+
+
+def test_the_example_divides_as_upstream_does(upstream: Any) -> None:
+    """With prime-rl, the example calls its functions; without, it does the same itself, up to the order of a sum."""
+    module, samples = example(), [drawn(seed, 20 + seed) for seed in range(3)]
+    for sample in samples:
+        sample.loss_weights = None
+    theirs = module.upstream_loss(the_table())(samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "find_spec", lambda name: None)
+        mine = module.loss_of(the_table())(samples)
+    assert torch.allclose(mine, theirs, rtol=1e-6) and theirs != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_says_what_its_page_says() -> None:
+    """Of another CPU a sampled token may be another one, so rewards are compared up to a tenth."""
+    page = (ROOT / "docs" / "backends.md").read_text()
+    command = [sys.executable, "examples/prime_rl/on_cpu.py", "--steps", "4"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=env)
+    said, told = done.stdout.splitlines(), page.partition("inner.extras.prime_rl.loss_fn, alpha ")[2].splitlines()
+    assert said[0].startswith("inner.extras.prime_rl.loss_fn, alpha 0.3; prime-rl's own functions: "), done.stderr
+    number = re.compile(r"step +\d+: reward ([\d.]+), loss \+[\d.]+")
+    for one, line in zip(said[1:], told[1:5], strict=True):
+        found, expected = number.match(one), number.match(line)
+        assert found and expected and abs(float(found[1]) - float(expected[1])) <= 0.1, (one, line)

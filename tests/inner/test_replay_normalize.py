@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from inner import (
     DPOPair,
     InnerError,
     Teacher,
+    openhands_states,
     replay_and_normalize_trace,
     replay_and_normalize_trace_sync,
+    swe_agent_states,
+    tau_bench_states,
 )
-from inner.replay.normalize import INSTALL, PairsWarning, load_recipe, normalized_pair, pair_kind, passes_of
+from inner.replay.normalize import INSTALL, RECIPES, PairsWarning, load_recipe, normalized_pair, pair_kind, passes_of
 from tests.inner.test_replay_pairs import call
 from tests.inner.test_replay_teachers import states
 from tests.support.teacher_server import TeacherServer, says
@@ -39,6 +43,13 @@ def pair(chosen: str, rejected: str, name: str = "s", **more: Any) -> DPOPair:
 
 
 # The recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_recipe_of_ours_ignores_digits(recipe: str) -> None:
+    """Before: of six answers that differed in a number, data-juicer kept one."""
+    (given,) = [op["document_deduplicator"] for op in load_recipe(recipe) if "document_deduplicator" in op]
+    assert given["ignore_non_character"] is False
 
 
 def test_each_filter_runs_on_both_texts_in_passes_of_their_own() -> None:
@@ -98,7 +109,7 @@ FAKE = """
 import json, sys
 kept = [
     {"rows": [r for r in part["rows"] if len(part["passes"][0][1]) < 4],
-     "dropped": {"words_num_filter of chosen": len(part["rows"]) * (len(part["passes"][0][1]) >= 4)}}
+     "dropped": {"words_num_filter of chosen": [r["i"] for r in part["rows"] if len(part["passes"][0][1]) >= 4]}}
     for part in json.load(open(sys.argv[-2]))
 ]
 json.dump(kept, open(sys.argv[-1], "w"))
@@ -120,6 +131,7 @@ def test_each_pair_goes_to_the_recipe_of_its_kind(prose_drops_all: str) -> None:
     assert [p["state_id"] for p in normalizer.normalize(mixed)] == [p["state_id"] for p in mixed[1:]]
     assert normalizer.counts == {"kept": 31, "dropped": 1}
     assert normalizer.dropped["words_num_filter of chosen"] == 1
+    assert normalizer.left_out == {"words_num_filter of chosen": ["p"]}
 
 
 def test_a_recipe_that_keeps_nothing_says_so_aloud_with_counts_and_the_next_step(prose_drops_all: str) -> None:
@@ -208,6 +220,46 @@ def test_the_real_data_juicer_looks_at_both_texts() -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("texts", "kept"), [(6, 6), (24, 24), (0, 1)])
+def test_answers_that_differ_in_a_digit_are_kept_and_what_goes_is_named(texts: int, kept: int) -> None:
+    """Before: 6 became 1, and 24 became 15 or 1.   0: three times one text, in other capitals."""
+    say = [f"step {i % 3}: take {i // 3} apples" for i in range(texts)] or [GOOD, GOOD.upper(), GOOD.title()]
+    normalizer = DJNormalizer(python=JUICER)
+    assert len(normalizer.normalize([pair(text, OTHER, f"s{i}") for i, text in enumerate(say)])) == kept
+    named = {label: names for label, names in normalizer.left_out.items() if names}
+    assert named == ({} if texts else {"document_deduplicator of chosen": ["s1", "s2"]})
+
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+READERS = {
+    "swe_agent_text.traj": swe_agent_states, "swe_agent_calls.traj": swe_agent_states,
+    "openhands.jsonl": openhands_states, "tau_bench.jsonl": tau_bench_states,
+}  # fmt: skip
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pairs_of_real_traces_go_through_the_real_operators() -> None:
+    """Of each trace, the next turn as `chosen`.  All pairs are kept, and of those that come twice the first."""
+    pairs = list[DPOPair]()
+    for name, read in READERS.items():
+        found = read(TRACES / name)
+        for now, after in pairwise(found):
+            one = pair(after["student_action"], now["student_action"], f"{name} {now['state_id']}")
+            form = {"action_form": now["action_form"]} if "action_form" in now else {}
+            pairs.append({**one, "state_messages": now["state_messages"], **form})  # pyright: ignore
+    again: list[DPOPair] = [{**one, "state_id": f"{one['state_id']} again"} for one in pairs]
+    normalizer = DJNormalizer(python=JUICER)
+    kept = normalizer.normalize([*pairs, *again])
+    assert [one["state_id"] for one in kept] == [one["state_id"] for one in pairs] and len(pairs) == 17
+    dropped = [name for label, names in normalizer.left_out.items() for name in names if label.startswith("document_")]
+    assert sorted(dropped) == sorted(one["state_id"] for one in again)
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_calls_that_differ_in_one_digit_are_kept_by_the_calls_recipe() -> None:
     pairs = [pair(call("t3", a=i), call("t4", a=i), f"s{i % 3}") for i in (1, 2, 3)] + [pair("x", call("t4"), "s9")]
     pairs.append(pairs[0])
@@ -218,12 +270,15 @@ def test_calls_that_differ_in_one_digit_are_kept_by_the_calls_recipe() -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_of_tool_calls_the_real_data_juicer_keeps_none_by_the_rules_for_prose_and_all_by_kind() -> None:
-    short = [pair(call("get_user_details", user_id=f"u_{i}"), call("think"), f"s{i}") for i in range(20)]
-    with pytest.warns(PairsWarning, match=r"(?s)kept [01] of 20 pairs: .*use recipe='auto'"):
-        DJNormalizer("default", python=JUICER).normalize(short)
-    assert DJNormalizer(python=JUICER).normalize([*short, pair(GOOD, OTHER, "prose")]) == [
-        *map(normalized_pair, short),
+def test_of_one_call_in_twenty_states_the_rules_for_prose_keep_one_pair_and_those_by_kind_all() -> None:
+    """By what digits it has, not: 20 calls with other numbers are 20 pairs by both."""
+    one = [pair(call("ls"), call("think", n=i), f"s{i}") for i in range(20)]
+    with pytest.warns(PairsWarning, match=r"(?s)kept 1 of 20 pairs: document_deduplicator .*use recipe='auto'"):
+        DJNormalizer("default", python=JUICER).normalize(one)
+    numbers = [pair(call("get_user_details", user_id=f"u_{i}"), call("think"), f"n{i}") for i in range(20)]
+    assert len(DJNormalizer("default", python=JUICER).normalize(numbers)) == 20
+    assert DJNormalizer(python=JUICER).normalize([*one, *numbers, pair(GOOD, OTHER, "prose")]) == [
+        *map(normalized_pair, [*one, *numbers]),
         normalized_pair(pair(GOOD, OTHER, "prose")),
     ]
 

@@ -3,10 +3,12 @@
 `make test-backends` has verl."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: make test-backends"),
     pytest.mark.timeout(300),
 ]
+ROOT = Path(__file__).parents[2]
 PROMPT, RESPONSES = [5, 6, 7], [[8, 9, 10, 11], [12, 13], [14, 15, 16], [9, 9, 9, 9, 9]]
 REWARDS = [1.0, 0.0, 0.25, 1.0]
 HINT = [40, 41]
@@ -223,3 +226,41 @@ def test_fields_that_do_not_fit_their_response_are_refused(fields: dict[str, Any
 
     with pytest.raises(ValueError, match=words):
         composer_fields(response_length=4, **fields)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_the_constructor_makes_of_each_mode_what_verl_makes_of_its_own(queue: Any, mode: str) -> None:
+    """Before: verl compared "composer_sync" with its own names, so it took the buffer and settings of no mode."""
+    from verl.trainer.ppo.v1 import get_trainer_cls  # pyright: ignore
+
+    import inner.extras.verl.plugin  # noqa: F401
+    from examples.verl.on_cpu import verl_config
+
+    rollout = "actor_rollout_ref.rollout"
+    sizes = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", f"{rollout}.nnodes=1"]
+    sizes += ["trainer.v1.separate_async.parameter_sync_step=2", "actor_rollout_ref.hybrid_engine=false"]
+    sizes += [f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl"]
+
+    def made(name: str, *more: str) -> Any:
+        config = verl_config([f"trainer.v1.trainer_mode={name}", *sizes, *more])
+        return get_trainer_cls(name)(config)
+
+    mine, own = made(f"composer_{mode}", "+algorithm.alpha_sdpo=0.1"), made(mode)
+    found = (mine.trainer_mode, mine.parameter_sync_step)
+    assert found == (own.trainer_mode, own.parameter_sync_step) == (mode, 2 if mode == "separate_async" else 1)
+    assert type(mine.replay_buffer) is type(own.replay_buffer) and mine.config.trainer.v1.trainer_mode == mode
+
+
+def test_the_example_says_what_its_page_says() -> None:
+    """Of another CPU a sampled token may be another one, so rewards are compared up to a tenth."""
+    page = (ROOT / "docs" / "backends.md").read_text()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.verl.on_cpu", "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=280)
+    said, told = done.stdout.splitlines(), page.partition("ComposerPPOTrainerSync: ")[2].splitlines()
+    assert said[0] == f"ComposerPPOTrainerSync: {told[0]}", done.stderr[-2000:]
+    number = re.compile(r"step +\d+: reward ([\d.]+), hinted tokens +(\d+)")
+    for one, line in zip(said[1:], told[1:5], strict=True):
+        found, expected = number.match(one), number.match(line)
+        assert found and expected and abs(float(found[1]) - float(expected[1])) <= 0.1, (one, line)
+        assert int(found[2]) > 300, "almost each answer of the start model is wrong, so it gets a hint"

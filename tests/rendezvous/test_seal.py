@@ -103,6 +103,8 @@ def test_only_the_same_record_at_the_same_place_in_the_same_run_under_the_same_k
         (layout.delta_blob(0, "r00", 1, "n"), None),
         (layout.mean_blob(0, "n"), None),
         (layout.snapshot_blob(0, "n"), None), (layout.log_key("r00", 1, 0), "log"),
+        (layout.bundle_key("r00", 1, 0, 0), "rollouts"), ("rollouts/r00/0000000042/0000.0.verdict", "verdict"),
+        ("rollouts/r00/0000000042/0000.0.0003.human.reward", "reward"), ("control/x.reward", "control"),
         (layout.rollouts_key("r00", 1, 0), "log"), (layout.code_key("d", "a.json"), None),
         (layout.model_file("m/config.json"), None), ("probe/x.json", None),
     ],

@@ -29,7 +29,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records
 from rendezvous.records.digests import SHA256, digest
-from rendezvous.records.rollouts import Rollouts, RolloutVerdict
+from rendezvous.records.rollouts import LateReward, Rollouts, RolloutVerdict
 from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import Seal, sign_record
@@ -127,6 +127,7 @@ def one_of_each() -> dict[str, records.Record]:
         "rollouts/r00/0000000042/0000.1.bundle": Rollouts(
             "5ea1", "r00", (42, 0), 7, 2, "transformers", 1, 16, 161, "xxh3-128:" + "8" * 32, "n10"
         ),
+        "rollouts/r00/0000000042/0000.1.0003.human.reward": LateReward("n10", 3, "human", 0.7, 0.25, 9.5, "n13"),
         "rollouts/r00/0000000042/0000.0.verdict": RolloutVerdict("n11", "a07", 2, 7, 0.649, -0.5, "4 bits", "n12"),
         "leave/r00-2.json": records.Leave("r00", 2, 8, "c" * 32, "done", "n3", 2.5),
         "control/000000.json": records.Control(0, "n4", 3.0, replicas=3, steps=40, min_replicas=2, max_usd=12.5),

@@ -98,6 +98,21 @@ def bundle(body: bytes, run: str, place: tuple[str, int, int]) -> tuple[dict[str
     return record, rollouts
 
 
+def late_reward(key: str, body: bytes, found: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, str, float]:
+    """The rollout, name and value of a late reward beside a bundle (what `bundle` returned).   Raises Unsound."""
+    reward, (record, rollouts) = json.loads(body), found
+    generation, number = record["place"]
+    ends = f".{reward['rollout']:04d}.{reward['name']}.reward"
+    if not key.startswith(f"rollouts/{record['slot']}/{generation:010d}/{number:04d}.") or not key.endswith(ends):
+        raise Unsound("under another key")
+    if canonical(reward) != body or (reward["kind"], reward["of"]) != ("reward", record["nonce"]):
+        raise Unsound("no reward of this bundle")
+    known = [(r, w) for r, w in zip(rollouts["rewards"][reward["rollout"]], rollouts["weights"], strict=True) if r == r]
+    if reward["recorded"] != (sum(r * w for r, w in known) if known else None):
+        raise Unsound("its bundle has another reward")
+    return reward["rollout"], reward["name"], reward["value"]
+
+
 def base_of(fragments: list[list[np.ndarray]]) -> str:
     """fragments: of each one its arrays in order (θ, momentum, …).  Bare hexadecimal digits, no kind."""
     xxh3 = xxhash.xxh3_128_hexdigest

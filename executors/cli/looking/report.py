@@ -68,3 +68,19 @@ def publish_refused(error: Exception) -> str:
         f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
         "What needs no writing still works: diloco watch RUN --web, diloco report RUN"
     )
+
+
+def late_rewards_of(report: Report, store: Readable) -> dict[str, dict[str, Any]]:
+    """Return the counts of late rewards by name; {} if the run records no rollouts, because it then has none."""
+    if not report.setting("fleet", "record_rollouts", False):
+        return {}
+    from diloco.model.late_rewards import count_late_rewards
+
+    return count_late_rewards(store)
+
+
+def late_lines(late: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what judges said after the training, beside the rewards that were trained on."""
+    text = "  late rewards by {name}: {rollouts} rollouts, mean {mean:.3g}; their steps had trained on {before}"
+    words = lambda mean: "no reward" if mean is None else f"{mean:.3g}"  # noqa: E731
+    return [text.format(name=name, before=words(one["trained_on"]), **one) for name, one in late.items()]

@@ -128,7 +128,7 @@ def _report(args: Namespace) -> Answer:
     from diloco.runlog.scope import EVERYTHING
     from diloco.runlog.summary import summary
     from executors.cli.looking import status
-    from executors.cli.looking.report import publish_page, write_page
+    from executors.cli.looking.report import late_lines, late_rewards_of, publish_page, write_page
 
     view, reader = _opened(args.run, EVERYTHING)
     report = reader.refresh()
@@ -142,10 +142,12 @@ def _report(args: Namespace) -> Answer:
 
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
+    late = late_rewards_of(report, view.run.store)
+    data |= {"late_rewards": late} if late else {}
     if args.publish:
         data["published"] = publish_page(report, patient_store(view.run.store), now)
         wrote += f"\npublished: {data['published']}"
-    return Answer(data, [summary(report), wrote])
+    return Answer(data, [summary(report), *late_lines(late), wrote])
 
 
 def _diff(args: Namespace) -> Answer:

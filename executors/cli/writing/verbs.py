@@ -2,7 +2,7 @@
 
     export traces track          a model, states to ask teachers about, curves: written elsewhere
     verify explain blame bisect  compute numbers again, and explain them         eval: on held-out prompts
-    gc                           the only verb that changes the bucket: it deletes objects
+    gc reward                    the only verbs that change the bucket: objects are deleted; a late reward is added
 
 Not promised: that manual changes in a folder of an earlier export are kept; that θ of every step is kept (`verify`
 says which are).
@@ -57,7 +57,15 @@ def add_verbs(verbs: Any) -> None:
     value(evaluate, "--prompts", "FILE", "a file of prompts (default: that of the run's [eval])")
     value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type="natural")
     text = "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)"
-    value(add_run_verb(verbs, "traces", text, opened(_traces)), "--to", "FILE", "a new file", required=True)
+    traces = add_run_verb(verbs, "traces", text, opened(_traces))
+    value(traces, "--to", "FILE", "a new file", required=True)
+    value(traces, "--pairs", "FILE", "and preference pairs from late rewards, for [inner.replay]")
+    value(traces, "--by", "NAME", "with --pairs: whose late rewards (default: the only name)")
+    text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/rewards.md)"
+    reward = add_run_verb(verbs, "reward", text, opened(_reward))
+    value(reward, "--rollout", "ID", "as state_id in the file of `diloco traces`", required=True)
+    value(reward, "--value", "X", "the reward", required=True, type=float)
+    value(reward, "--name", "NAME", "of the judge: human, nightly_tests", required=True)
     _add_track(verbs)
 
 
@@ -243,7 +251,26 @@ def _traces(args: Namespace, run: "Run") -> Answer:
 
     made = freeze(run.store, Path(args.to))
     text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
-    return Answer({"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)])
+    data, lines = {"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)]
+    if args.pairs:
+        from diloco.model.late_rewards import write_pairs
+
+        data |= {"pairs": (pairs := write_pairs(args.to, args.pairs, args.by)), "pairs_to": args.pairs}
+        lines.append(f"wrote {pairs} pairs to {args.pairs}: [inner.replay] pairs of the next run")
+    return Answer(data, lines)
+
+
+def _reward(args: Namespace, run: "Run") -> Answer:
+    from diloco.model.late_rewards import give_reward
+
+    given = give_reward(run, SystemClock(), args.rollout, args.value, args.name)
+    before = "no reward" if given.recorded is None else f"{given.recorded:g}"
+    lines = [
+        f"{given.name} gives {given.value:g} to {args.rollout}. Training has {before} for it and keeps to that; "
+        "`diloco traces` and `diloco report` show both"
+    ]
+    facts = {"name": given.name, "value": given.value, "trained_on": given.recorded, "at": given.at}
+    return Answer({"run": run.url, "rollout": args.rollout, **facts}, lines, sentences=True)
 
 
 def _track(args: Namespace) -> Answer:

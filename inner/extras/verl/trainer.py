@@ -35,7 +35,7 @@ from verl.trainer.ppo.v1 import (  # pyright: ignore[reportMissingImports]
 
 FIELD, HINTED = "composer", "composer_hinted"  # in a row's extra_fields; the partition of the hinted sequences
 WEIGHTS = ("alpha_sdpo", "beta_replay")
-NOTHING = -1
+NOTHING, PREFIX = -1, "composer_"
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,10 @@ class ComposerAdvantage:
                 "this trainer adds its terms to any estimator of verl's, and grpo_composer would look for them in the "
                 "driver. Set algorithm.adv_estimator=grpo"
             )
+        own = (
+            config.trainer.v1
+        )  # verl compares the mode with its own names, and looks for the mode's settings under them
+        own.trainer_mode = own.trainer_mode.removeprefix(PREFIX)
         super().__init__(config)  # type: ignore[call-arg]
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -238,7 +242,7 @@ def register() -> None:
         "separate_async": PPOTrainerSeparateAsync,
     }
     for mode, trainer in modes.items():
-        if (name := f"composer_{mode}") not in _registered():
+        if (name := f"{PREFIX}{mode}") not in _registered():
             register_trainer(name)(type(f"Composer{trainer.__name__}", (ComposerAdvantage, trainer), {}))
 
 

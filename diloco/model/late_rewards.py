@@ -1,0 +1,158 @@
+"""Rewards that come after their rollouts: a person's mark, a test that ran overnight, a customer's answer.
+
+    r00/42/7/0.0.3 = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}      as in `diloco traces`, without the turn
+        │
+        ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
+          rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name stands
+
+No replica, actor or audit reads these records, so what was trained stays as it was, and so does `verify --inner`.  The
+record has the reward that was trained on beside the late one.  Readers: `diloco traces` (and its pairs), `report`.
+
+Not promised: that a judge is the person whose name it uses; that the bundle outlives its step (`fleet.keep`).
+"""
+
+import math
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from diloco.run.config import ConfigError
+from diloco.run.record import Run
+from inner import TraceWarning, load_states, reward_pairs, save_pairs
+from inner.rollouts.rollout_states import bundle_rollouts
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.records import WireError, new_nonce
+from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_record
+from rendezvous.store import PatientStore, Readable, put_once
+
+PATIENCE_S = 20.0
+MOST = 1e18  # as of other rewards
+LONGEST_NAME = 64
+_ROLLOUT = re.compile(r"(r[0-9]{2,5})/([0-9]{1,10})/([0-9]{1,10})/([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(:[0-9]+)?")
+
+
+def give_reward(run: Run, clock: Clock, rollout: str, value: float, name: str) -> LateReward:
+    """Record a reward of a recorded rollout.   Return the record that stands under this name.
+
+    rollout: the state_id of `diloco traces`, with or without its turn.   name: of the judge.
+    Raise ConfigError if the rollout is not there, the value is no number, or `name` gave another one before.
+    """
+    _check(value, name)
+    bundle, step, index = _place(rollout)
+    store = PatientStore(run.store, clock, PATIENCE_S, waits_on_refusal=False)
+    record, recorded = _recorded_reward(run, store.get(bundle), bundle, step, index)
+    made = LateReward(
+        of=record.nonce, rollout=index, name=name, value=float(value), recorded=recorded, at=clock.wall(),
+        nonce=new_nonce(),
+    )  # fmt: skip
+    stands = LateReward.decode(put_once(store, clock, made.key(bundle), made.encode())[1])
+    if stands.value != made.value:
+        raise ConfigError(
+            f"{name} has given {stands.value:g} to {rollout} before, and that stands. Give the new one under another "
+            f"name: --name {name}_2"
+        )
+    return stands
+
+
+def _check(value: float, name: str) -> None:
+    if not math.isfinite(value) or abs(value) > MOST:
+        raise ConfigError(f"the reward is {value}. Give a number from -1e18 to 1e18")
+    if not layout.is_word(name) or len(name) > LONGEST_NAME:
+        raise ConfigError(f"the name is {name!r:.100}. Give at most {LONGEST_NAME} letters, digits and _")
+
+
+def _place(rollout: str) -> tuple[str, int, int]:
+    """Return a rollout's bundle (its key), outer step and number."""
+    found = _ROLLOUT.fullmatch(rollout)
+    if found is None:
+        raise ConfigError(
+            f"{rollout!r:.100} is not a recorded rollout, such as r00/42/7/0.0.3. `diloco traces RUN --to FILE` writes "
+            "them as state_id; those of a run without fleet.record_rollouts are a sample, and take no reward"
+        )
+    generation, step, bundle, attempt, index = map(int, found.groups()[1:6])
+    return layout.bundle_key(found[1], generation, bundle, attempt), step, index
+
+
+def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: int) -> tuple[Rollouts, float | None]:
+    """Return the bundle's record, and the reward that it has for a rollout."""
+    if body is None:
+        raise ConfigError(
+            f"{run.url} has no {key}. It records no rollouts (fleet.record_rollouts), or deleted them with their step "
+            "(fleet.keep)"
+        )
+    try:
+        record, payload = read_record(body)
+        bundle_attempt(key, record)
+        rollouts = bundle_rollouts(bytes(payload))
+        whole = is_whole(record, payload, required_digest_kind(run.store))
+    except (WireError, ValueError) as error:
+        raise ConfigError(f"{key} cannot be used: {error}") from error
+    if not whole or record.run != run.record.nonce:
+        raise ConfigError(f"{key} is damaged, or of another run: nothing was written")
+    if record.step != step or index >= len(rollouts):
+        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, from 0 on")
+    reward = rollouts[index]["reward"]
+    return record, None if reward is None or abs(reward) > MOST else reward
+
+
+def bundle_attempt(key: str, record: Rollouts) -> int:
+    """Return the attempt of a bundle's key.   Raise ValueError if its record is of another place."""
+    attempt = int(key.removesuffix(".bundle").rpartition(".")[2])
+    if layout.bundle_key(record.slot, *record.place, attempt) != key:
+        raise ValueError(f"it is of {record.slot}, generation {record.place[0]}, bundle {record.place[1]}")
+    return attempt
+
+
+def late_rewards(store: Readable, listed: Iterable[str]) -> dict[str, list[LateReward]]:
+    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about those that are none."""
+    found = defaultdict[str, list[LateReward]](list)
+    for key in listed:
+        if not key.endswith(".reward"):
+            continue
+        bundle = ".".join([*key.split(".")[:2], "bundle"])
+        try:
+            record = LateReward.decode(store.get(key) or b"")
+            if record.key(bundle) != key:
+                raise WireError(f"it is of rollout {record.rollout} by {record.name}")
+            found[bundle].append(record)
+        except WireError as error:
+            warnings.warn(f"{key}: {error}. It is left out.", TraceWarning, stacklevel=2)
+    return found
+
+
+def count_late_rewards(store: Readable) -> dict[str, dict[str, Any]]:
+    """Return by name: how many rollouts, their mean late reward, and the mean of those that were trained on."""
+    records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS)).values() for one in some]
+    names = sorted({one.name for one in records})
+    return {name: _counted([one for one in records if one.name == name]) for name in names}
+
+
+def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
+    """Write the pairs that late rewards make of a file of states.   name: whose; None: the only one's.
+
+    Return their number.   Raise ConfigError if there are none, or several names to choose from.
+    """
+    found = load_states(states)
+    names = sorted({one for state in found for one in state.get("late_rewards", {})})
+    if (name is None and len(names) > 1) or (name is not None and name not in names):
+        raise ConfigError(f"late rewards are by {', '.join(names) or 'no judge'}. Choose one with --by")
+    pairs = reward_pairs(found, name or names[0]) if names else []
+    if not pairs:
+        raise ConfigError(
+            "no two actions in one state have different late rewards, so there is no pair. Give rewards to more "
+            "rollouts of one prompt: diloco reward"
+        )
+    save_pairs(pairs, to)
+    return len(pairs)
+
+
+def _counted(records: list[LateReward]) -> dict[str, Any]:
+    trained = [one.recorded for one in records if one.recorded is not None]
+    mean = fmean(one.value for one in records)
+    return {"rollouts": len(records), "mean": mean, "trained_on": fmean(trained) if trained else None}
