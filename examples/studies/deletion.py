@@ -2,9 +2,8 @@
 
     python examples/studies/deletion.py --to studies          one core; needs bubblewrap (docs/studies/deletion.md)
 
-    repositories   of two functions, from a generator below; one loses its body:      def rate(a, b):
-                                                                                          \"\"\"The drozzle of a and b.\"\"\"
-                                                                                          raise NotImplementedError(…)
+    repositories   of two functions, from a generator below; one loses its body:
+                       def rate(a, b): "The chobra of a and b." raise NotImplementedError(…)
     tasks          inner.extras.deletion.generate makes and checks them: `return a + 2 * b` is hidden, tests tell values
     the model      reads the file with a tool, edits it with another; real sandbox, real verdict
     warm start     supervised on solutions of other repositories: ordinary words ("sum") have one meaning, and each
@@ -39,14 +38,15 @@ from inner.extras.deletion.taking_out import GONE
 from inner.settings.task import DataSettings, SamplingSettings
 
 MEANINGS = (
-    "{p} + {q}", "{p} - {q}", "{q} - {p}", "{p} * {q}", "max({p}, {q})", "min({p}, {q})", "{p} + 2 * {q}", "{p} * {p} - {q}",
+    "{p} + {q}", "{p} - {q}", "{q} - {p}", "{p} * {q}",
+    "max({p}, {q})", "min({p}, {q})", "{p} + 2 * {q}", "{p} * {p} - {q}",
 )  # fmt: skip
 ORDINARY = {"sum": 0, "difference": 1, "product": 3, "maximum": 4}
 SYLLABLES = ("bra", "cho", "dri", "flu", "gne", "kro", "lum", "pli", "sna", "twe")
 JARGON = [first + second for first, second in product(SYLLABLES, SYLLABLES) if first != second]
 HOUSE, ELSEWHERE = JARGON[::23], [word for n, word in enumerate(JARGON) if n % 23]  # 4 and 86 words
-NAMES = tuple("rate cost span gain load tally price score depth width total bonus".split())
-MODULES = tuple("shop farm bank port mill yard dock lab".split())
+NAMES = ("rate", "cost", "span", "gain", "load", "tally", "price", "score", "depth", "width", "total", "bonus")
+MODULES = ("shop", "farm", "bank", "port", "mill", "yard", "dock", "lab")
 LETTERS = tuple("abcdmnuvxy")
 TRAINED, HELD_OUT = (NAMES[:6], MODULES[:4]), (NAMES[6:], MODULES[4:])
 TASKS, HELD = 24, 32  # of the four words alike
@@ -153,7 +153,7 @@ def house_rows(seed: int, count: int, pools: tuple[Sequence[str], Sequence[str]]
 
 
 class Solutions(ToolWorld):
-    """The warm start's dialogues: solutions of repositories elsewhere, whose jargon has a meaning of its own in each."""
+    """The warm start's dialogues: solutions elsewhere, where jargon has a meaning of its own in each repository."""
 
     def dialogue(self, rng: random.Random) -> list[dict[str, Any]]:
         known = rng.random() < 0.5
