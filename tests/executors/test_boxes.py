@@ -129,7 +129,9 @@ LIVE = RUN.replace(
 real = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 
 
-@pytest.fixture(params=["local", "e2b", "modal", "hf"])
+@pytest.fixture(
+    params=["local", "e2b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("modal", "hf"))], ids=str
+)
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], int]]]:
     """-> its name, the variables that lead to it, a function that counts its live boxes."""
     if request.param == "local":

@@ -14,6 +14,7 @@ import pytest
 
 from inner.errors import InnerError, SandboxMissing
 from inner.extras.deletion.generate import check_task, main, prompt_row
+from inner.extras.deletion.harbor import read_harbor, write_harbor
 from inner.extras.deletion.judge import DeletionTask, judge, load_task
 from inner.extras.deletion.repository import Repository, make_repository_tasks, propose, read_repository
 from inner.extras.deletion.world import FeatureDeletion
@@ -223,9 +224,13 @@ def test_harbors_judge_agrees(tasks: dict[str, DeletionTask], packages: Path) ->
 
 
 @pytest.mark.slow
-def test_a_row_has_its_surroundings_and_missing_packages_are_named(tasks: dict[str, DeletionTask]) -> None:
+def test_a_row_has_its_surroundings_and_missing_packages_are_named(
+    tasks: dict[str, DeletionTask], tmp_path: Path
+) -> None:
     task = load_task(tasks["shop-shop.names.title"].dump())
     assert task.around == replace(tasks["shop-shop.names.title"].around)
+    write_harbor(task, tmp_path / task.name)
+    assert read_harbor(tmp_path / task.name, task.around.packages).dump() == task.dump()
     gone = replace(task, around=replace(task.around, packages="/not/here", requires=["pytest==9"]))
     with pytest.raises(
         SandboxMissing, match=r"no folder /not/here.*pip install --no-deps --target /not/here pytest==9"

@@ -11,8 +11,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from inner.errors import InnerError
 from inner.extras.deletion.generate import OWN_TEST
-from inner.extras.deletion.harbor import write_harbor
+from inner.extras.deletion.harbor import read_harbor, write_harbor
 from inner.extras.deletion.judge import DeletionTask, load_task
 from inner.extras.deletion.sandbox import write_files
 from inner.extras.deletion.world import FeatureDeletion
@@ -61,6 +62,18 @@ def test_what_is_shipped_is_what_the_repositories_are(name: str) -> None:
         gone = task.files[path]
         for line in gone.splitlines():
             assert line in text.splitlines() or "this feature was taken out" in line, line
+
+
+def test_a_written_folder_is_read_as_the_same_task(tmp_path: Path) -> None:
+    for task in SHIPPED.values():
+        write_harbor(task, tmp_path / task.name)
+        assert read_harbor(tmp_path / task.name) == task
+    (tmp_path / "odd/tests").mkdir(parents=True)
+    for text in (None, "{", "[]", "{}"):
+        if text is not None:
+            (tmp_path / "odd/tests/cases.json").write_text(text)
+        with pytest.raises(InnerError, match="odd is not a feature-deletion task"):
+            read_harbor(tmp_path / "odd")
 
 
 def asked(task: DeletionTask, written: Mapping[str, str]) -> float:

@@ -2,10 +2,13 @@
 
 python tests/support/openenv_client.py typed URL      GenericEnvClient against examples/openenv/typed_server.py
 python support/openenv_client.py mcp URL        MCPToolClient and GenericEnvClient against examples/openenv/server.py
+python support/openenv_client.py play URL < EPISODES      a session per episode, one call of each in turn
+                                                EPISODES: [{"reset": {...}, "calls": [[tool, arguments], ...]}]
 """
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 from openenv.core import GenericEnvClient
@@ -46,6 +49,29 @@ def mcp(url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def play(url: str) -> dict[str, Any]:
+    episodes = json.loads(sys.stdin.read())
+    with ExitStack() as stack:
+        clients = [stack.enter_context(MCPToolClient(base_url=url).sync()) for _ in episodes]
+        begun = [
+            client.reset(**episode["reset"]).observation for client, episode in zip(clients, episodes, strict=True)
+        ]
+        steps: list[list[dict[str, Any]]] = [[] for _ in episodes]
+        for turn in range(max(len(episode["calls"]) for episode in episodes)):
+            for client, episode, told in zip(clients, episodes, steps, strict=True):
+                for name, given in episode["calls"][turn : turn + 1]:
+                    seen = client.step(CallToolAction(tool_name=name, arguments=given))
+                    told.append({**facts(seen), **said(seen.observation)})
+        return {"begun": [each.text for each in begun], "steps": steps}
+
+
+def said(observation: Any) -> dict[str, Any]:
+    failed = observation.error
+    result = observation.result
+    text = "" if result is None else result["data"] if isinstance(result, dict) else result.data
+    return {"text": text, "error": failed and failed.message, "kind": failed and failed.error_type.value}
+
+
 def forbids_extra_fields() -> bool:
     try:
         Observation(error_kind="refused")  # type: ignore[call-arg]
@@ -55,5 +81,5 @@ def forbids_extra_fields() -> bool:
 
 
 if __name__ == "__main__":
-    found = {"typed": typed, "mcp": mcp}[sys.argv[1]](sys.argv[2])
+    found = {"typed": typed, "mcp": mcp, "play": play}[sys.argv[1]](sys.argv[2])
     print(json.dumps({**found, "forbids_extra_fields": forbids_extra_fields()}))

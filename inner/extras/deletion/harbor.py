@@ -7,6 +7,8 @@
 tests/ is copied into the container when the agent has finished. judge.py runs as root, closes /tests to other users,
 and starts each test as uid 65534. As in judge.py here, it compares expected values outside the agent's process.
 
+`read_harbor` makes a task of such a folder again.
+
 Not promised: bubblewrap's isolation: the container is the sandbox. An agent that is root in it may have changed the
 interpreter; only a verifier in a separate container helps against that.
 """
@@ -15,12 +17,14 @@ import json
 import shutil
 from pathlib import Path
 
-from inner.extras.deletion.judge import DeletionTask
-from inner.extras.deletion.sandbox import INSIDE, write_files
+from inner.errors import InnerError
+from inner.extras.deletion.judge import DeletionTask, HiddenTest
+from inner.extras.deletion.sandbox import INSIDE, Surroundings, write_files
 
 HERE = Path(__file__).parent
 DOCKERFILE = "# {canary}\nFROM python:3.11-slim\n{run}COPY repo /work\nWORKDIR /work\n"
 INSTALL = "RUN pip install --no-deps --target /packages {}\n"
+WHERE = "\n\nThe package is in /work.\n"
 TEST = """#!/bin/bash
 # {canary}
 rm -rf /logs/verifier/*
@@ -59,7 +63,7 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("environment/repo", "tests", "solution/files"):
         (folder / name).mkdir(parents=True)
-    (folder / "instruction.md").write_text(f"{task.instruction}\n\nThe package is in /work.\n")
+    (folder / "instruction.md").write_text(task.instruction + WHERE)
     (folder / "task.toml").write_text(TOML.format(canary=task.canary, quoted=json.dumps(task.canary)))
     around = task.around
     install = INSTALL.format(" ".join(around.requires)) if around.packages else ""
@@ -73,4 +77,32 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
     cases = [{"name": t.name, "run": t.run, "expect": t.expect} for t in task.tests]
     told = {"canary": task.canary, "fail_to_pass": list(task.fail_to_pass), "tests": cases}
     told["around"] = {"paths": list(around.roots), "beside": dict(around.beside)}
+    told["requires"] = list(around.requires)
     (folder / "tests/cases.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def read_harbor(folder: Path, packages: str = "") -> DeletionTask:
+    """Return the task that `write_harbor` wrote.   packages: for one with a suite beside it.   Raises InnerError."""
+    try:
+        told = json.loads((folder / "tests/cases.json").read_text())
+        roots, beside = tuple(told["around"]["paths"]), told["around"]["beside"]
+        return DeletionTask(
+            folder.name,
+            instruction=(folder / "instruction.md").read_text().removesuffix(WHERE),
+            files=_read_texts(folder / "environment/repo"),
+            solution=_read_texts(folder / "solution/files"),
+            tests=[HiddenTest(**case) for case in told["tests"]],
+            fail_to_pass=told["fail_to_pass"],
+            canary=told["canary"],
+            around=Surroundings(roots, packages if beside else "", tuple(told.get("requires", ())), beside),
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InnerError(
+            f"{folder} is not a feature-deletion task ({error!r:.200}). Make one with "
+            "`python -m inner.extras.deletion.generate --to`."
+        ) from error
+
+
+def _read_texts(folder: Path) -> dict[str, str]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes().decode() for path in found}
