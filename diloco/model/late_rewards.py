@@ -41,7 +41,7 @@ def give_reward(run: Run, clock: Clock, rollout: str, value: float, name: str) -
     """Record a reward of a recorded rollout.   Return the record that stands under this name.
 
     rollout: the state_id of `diloco traces`, with or without its turn.   name: of the judge.
-    Raise ConfigError if the rollout is not there, the value is no number, or `name` gave another one before.
+    Raise ConfigError if the rollout is missing, the value is not finite, or `name` gave another one before.
     """
     _check(value, name)
     bundle, step, index = _place(rollout)
@@ -110,7 +110,7 @@ def bundle_attempt(key: str, record: Rollouts) -> int:
 
 
 def late_rewards(store: Readable, listed: Iterable[str]) -> dict[str, list[LateReward]]:
-    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about those that are none."""
+    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid ones."""
     found = defaultdict[str, list[LateReward]](list)
     for key in listed:
         if not key.endswith(".reward"):
@@ -140,9 +140,11 @@ def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
     """
     found = load_states(states)
     names = sorted({one for state in found for one in state.get("late_rewards", {})})
+    if not names:
+        raise ConfigError("no rollout of this run has a late reward, so there is no pair. Give some with diloco reward")
     if (name is None and len(names) > 1) or (name is not None and name not in names):
-        raise ConfigError(f"late rewards are by {', '.join(names) or 'no judge'}. Choose one with --by")
-    pairs = reward_pairs(found, name or names[0]) if names else []
+        raise ConfigError(f"late rewards are by {', '.join(names)}. Choose one with --by")
+    pairs = reward_pairs(found, name or names[0])
     if not pairs:
         raise ConfigError(
             "no two actions in one state have different late rewards, so there is no pair. Give rewards to more "

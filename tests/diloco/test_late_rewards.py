@@ -316,7 +316,11 @@ def test_pairs_ask_whose_rewards(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="late rewards are by human, nightly"):
         write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", None)
     save_states([state(0, "A", None)], tmp_path / "t.jsonl")
-    with pytest.raises(ConfigError, match="so there is no pair"):
+    for name in (None, "you"):
+        with pytest.raises(ConfigError, match="no rollout of this run has a late reward, so there is no pair"):
+            write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", name)
+    save_states([state(0, "A", 1.0)], tmp_path / "t.jsonl")
+    with pytest.raises(ConfigError, match="no two actions in one state"):
         write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", None)
 
 

@@ -478,20 +478,25 @@ def test_code_that_does_not_import_in_the_container(platform, executor, run, tmp
 # -------------------------------------------------------------------- a whole run
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_three_replicas_of_toolworld_one_preempted_and_no_bit_is_lost(platform, run, bucket, tmp_path) -> None:
-    found = founded(run, bucket, tmp_path, inner=TOOLWORLD)
-    preempted: list[Handle] = []
+def preempt_r01(platform: Any, preempted: list[Handle]) -> Any:
+    """A hook of the supervisor that preempts r01 once, in the middle of an outer step, and notes its handle."""
 
-    def preempt_once(supervisor: Supervisor, report: Any) -> None:
+    def hook(supervisor: Supervisor, report: Any) -> None:
         handle, beat = supervisor.handle("r01"), report.beats.get("r01")
         if handle and beat and beat.phase == "train" and beat.step >= 1 and not preempted:
             preempted.append(handle)
             platform.preempt(handle)
 
+    return hook
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_replicas_of_toolworld_one_preempted_and_no_bit_is_lost(platform, run, bucket, tmp_path) -> None:
+    found = founded(run, bucket, tmp_path, inner=TOOLWORLD)
+    preempted: list[Handle] = []
     executor = build_executor(read_control(found.store).places)
-    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_once).supervise()
+    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_r01(platform, preempted)).supervise()
     assert outcome.code == 0, outcome.text + "".join(line.data for line in platform.server.lines[-60:])
     assert [h.attempt for h in executor.find(run) if h.slot == "r01"] == [1], "Modal restarts it, and we do not"
     assert platform.server.calls[preempted[0].native].starts == 2
@@ -509,15 +514,8 @@ def test_a_container_of_two_devices_is_one_replica_and_modal_restarts_it_whole(
     monkeypatch.setattr(Place, "devices", property(lambda place: 2))  # as --gpu H100:2; no GPU is here
     found = founded(run, bucket, tmp_path, inner=TOOLWORLD, fleet={"replicas": 2, "min_replicas": 2, "steps": 4})
     preempted: list[Handle] = []
-
-    def preempt_once(supervisor: Supervisor, report: Any) -> None:
-        handle, beat = supervisor.handle("r01"), report.beats.get("r01")
-        if handle and beat and beat.phase == "train" and beat.step >= 1 and not preempted:
-            preempted.append(handle)
-            platform.preempt(handle)
-
     executor = build_executor(read_control(found.store).places)
-    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_once).supervise()
+    outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_r01(platform, preempted)).supervise()
     assert outcome.code == 0, outcome.text + "".join(line.data for line in platform.server.lines[-60:])
     assert platform.server.calls[preempted[0].native].starts == 2
     check_run(downloaded(run, tmp_path / "bucket"), 4)

@@ -40,7 +40,7 @@ NOTHING, PREFIX = -1, "composer_"
 
 @dataclass(frozen=True)
 class _Row:
-    """What one output brings.   at: for each response token its place in `ids`, or NOTHING.   turns: (start, end)."""
+    """One output of a session.   at: for each response token its place in `ids`, or NOTHING.   turns: (start, end)."""
 
     ids: Sequence[int] = ()
     at: Sequence[int] = ()
