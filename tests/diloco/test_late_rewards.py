@@ -349,6 +349,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["report", url, "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     trained = float(bundle().rewards.sum(1).mean())
-    assert f"late rewards by human: 16 rollouts, mean {-trained:.3g}; their steps had trained on {trained:.3g}" in said
+    assert f"late rewards by human: rollouts 16, mean {-trained:.3g}; their steps had trained on {trained:.3g}" in said
     assert main(["report", url, "--to", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["late_rewards"]["x"]["mean"] == 8
