@@ -14,13 +14,15 @@ Not promised: that real teachers are like this. They are slower, dearer, and wro
 import argparse
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from typing import Any
 
 from inner import ToolWorld
+
+Reply = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def answer(world: ToolWorld, teacher: str, messages: Sequence[Mapping[str, Any]], accuracy: float) -> dict[str, Any]:
@@ -71,10 +73,15 @@ def reply(world: ToolWorld, body: Mapping[str, Any], accuracy: float) -> dict[st
     }
 
 
+def serving(world: ToolWorld, accuracy: float = 0.8, port: int = 0) -> AbstractContextManager[str]:
+    """Serve ToolWorld's teachers until the `with` ends; -> the base URL."""
+    return serving_replies(lambda body: reply(world, body, accuracy), port)
+
+
 @contextmanager
-def serving(world: ToolWorld, accuracy: float = 0.8, port: int = 0) -> Iterator[str]:
-    """Serves until the `with` ends. Yields the base URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), _handler(world, accuracy))
+def serving_replies(reply: Reply, port: int = 0) -> Iterator[str]:
+    """Serve until the `with` ends; -> the base URL.   reply: a request's body -> the answer's."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), _handler(reply))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
@@ -84,7 +91,7 @@ def serving(world: ToolWorld, accuracy: float = 0.8, port: int = 0) -> Iterator[
         server.server_close()
 
 
-def _handler(world: ToolWorld, accuracy: float) -> type[BaseHTTPRequestHandler]:
+def _handler(reply: Reply) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -94,9 +101,12 @@ def _handler(world: ToolWorld, accuracy: float) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             try:
-                status, said = 200, reply(world, body, accuracy)
+                status, said = 200, reply(body)
             except (KeyError, ValueError, StopIteration) as error:
-                status, said = 400, {"error": {"code": 400, "message": f"not a question of ToolWorld: {error!r}"}}
+                status, said = (
+                    400,
+                    {"error": {"code": 400, "message": f"not a question for these teachers: {error!r}"}},
+                )
             raw = json.dumps(said).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")

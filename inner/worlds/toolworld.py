@@ -152,14 +152,19 @@ class ToolWorld:
         return [*messages, {"role": "tool", "content": tool}, {"role": "assistant", "content": answer}]
 
     def warm_start(
-        self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int = 450, seed: int = 0
+        self,
+        model: LlamaForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        steps: int = 450,
+        seed: int = 0,
+        lr: float = 5e-3,
     ) -> float:
         """Take supervised steps on the assistant's tokens, in place. Return the last loss."""
         rng = random.Random(seed)
         ids, labels, mask = _supervised_rows(tokenizer, [self.dialogue(rng) for _ in range(4000)])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=5e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+            optimizer, max_lr=lr, total_steps=steps, pct_start=0.1, cycle_momentum=False
         )
         picks = torch.Generator().manual_seed(seed)
         model.train()
