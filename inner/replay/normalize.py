@@ -22,6 +22,7 @@ import asyncio
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,8 @@ class DJNormalizer:
         if recipe == "auto":
             names = {"prose": "default", "calls": "calls"}
         self.passes: dict[Kind, Passes] = {kind: passes_of(load_recipe(r), str(r)) for kind, r in names.items()}
-        self.python = str(python or sys.executable)
+        named = str(python or sys.executable)
+        self.python = os.path.abspath(named) if os.sep in named else named  # data-juicer's process has another folder
         self.counts: Counter[str] = Counter()  # of the last `normalize`: kept, dropped
         self.dropped: Counter[str] = Counter()  # of the last `normalize`: per operator and text
         self.left_out: dict[str, list[str]] = {}  # the same, with their state_ids

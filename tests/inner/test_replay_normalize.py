@@ -150,6 +150,18 @@ def test_no_pairs_at_all_is_no_news(prose_drops_all: str, recwarn: pytest.Warnin
     assert DJNormalizer(python=prose_drops_all).normalize([]) == [] and not recwarn.list
 
 
+def test_a_python_may_be_a_path_from_the_folder_that_you_are_in(
+    prose_drops_all: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: data-juicer's process runs in a folder of its own, and found no `.venv/replaysim/bin/python` there."""
+    python = Path(prose_drops_all)
+    monkeypatch.chdir(python.parent.parent)
+    assert DJNormalizer(python=f"{python.parent.name}/{python.name}").normalize(CALLS) == DJNormalizer(
+        python=python
+    ).normalize(CALLS)
+    assert DJNormalizer(python="python3").python == "python3"  # a name is looked up on the PATH
+
+
 # Both shapes
 
 

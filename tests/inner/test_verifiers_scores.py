@@ -58,6 +58,21 @@ def our_scores(rows: list[dict[str, Any]], replies: list[str]) -> list[float]:
     return score_replies([[{"role": "assistant", "content": text}] for text in replies], **columns)
 
 
+def stand_in_for_uv(folder: Path) -> dict[str, str]:
+    """Return an environ in which `uv` runs the harness's script with this interpreter: it has the script's packages,
+    which the real one would fetch from an index."""
+    uv = folder / "bin" / "uv"
+    uv.parent.mkdir(exist_ok=True)
+    uv.write_text(f"""#!/bin/sh
+case "$*" in
+  *--help*) echo " --script" ;;
+  "python find"*) echo {sys.executable} ;;
+esac
+""")
+    uv.chmod(0o755)
+    return {"HOME": str(folder), "PATH": f"{uv.parent}:{os.environ['PATH']}"}
+
+
 def vf_eval(folder: Path, replies: dict[str, str]) -> list[dict[str, Any]]:
     """The trace of each task, in the words' order.   replies: by the task's word."""
     answers = {f"{i}: {word}": reply for i, (word, reply) in enumerate(replies.items())}
@@ -69,7 +84,7 @@ def vf_eval(folder: Path, replies: dict[str, str]) -> list[dict[str, Any]]:
                 "--env.agent.runtime.type", "subprocess", "--env.taskset.words", json.dumps(list(replies)),
                 "--push", "False", "--no-rich", "-o", str(folder), "--run.dir", "results",
             ],
-            capture_output=True, text=True, env={**os.environ, "NO_KEY": "none"},
+            capture_output=True, text=True, env={**os.environ, **stand_in_for_uv(folder.parent), "NO_KEY": "none"},
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(asked) == sorted(answers), "each task is asked once"

@@ -109,9 +109,9 @@ def watch(stem: str, scale: float) -> None:
     def noted(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         return spy.note(self, prompts, lambda: generate(self, prompts, *args, **kwargs))
 
-    def followed(self: Any, step: Callable[[], int], theta: Any) -> None:
+    def followed(self: Any, step: Callable[[], int], theta: Any, replicas: Callable[[], int]) -> None:
         spy.step, spy.theta = step, theta
-        follow(self, step, theta)
+        follow(self, step, theta, replicas)
 
     Engine.generate = noted  # type: ignore[method-assign]
     GrpoLoop.follow = followed  # type: ignore[method-assign]
