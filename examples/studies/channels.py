@@ -71,7 +71,7 @@ def main() -> None:
 def config_of(arm: str, pairs: str | None = None) -> InnerConfig:
     alpha, beta = ARMS[arm]
     return InnerConfig(
-        model="start", dtype="bfloat16", batch_size=BATCH, lr=LR, lora=LoraSettings(r=8, alpha=16.0),
+        model="start", dtype="bfloat16", batch_size=BATCH, lr=LR, lora=LoraSettings(r=8, alpha=16.0, targets=["q_proj", "v_proj"]),
         data=DataSettings(prompts="prompts.jsonl"),
         sampling=SamplingSettings(
             environment="desk.py:Desk", num_generations=GROUP, max_completion_length=64, max_tool_calling_iterations=1
@@ -173,7 +173,7 @@ def scripted(teacher: str, body: Mapping[str, Any]) -> str:
     text = next(m["content"] for m in body["messages"] if m["role"] == "user")
     kind = kind_of(body["messages"])
     order = re.findall(r"\d+", text)[0]
-    wrong = [word for word in desk.WORDS[kind] if word != desk.RIGHT[kind]]
+    wrong = [word for word in desk.WORDS if word != desk.RIGHT[kind]]
     chance = Random(f"{teacher}:{text}")
     if chance.random() < ACCURACY:
         return f"call desk action={desk.RIGHT[kind]} order={order}"
@@ -233,7 +233,7 @@ def is_right(messages: Sequence[Any], action: str) -> bool:
 
 def kind_of(messages: Sequence[Any]) -> str:
     text = next(m["content"] for m in messages if m["role"] == "user").lower()
-    return next(kind for kind in desk.WORDS if kind in text)
+    return next(kind for kind in desk.KINDS if kind in text)
 
 
 def table(rows: list[Row], folder: Path) -> str:

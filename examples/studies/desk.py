@@ -1,7 +1,7 @@
 """The task of channels.py: a help desk whose one tool knows one word for each kind of request, and does not say which.
 
     <user> Cancel order 47.
-    <assistant> call desk action=scrap order=47         one of six words for each of four kinds, equally likely at first
+    <assistant> call desk action=scrap order=47         one of 24 words, all equally likely at first
     <tool> {'error': "Unknown action 'scrap'."}         <assistant> giveup             reward 0
     <assistant> call desk action=annul order=47         the right word
     <tool> ticket 83                                    <assistant> ticket 83          reward 1
@@ -21,13 +21,12 @@ import torch
 from inner import ToolWorld
 from inner.channels.hints import filter_hint
 
-WORDS = {
-    "cancel": ("void", "annul", "scrap", "drop", "revoke", "abort"),
-    "refund": ("repay", "credit", "restore", "reverse", "rebate", "return"),
-    "find": ("trace", "track", "spot", "locate", "seek", "search"),
-    "send": ("ship", "mail", "post", "dispatch", "deliver", "forward"),
-}
-RIGHT = {kind: random.Random(f"desk {kind}").choice(words) for kind, words in WORDS.items()}
+KINDS = ("cancel", "refund", "find", "send")
+WORDS = (
+    "void", "scrap", "drop", "repeal", "abort", "repay", "credit", "restore", "reverse", "return", "trace", "track",
+    "spot", "locate", "seek", "search", "ship", "mail", "post", "dispatch", "deliver", "forward", "close", "settle",
+)  # fmt: skip
+RIGHT = dict(zip(KINDS, random.Random("desk").sample(WORDS, len(KINDS)), strict=True))
 TRAINED = ("{Kind} order {n}.", "Please {kind} order {n}.", "Order {n}: {kind} it.")
 HELD_OUT = (
     "Can you {kind} order {n}?",
@@ -61,8 +60,8 @@ def ticket(order: int) -> str:
 
 def rows(count: int, seed: int, phrases: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return rows of all kinds alike: prompt, kind, order."""
-    rng, kinds = random.Random(seed), list(WORDS)
-    drawn = [(kinds[n % len(kinds)], rng.randrange(10, 100), rng.choice(phrases)) for n in range(count)]
+    rng = random.Random(seed)
+    drawn = [(KINDS[n % len(KINDS)], rng.randrange(10, 100), rng.choice(phrases)) for n in range(count)]
     return [
         {"prompt": [{"role": "user", "content": asked(phrase, kind, order)}], "kind": kind, "order": order}
         for kind, order, phrase in drawn
@@ -104,11 +103,11 @@ class Desk:
 
 
 class Dialogues(ToolWorld):
-    """The warm start: any of a kind's words with equal probability; a hint is followed."""
+    """The warm start: any word with equal probability; a hint is followed."""
 
     def dialogue(self, rng: random.Random) -> list[dict[str, Any]]:
-        kind, order = rng.choice(list(WORDS)), rng.randrange(10, 100)
-        word, fails = rng.choice(WORDS[kind]), rng.random() < 0.6
+        kind, order = rng.choice(KINDS), rng.randrange(10, 100)
+        word, fails = rng.choice(WORDS), rng.random() < 0.6
         told = f"""{{'error': "Unknown action '{word}'."}}""" if fails else f"ticket {rng.randrange(10, 100)}"
         hinted = [{"role": "system", "content": f"Use the action {word}."}] if rng.random() < 0.5 else []
         call = {"type": "function", "function": {"name": "desk", "arguments": {"action": word, "order": str(order)}}}

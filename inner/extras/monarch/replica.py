@@ -16,6 +16,7 @@ joins its run at the last outer step.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -39,6 +40,9 @@ from inner.replay.states import TraceState
 from inner.replay.teachers import TeacherAction
 
 STOP_S = 30.0
+# Monarch keeps a message for a process that has left for 30 s, then returns it to its sender. If `end` has stopped the
+# sender by then, Monarch ends the client's process with exit code 1.  A caller tells of the loss 20 s after it.
+RETURNED_S = 15.0
 
 
 class ReplicaActor(RoleActor):
@@ -52,6 +56,7 @@ class ReplicaActor(RoleActor):
         self._processes: dict[str, Any] = {}
         self._last_words: dict[str, str] = {}
         self._ending = False
+        self._returned_at = 0.0  # monotonic seconds: messages for processes that left are back with their senders
 
     @endpoint
     def start(self, itself: Any) -> None:
@@ -66,6 +71,7 @@ class ReplicaActor(RoleActor):
 
         lost: an incarnation that the caller knows to be gone, although no failure was reported."""
         if lost and lost == self._incarnations[role]:
+            self._returned_at = time.monotonic() + RETURNED_S
             self._replace(role, "it left without a failure, with exit code 0 perhaps")
         if self._incarnations[role] > self._plan.restarts + 1:
             raise InnerError(
@@ -78,6 +84,7 @@ class ReplicaActor(RoleActor):
     def end(self) -> None:
         """Stop all actors. From now on a failure counts as a requested end."""
         self._ending = True
+        time.sleep(max(0.0, self._returned_at - time.monotonic()))
         for stopping in [processes.stop() for processes in self._processes.values()]:
             with suppress(Exception):  # it has already ended
                 stopping.get(timeout=STOP_S)
@@ -144,7 +151,7 @@ class Replica:
     ) -> None:
         monarch.actor.unhandled_fault_hook = _say_fault  # Monarch's default would exit with code 1
         with suppress(Exception):  # they may be gone already
-            self.actor.end.call_one().get(timeout=STOP_S)
+            self.actor.end.call_one().get(timeout=RETURNED_S + STOP_S)
             self._processes.stop().get(timeout=STOP_S)
 
     def run_round(self, t: int, weights: Weights) -> Round:
