@@ -29,8 +29,9 @@ from typing import Any
 
 import desk
 import torch
+import trl.trainer.utils as trl_utils
 from transformers import AutoTokenizer
-from trials import Curve, Row, Trial, paired, run_missing
+from trials import Curve, Paired, Row, Trial, paired, run_missing
 
 from inner import DEFAULT_TEACHERS, InnerConfig, InnerLoop, Seeds, Teacher, build_inner, publish_model
 from inner.models.lora import ADAPTER, load_adapter, save_adapter
@@ -50,7 +51,7 @@ ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ARMS = {"baseline": (0.0, 0.0), "+sdpo": (0.1, 0.0), "+replay": (0.0, 0.3), "full": (0.1, 0.3)}  # α, β
 WARM_STEPS, STEPS, EVERY, BATCH, GROUP, LR = 60, 24, 12, 16, 8, 1e-3
-TEACHER_SEED, TEACHER_STEPS = 100, 60
+TEACHER_SEED, TEACHER_STEPS = 100, 36
 HELD, FAILED = 64, 64  # held-out prompts; rollouts of θ₀ for the pairs
 ACCURACY = 0.8
 
@@ -65,14 +66,14 @@ def main() -> None:
             prepare_seed(given.to, seed)
     trials = [Trial(arm, seed) for seed in given.seeds for arm in ARMS]
     rows = run_missing(trials, partial(run, given.to), given.to / "channels.jsonl", given.workers)
-    print(table(rows, given.to))
+    print(f"{table(rows)}\n\n{hypotheses(rows)}")
 
 
 def config_of(arm: str, pairs: str | None = None) -> InnerConfig:
     alpha, beta = ARMS[arm]
     return InnerConfig(
-        model="start", dtype="bfloat16", batch_size=BATCH, lr=LR, lora=LoraSettings(r=8, alpha=16.0, targets=["q_proj", "v_proj"]),
-        data=DataSettings(prompts="prompts.jsonl"),
+        model="start", dtype="bfloat16", batch_size=BATCH, lr=LR, data=DataSettings(prompts="prompts.jsonl"),
+        lora=LoraSettings(r=8, alpha=16.0, targets=["q_proj", "v_proj"]),
         sampling=SamplingSettings(
             environment="desk.py:Desk", num_generations=GROUP, max_completion_length=64, max_tool_calling_iterations=1
         ),
@@ -96,6 +97,7 @@ def open_loop(folder: Path, arm: str, seed: int, lr: float = LR) -> InnerLoop:
     if ARMS[arm][1]:
         files["pairs"] = folder / pairs
     torch.set_num_threads(1)
+    trl_utils._use_triton = lambda device: True  # type: ignore[attr-defined]  # head of completions alone, as on a GPU
     return build_inner(
         replace(config_of(arm, pairs), lr=lr), folder / "model", files, Seeds(data=1000 * seed, noise=1000 * seed)
     )
@@ -106,9 +108,10 @@ def open_loop(folder: Path, arm: str, seed: int, lr: float = LR) -> InnerLoop:
 
 def run(folder: Path, trial: Trial, steps: int = STEPS) -> tuple[Curve, Row]:
     loop = open_loop(folder, trial.arm, trial.seed)
-    curve = [(0, json.loads((folder / f"seed-{trial.seed}.json").read_text())["start"])]
+    facts = json.loads((folder / f"seed-{trial.seed}.json").read_text())
+    curve = [(0, facts.pop("start"))]
     rewards, tokens = train(loop, steps, lambda taken: curve.append((taken, value(loop, trial.seed))))
-    return curve, {"rewards": rewards, "tokens": tokens}
+    return curve, {"rewards": rewards, "tokens": tokens, **facts}
 
 
 def train(loop: InnerLoop, steps: int, look: Callable[[int], None]) -> tuple[list[float], int]:
@@ -221,7 +224,13 @@ def prepare_seed(folder: Path, seed: int) -> None:
     pairs = extract_dpo_pairs(states, asked, 2)
     save_pairs(pairs, folder / f"pairs-{seed}.jsonl")
     right = fmean(is_right(pair["state_messages"], pair["chosen"]) for pair in pairs)
-    row = {"start": round(start, 5), "states": len(states), "pairs": len(pairs), "right": right, "usd": asked.spent_usd}
+    row = {
+        "start": round(start, 5),
+        "states": len(states),
+        "pairs": len(pairs),
+        "right": round(right, 3),
+        "usd": round(asked.spent_usd, 5),
+    }
     (folder / f"seed-{seed}.json").write_text(json.dumps(row))
     print(f"seed {seed}: {row}", flush=True)
 
@@ -236,21 +245,46 @@ def kind_of(messages: Sequence[Any]) -> str:
     return next(kind for kind in desk.KINDS if kind in text)
 
 
-def table(rows: list[Row], folder: Path) -> str:
+def table(rows: list[Row]) -> str:
     lines = [
-        "| arm | training reward | held out, end | − baseline, training | − baseline, held out | tokens | CPU s |",
-        "|---|---|---|---|---|---|---|",
+        "| arm | training reward | held out: before | at the end | − baseline, training | − baseline, end | "
+        "tokens | CPU s | pairs | right | teachers $ |",
+        "|" + "---|" * 11,
     ]
-    by_arm = {arm: sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
-    trained, held = ({arm: [of(r) for r in by_arm[arm]] for arm in ARMS} for of in (mean_reward, held_out))
-    for arm, own in by_arm.items():
-        less = [str(paired(v[arm], v["baseline"])) if arm != "baseline" else "" for v in (trained, held)]
-        tokens, cpu = (fmean(r[key] for r in own) for key in ("tokens", "cpu_s"))
-        lines.append(
-            f"| {arm} | {spread(trained[arm])} | {spread(held[arm])} | {' | '.join(less)} | {tokens:.0f} | {cpu:.0f} |"
-        )
-    seeds = {f"seed {r['seed']}": (folder / f"seed-{r['seed']}.json").read_text() for r in by_arm["baseline"]}
-    return "\n".join([*lines, "", *(f"{name}: {told}" for name, told in seeds.items())])
+    for arm, (alpha_beta) in ARMS.items():
+        own, base = of_arm(rows, arm), of_arm(rows, "baseline")
+        less = ["", ""] if arm == "baseline" else [differences(of, own, base) for of in (mean_reward, held_out)]
+        cells = [arm, spread(mean_reward, own), spread(before, own), spread(held_out, own), *map(str, less)]
+        cells += [f"{fmean(row[key] for row in own):.0f}" for key in ("tokens", "cpu_s")]
+        pairs = [f"{fmean(r['pairs'] for r in own):.0f}", f"{fmean(r['right'] for r in own):.0%}"]
+        cells += [*pairs, f"{fmean(r['usd'] for r in own):.3f}"] if alpha_beta[1] else ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def hypotheses(rows: list[Row]) -> str:
+    """Answer H1 to H3 by the rule that was written down."""
+    better = max(("+sdpo", "+replay"), key=lambda arm: fmean(map(held_out, of_arm(rows, arm))))
+    lines = ["| | held out, at the end | one-sided 95 % bounds | answer |", "|---|---|---|---|"]
+    for name, arm, other, margin in (
+        ("H1", "+sdpo", "baseline", 0.0), ("H2", "+replay", "baseline", 0.0), ("H3", "full", better, 0.05),
+    ):  # fmt: skip
+        found = differences(held_out, of_arm(rows, arm), of_arm(rows, other))
+        answer = "**yes**" if found.lower > margin else "**refuted**" if found.upper < margin else "**not shown**"
+        lines.append(f"| {name}: {arm} − {other} | {found} | {found.lower:+.3f}, {found.upper:+.3f} | {answer} |")
+    return "\n".join(lines)
+
+
+def of_arm(rows: list[Row], arm: str) -> list[Row]:
+    return sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
+
+
+def differences(of: Callable[[Row], float], rows: list[Row], others: list[Row]) -> Paired:
+    return paired([of(row) for row in rows], [of(row) for row in others])
+
+
+def before(row: Row) -> float:
+    return row["curve"][0][1]
 
 
 def mean_reward(row: Row) -> float:
@@ -261,7 +295,8 @@ def held_out(row: Row) -> float:
     return row["curve"][-1][1]
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(of: Callable[[Row], float], rows: list[Row]) -> str:
+    values = [of(row) for row in rows]
     return f"{fmean(values):.3f} ± {stdev(values) / len(values) ** 0.5:.3f}"
 
 

@@ -3,11 +3,11 @@
     <user> Cancel order 47.
     <assistant> call desk action=scrap order=47         one of 24 words, all equally likely at first
     <tool> {'error': "Unknown action 'scrap'."}         <assistant> giveup             reward 0
-    <assistant> call desk action=annul order=47         the right word
+    <assistant> call desk action=trace order=47         the right word
     <tool> ticket 83                                    <assistant> ticket 83          reward 1
 
 The start model is SmolLM2-135M-Instruct with a chat template that has tools, and supervised steps that teach three
-things: how a call is written, to repeat the ticket, and to follow "Use the action annul." They teach no right word.
+things: how a call is written, to repeat the ticket, and to follow "Use the action trace." They teach no right word.
 
 Not promised: a desk in which a word of the request says which action is right.
 """

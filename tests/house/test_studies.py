@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.support.fleet import Fleet
 from tests.support.study_trials import count_to_seed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "studies"))
+import channels
+import desk
 import effective_step
 import elastic
 import outer_rules
@@ -277,6 +280,38 @@ def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
     rows, page = read_rows(ROWS / "process.jsonl"), (ROWS.parent / "process.md").read_text()
     assert {(row["arm"], row["seed"]) for row in rows} == {(arm, s) for arm in process.ARMS for s in process.SEEDS}
     assert process.table(rows) in page and process.comparisons(rows) in page
+
+
+def test_the_desk_knows_one_word_for_a_kind_and_its_hint_names_it() -> None:
+    row = desk.rows(1, 0, desk.TRAINED)[0]
+    here, right = desk.Desk(), desk.RIGHT[row["kind"]]
+    here.reset(**row)
+    for word in desk.WORDS:
+        if word != right:
+            with pytest.raises(ValueError, match=f"^Unknown action '{word}'.$"):
+                here.desk(word, str(row["order"]))
+    with pytest.raises(ValueError, match=r"^No order 9\.$"):
+        here.desk(right, "9")
+    assert here.get_reward() == 0
+    assert here.desk(right, str(row["order"])) == desk.ticket(row["order"]) and here.get_reward() == 1
+    assert desk.hint(row, "Unknown action 'x'.") == f"Use the action {right}." and desk.hint(row, "No order 9.") is None
+    assert not {asked(row) for row in desk.rows(99, 0, desk.TRAINED)} & {
+        asked(r) for r in desk.rows(99, 0, desk.HELD_OUT)
+    }
+
+
+def asked(row: dict[str, Any]) -> str:
+    return row["prompt"][0]["content"]
+
+
+def test_the_desks_scripted_teachers_are_right_four_times_in_five() -> None:
+    def said(name: str, row: dict[str, Any]) -> bool:
+        answer = channels.scripted(name, {"messages": row["prompt"]})
+        return answer == f"call desk action={desk.RIGHT[row['kind']]} order={row['order']}"
+
+    rows = desk.rows(480, 0, desk.TRAINED)
+    first, second = ([said(f"scripted-{n}", row) for row in rows] for n in range(2))
+    assert all(0.75 < sum(right) / len(rows) < 0.85 for right in (first, second)) and first != second
 
 
 @pytest.mark.parametrize("world", ["text", "toolworld"])
