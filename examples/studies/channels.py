@@ -1,6 +1,6 @@
 """Do hints and pairs add to plain GRPO on a pretrained model? SmolLM2 at a help desk, the notes' four arms.
 
-    python examples/studies/channels.py --to studies               four arms × five paired seeds: two hours of one core
+    python examples/studies/channels.py --to studies       four arms × five paired seeds, then two more: four hours of a core
 
     θ₀ ─▶ 64 rollouts ─▶ the calls that failed ─▶ three teachers ─▶ two agree ─▶ pairs of this seed
      └──▶ each arm × seed: the same prompts in the same order ─▶ channels.jsonl ─▶ table
@@ -31,7 +31,7 @@ import desk
 import torch
 import trl.trainer.utils as trl_utils
 from transformers import AutoTokenizer
-from trials import Curve, Paired, Row, Trial, paired, run_missing
+from trials import Curve, Paired, Row, Trial, paired, read_rows, run_missing
 
 from inner import DEFAULT_TEACHERS, InnerConfig, InnerLoop, Seeds, Teacher, build_inner, publish_model
 from inner.models.lora import ADAPTER, load_adapter, save_adapter
@@ -50,6 +50,7 @@ from local_teachers import serving_replies
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ARMS = {"baseline": (0.0, 0.0), "+sdpo": (0.1, 0.0), "+replay": (0.0, 0.3), "full": (0.1, 0.3)}  # α, β
+LATER = {"+replay, anchored": (0.0, 0.3), "full, anchored": (0.1, 0.3)}  # added when seed 0 had ended: nll_weight = 1
 WARM_STEPS, STEPS, EVERY, BATCH, GROUP, LR = 60, 24, 12, 16, 8, 1e-3
 TEACHER_SEED, TEACHER_STEPS = 100, 36
 HELD, FAILED = 64, 64  # held-out prompts; rollouts of θ₀ for the pairs
@@ -64,20 +65,23 @@ def main() -> None:
     for seed in given.seeds:
         if not (given.to / f"seed-{seed}.json").exists():
             prepare_seed(given.to, seed)
-    trials = [Trial(arm, seed) for seed in given.seeds for arm in ARMS]
-    rows = run_missing(trials, partial(run, given.to), given.to / "channels.jsonl", given.workers)
+    for arms in (ARMS, LATER):
+        trials = [Trial(arm, seed) for seed in given.seeds for arm in arms]
+        run_missing(trials, partial(run, given.to), given.to / "channels.jsonl", given.workers)
+    rows = read_rows(given.to / "channels.jsonl")
     print(f"{table(rows)}\n\n{hypotheses(rows)}")
 
 
 def config_of(arm: str, pairs: str | None = None) -> InnerConfig:
-    alpha, beta = ARMS[arm]
+    alpha, beta = (ARMS | LATER)[arm]
     return InnerConfig(
         model="start", dtype="bfloat16", batch_size=BATCH, lr=LR, data=DataSettings(prompts="prompts.jsonl"),
         lora=LoraSettings(r=8, alpha=16.0, targets=["q_proj", "v_proj"]),
         sampling=SamplingSettings(
             environment="desk.py:Desk", num_generations=GROUP, max_completion_length=64, max_tool_calling_iterations=1
         ),
-        sdpo=SdpoSettings(weight=alpha), replay=ReplaySettings(weight=beta, pairs=pairs if beta else None),
+        sdpo=SdpoSettings(weight=alpha),
+        replay=ReplaySettings(weight=beta, pairs=pairs if beta else None, nll_weight=float(arm in LATER)),
     )  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def prepare(folder: Path) -> None:
 def open_loop(folder: Path, arm: str, seed: int, lr: float = LR) -> InnerLoop:
     pairs = f"pairs-{seed}.jsonl"
     files = {"prompts": folder / "prompts.jsonl", "environment": Path(desk.__file__)}
-    if ARMS[arm][1]:
+    if (ARMS | LATER)[arm][1]:
         files["pairs"] = folder / pairs
     torch.set_num_threads(1)
     trl_utils._use_triton = lambda device: True  # type: ignore[attr-defined]  # head of completions alone, as on a GPU
@@ -251,23 +255,24 @@ def table(rows: list[Row]) -> str:
         "tokens | CPU s | pairs | right | teachers $ |",
         "|" + "---|" * 11,
     ]
-    for arm, (alpha_beta) in ARMS.items():
+    for arm, (_, beta) in (ARMS | LATER).items():
         own, base = of_arm(rows, arm), of_arm(rows, "baseline")
         less = ["", ""] if arm == "baseline" else [differences(of, own, base) for of in (mean_reward, held_out)]
         cells = [arm, spread(mean_reward, own), spread(before, own), spread(held_out, own), *map(str, less)]
         cells += [f"{fmean(row[key] for row in own):.0f}" for key in ("tokens", "cpu_s")]
         pairs = [f"{fmean(r['pairs'] for r in own):.0f}", f"{fmean(r['right'] for r in own):.0%}"]
-        cells += [*pairs, f"{fmean(r['usd'] for r in own):.3f}"] if alpha_beta[1] else ["", "", ""]
+        cells += [*pairs, f"{fmean(r['usd'] for r in own):.3f}"] if beta else ["", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def hypotheses(rows: list[Row]) -> str:
-    """Answer H1 to H3 by the rule that was written down."""
+    """Answer H1 to H4 by the rule that was written down."""
     better = max(("+sdpo", "+replay"), key=lambda arm: fmean(map(held_out, of_arm(rows, arm))))
     lines = ["| | held out, at the end | one-sided 95 % bounds | answer |", "|---|---|---|---|"]
     for name, arm, other, margin in (
         ("H1", "+sdpo", "baseline", 0.0), ("H2", "+replay", "baseline", 0.0), ("H3", "full", better, 0.05),
+        ("H4", "+replay, anchored", "baseline", 0.0),
     ):  # fmt: skip
         found = differences(held_out, of_arm(rows, arm), of_arm(rows, other))
         answer = "**yes**" if found.lower > margin else "**refuted**" if found.upper < margin else "**not shown**"
