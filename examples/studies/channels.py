@@ -1,6 +1,6 @@
 """Do hints and pairs add to plain GRPO on a pretrained model? SmolLM2 at a help desk, the notes' four arms.
 
-    python examples/studies/channels.py --to studies       four arms × five paired seeds, then two more: four hours of a core
+    python examples/studies/channels.py --to studies       four arms × five paired seeds, then two more: four core hours
 
     θ₀ ─▶ 64 rollouts ─▶ the calls that failed ─▶ three teachers ─▶ two agree ─▶ pairs of this seed
      └──▶ each arm × seed: the same prompts in the same order ─▶ channels.jsonl ─▶ table
