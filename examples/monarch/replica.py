@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from local_teachers import serving
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from diloco import StoreManager, make_diloco
 from diloco.replica.replica import share_of
 from diloco.run.config import RunConfig, derive_seed, load_config
+from examples.local_teachers import serving
 from inner import Seeds, Teacher, ToolWorld, publish_model
 from inner.extras.monarch import Replica, ReplicaPlan, read_weights, write_weights
 from inner.train.build import load_start

@@ -44,8 +44,8 @@ from inner.settings.channels import ReplaySettings, SdpoSettings
 from inner.settings.task import DataSettings, LoraSettings, SamplingSettings
 from inner.train.build import load_start
 
-sys.path.append(str(Path(__file__).parents[1]))
-from local_teachers import serving_replies
+sys.path.insert(0, str(Path(__file__).parents[2]))  # not examples/: its verl/ and monarch/ would pass for packages
+from examples.local_teachers import serving_replies
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -282,6 +282,10 @@ def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
     assert process.table(rows) in page and process.comparisons(rows) in page
 
 
+def test_no_study_puts_the_examples_on_the_path_whose_folders_have_names_of_packages() -> None:
+    assert str(Path(channels.__file__).parents[1]) not in sys.path  # examples/verl would be found where verl is not
+
+
 def test_the_desk_knows_one_word_for_a_kind_and_its_hint_names_it() -> None:
     row = desk.rows(1, 0, desk.TRAINED)[0]
     here, right = desk.Desk(), desk.RIGHT[row["kind"]]
