@@ -84,9 +84,15 @@ class Session:
         self._turn = TurnWatch()
         self._flush_due = False
         self.weights = self._weights_writer() if broadcasts else None
+        threads = None
+        if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+            from rendezvous.threads import threads_here
+
+            threads = threads_here(os.environ)
         self.rv = Rendezvous(
             store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), keep=keep,
             background=Worker(self.emit), uploads=Worker(self.emit), together=together_on(store), weights=self.weights,
+            threads=threads,
         )  # fmt: skip
         self._parts = Parts(self.emit)
         refuse_lost(self.rv.store, read_control(self.rv.store))

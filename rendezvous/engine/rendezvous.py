@@ -52,6 +52,7 @@ from rendezvous.snapshots.replay import StateReplay, write_theta_0
 from rendezvous.store import PatientStore, Store
 
 if TYPE_CHECKING:
+    from rendezvous.threads import Threads
     from rendezvous.weights.writer import WeightsWriter
 
 
@@ -60,7 +61,7 @@ class Rendezvous:
 
     store, clock: its only connections to the outside.   emit(event, **fields): called for events that people read.
     background: runs jobs during the training.   uploads: runs jobs that may take longer than a round.
-    together: makes several requests at a time (`background.together_on`).
+    together: makes several requests at a time (`background.together_on`).   threads: for passes over vectors.
     keep: bytes of old blobs to keep in the bucket beside those that a reader may need (keeping/budget.py); None: all.
     weights: writes bf16 weights of the steps that this replica closes, for inference engines.
     """
@@ -81,6 +82,7 @@ class Rendezvous:
         background: Background | None = None,
         uploads: Background | None = None,
         together: Together = in_turn,
+        threads: "Threads | None" = None,
         weights: "WeightsWriter | None" = None,
     ) -> None:
         self.slot = slot
@@ -98,7 +100,7 @@ class Rendezvous:
         self._keep = keep
         self._background = background or Inline()
         self._uploads = uploads or self._background
-        self._together = together
+        self._together, self._threads = together, threads
         self._weights = weights
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
@@ -139,6 +141,11 @@ class Rendezvous:
             newest_snapshot=lambda: self.step if self.is_done else self._snapshots.newest,
         )  # fmt: skip
         self.reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
+        if self._threads is not None:
+            from rendezvous.means.by_threads import by_threads
+
+            near = self._together is in_turn
+            self.reducer = by_threads(self._threads, self.own_blobs.encoder, self.reducer, near=near)
         self._averager = Averager(
             self.store, self.clock, self.reducer, self.members, self.own_blobs, self.timing,
             check_before_pause=self._departure.check_before_pause, refuse_lost=self._committer.refuse_lost_anchors,
@@ -390,6 +397,8 @@ class Rendezvous:
     def _open_step(self, step: int) -> None:
         self.step = step
         self.base = self._digests.base
+        if self._threads is not None:
+            self._digests.map = self._threads.map
         self.offers.open_step(step, self.base)
 
     def _replay_own_state(self, whose: str, base: str) -> None:

@@ -9,7 +9,7 @@ The blob has no header: a reader reads the record first, and cannot interpret a 
 
 import mmap
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ assert sys.byteorder == "little", "blobs are little-endian fp32"
 
 Range = tuple[int, int]  # elements [start, stop)
 Piece = tuple[int, str]  # bytes, and the digest that they should have
+Coded = list[tuple[float, str]]  # ‖Δ‖² and digest of each shard
+InRuns = Callable[[Callable[[list[Range]], Coded], list[Range], int], Coded]
 
 
 def as_bytes(vector: np.ndarray) -> memoryview:
@@ -108,6 +110,7 @@ class Encoder:
 
     def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
         self.name = name
+        self.in_runs: InRuns = lambda encode, ranges, size: encode(ranges)  # means/by_threads.py sets another
         self._feedback = feedback
         self._digests = digests
         self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; free memory for another
@@ -148,9 +151,15 @@ class Encoder:
         shards = list[str]()
         square = 0.0
         view = as_bytes(body)
-        for shard, more in zip(ranges, self._encode_each(fragment, delta, ranges, body), strict=True):
+
+        def encode(run: list[Range]) -> Coded:
+            digests = (digest(view[slice(*byte_range(self.name, *shard))], self._digests) for shard in run)
+            return [*zip(self._encode_each(fragment, delta, run, body), digests, strict=True)]
+
+        self._encode_each(fragment, delta, [], body)  # makes the residual, once for all runs
+        for more, shard in self.in_runs(encode, ranges, delta.nbytes):
             square += more
-            shards.append(digest(view[slice(*byte_range(self.name, *shard))], self._digests))
+            shards.append(shard)
         return Written(
             body, _digest_of_shards(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale
         )

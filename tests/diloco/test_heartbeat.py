@@ -186,6 +186,19 @@ def gone(store: MemoryStore | FaultyStore, monkeypatch: pytest.MonkeyPatch) -> t
     return Session(store, "r00", FAST), codes
 
 
+@pytest.mark.parametrize(("told", "count"), [(None, None), ("1", None), ("2", 2)])
+def test_a_session_has_the_threads_that_it_was_told(
+    told: str | None, count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr(session.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    one, _ = gone(run(), monkeypatch)
+    one.end()
+    assert getattr(one.rv._threads, "count", None) == count
+
+
 def test_the_beat_goes_on_and_the_lease_holds_beside_a_foreign_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = run(), SystemClock()
     store.inner.put(layout.beat_key("r01"), FOREIGN)
