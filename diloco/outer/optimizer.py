@@ -32,7 +32,8 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
     Every operation is rounded separately, because fused multiply-adds would give other bits on other CPUs.
     """
-    for t, m, g in zip(*(x.split(_CACHED) for x in (theta, momentum, mean)), strict=True):
+    size = _CACHED * torch.get_num_threads()  # torch divides a piece into equal parts, one for each of its threads
+    for t, m, g in zip(*(x.split(size) for x in (theta, momentum, mean)), strict=True):
         m.mul_(mu).add_(g)
         t.sub_(m.mul(mu).add_(g).mul_(lr))
 

@@ -70,6 +70,21 @@ def test_nesterov_follows_a_float64_reference() -> None:
     assert np.abs(theta.numpy() - ref_theta).max() < 1e-5
 
 
+def test_nesterov_has_the_same_bits_by_several_threads() -> None:
+    n, before, found = 1_000_003, torch.get_num_threads(), set[bytes]()
+    start, means = vector(n), [vector(n, 1e-2) for _ in range(2)]
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            theta, momentum = start.clone(), torch.zeros(n)
+            for mean in means:
+                nesterov(theta, momentum, mean, lr=0.7, mu=0.9)
+            found.add(theta.numpy().tobytes() + momentum.numpy().tobytes())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("partial", [False, True])
 def test_one_outer_step_of_n_replicas_against_float64(n: int, partial: bool) -> None:
