@@ -31,6 +31,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "torchft": ("50 4 5", "stock torchft DiLoCo"),
     "bytes": ("32 4 3", "the least bytes there can be"),
     "codecs": ("", "a copy of the same bytes"),
+    "threads": ("48 2 15", "one thread"),
     "s3": ("256 7", "bare obstore"),
     "seal": ("", "a run without a key"),
     "snapshot": ("100 1 3", "a step without a snapshot"),
