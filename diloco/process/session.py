@@ -85,7 +85,7 @@ class Session:
         self._flush_due = False
         self.weights = self._weights_writer() if broadcasts else None
         threads = None
-        if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        if os.environ.get("OMP_NUM_THREADS") != "1":
             from rendezvous.threads import threads_here
 
             threads = threads_here(os.environ)

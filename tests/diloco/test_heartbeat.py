@@ -186,7 +186,7 @@ def gone(store: MemoryStore | FaultyStore, monkeypatch: pytest.MonkeyPatch) -> t
     return Session(store, "r00", FAST), codes
 
 
-@pytest.mark.parametrize(("told", "count"), [(None, None), ("1", None), ("2", 2)])
+@pytest.mark.parametrize(("told", "count"), [(None, 3), ("1", None), ("2", 2)])
 def test_a_session_has_the_threads_that_it_was_told(
     told: str | None, count: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

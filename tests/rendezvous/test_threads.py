@@ -380,7 +380,7 @@ def test_a_short_pass_runs_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("told", "count"), [("1", 1), ("2", 2), ("0", 1), ("", 1), ("4,2", 1), ("99", 5), (None, 1), ("many", 1)]
+    ("told", "count"), [("1", 1), ("2", 2), ("0", 5), ("", 5), ("4,2", 4), ("99", 5), (None, 5), ("many", 5)]
 )
 def test_the_number_of_threads_is_told_by_the_environment(
     told: str | None, count: int, monkeypatch: pytest.MonkeyPatch
