@@ -22,5 +22,8 @@ class Host(Protocol):
     def emit(self, event: str, text: str, **fields: Any) -> None:
         """Write an event to the log.   fields: numbers."""
 
+    def rented(self, seconds: float, usd_per_hour: float | None) -> None:
+        """Add a box to the run's costs.   usd_per_hour: its provider's price.   One thread at a time calls this."""
+
     def pause(self, seconds: float) -> None:
         """Wait this long, or less if this replica is asked to leave."""

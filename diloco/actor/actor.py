@@ -77,7 +77,7 @@ class Actor:
         seeds = Seeds(0, derive_seed(run.config.seed, "actor", session.rv.name))
         inner = replace(run.config.inner, vllm=None) if engine else run.config.inner
         self._loop: Any = build_inner(inner, model, files, seeds, scratch=scratch / "inner")
-        self._loop.report_to(SessionHost(session, run.record.nonce))
+        self._loop.report_to(SessionHost(session, run.record.nonce, inner.sampling.box_usd_per_hour))
         refuse_other_base(record.base, self._loop.model)
         self._sampler = self._new_sampler(engine, scratch / "engine")
         self._follower = WeightsFollower(run.store, session.emit)

@@ -25,7 +25,7 @@ from diloco.process import exitcodes
 from diloco.process.journal import Journal
 from diloco.process.processes import device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
-from rendezvous.agreement.membership import read_control, refuse_lost
+from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
@@ -90,13 +90,14 @@ class Session:
 
             threads = threads_here(os.environ)
         self.rv = Rendezvous(
-            store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), keep=keep,
+            store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), keep=keep, threads=threads,
             background=Worker(self.emit), uploads=Worker(self.emit), together=together_on(store), weights=self.weights,
-            threads=threads,
         )  # fmt: skip
         self._parts = Parts(self.emit)
         refuse_lost(self.rv.store, read_control(self.rv.store))
         self.rv.claim(generation)
+        if self.rv.generation > 1 and (before := read_beat(self.rv.store, slot)) is not None:
+            self.rv.members.status.box_usd = before.box_usd
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.emit(event, **fields)
@@ -255,12 +256,14 @@ def process_fields() -> dict[str, Any]:
 class SessionHost:
     """The inner.host.Host of a session: messages about the user's code go to the heartbeat and to the log.
 
-    run: its nonce.   Each note resets the watchdog, because a reward that is retried has time limits of its own.
+    run: its nonce.   box_usd_per_hour: instead of the provider's price.   Each note resets the watchdog, because a
+    reward that is retried has time limits of its own.
     Not promised: that a note is seen. The next phase of the replica overwrites it.
     """
 
-    def __init__(self, session: Session, run: str = "") -> None:
+    def __init__(self, session: Session, run: str = "", box_usd_per_hour: float | None = None) -> None:
         self._session = session
+        self._box_usd_per_hour = box_usd_per_hour
         self.owner = (run, session.rv.slot, session.rv.generation)
 
     def note(self, text: str) -> None:
@@ -270,6 +273,10 @@ class SessionHost:
     def emit(self, event: str, text: str, **fields: Any) -> None:
         self._session.emit(event, step=self._session.rv.step, text=text, **fields)
         self._session.flush_soon()
+
+    def rented(self, seconds: float, usd_per_hour: float | None) -> None:
+        price = usd_per_hour if self._box_usd_per_hour is None else self._box_usd_per_hour
+        self._session.rv.members.status.box_usd += (price or 0.0) * seconds / 3600
 
     def pause(self, seconds: float) -> None:
         clock = self._session.clock

@@ -277,7 +277,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     manager = manage(config, session, again if record.hub else None)
     manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
-    loop.report_to(SessionHost(session, run.record.nonce))
+    loop.report_to(SessionHost(session, run.record.nonce, run.config.inner.sampling.box_usd_per_hour))
     tell_of_rollouts = lambda: None  # noqa: E731
     if config.fleet.record_rollouts:
         from diloco.replica.rollouts import keep_rollouts

@@ -200,7 +200,12 @@ def quote_start(
     actors = actors_in(asked.places, wanted)
     names = [*slots_of(asked.fleet.replicas or replicas), *map(layout.actor_name, range(actors))]
     spent = spent_so_far(asked.url) if spent is None else spent
-    return replace(make_offer(asked.url, places, names, budget_from(asked.budget, wanted), spent), actors=actors)
+    budget = budget_from(asked.budget, wanted)
+    if config.inner.sampling.boxes is not None:
+        from executors.preflight.needs.box_faults import refuse_unpriced
+
+        refuse_unpriced(config.inner.sampling, budget)
+    return replace(make_offer(asked.url, places, names, budget, spent), actors=actors)
 
 
 def spent_so_far(url: str) -> Costs:

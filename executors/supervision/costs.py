@@ -10,8 +10,7 @@
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.units import dollars
@@ -59,6 +58,7 @@ class Bill(Plain):
 class Costs:
     """The costs of a run.   hours: of wall time with a billed launch.   unlogged: US dollars only in control records.
 
+    boxes: US dollars for boxes that have ended.
     untold: sessions on rented machines whose costs neither the log nor a control record has.
     """
 
@@ -66,10 +66,11 @@ class Costs:
     hours: float = 0.0
     unlogged: float = 0.0
     untold: tuple[str, ...] = ()
+    boxes: float = 0.0
 
     @property
     def usd(self) -> float:
-        return sum(b.usd for b in self.bills) + self.unlogged
+        return sum(b.usd for b in self.bills) + self.unlogged + self.boxes
 
     @property
     def rate(self) -> float:
@@ -90,19 +91,6 @@ class Costs:
     def unknown(self) -> tuple[Bill, ...]:
         """Bills with an unknown price, which are in no sum."""
         return tuple(b for b in self.bills if b.usd_per_hour is None)
-
-    def per_slot(self) -> dict[str, float]:
-        return _sum_by_key((b.slot, b.usd) for b in self.bills)
-
-    def per_executor(self) -> dict[str, float]:
-        return _sum_by_key((b.executor, b.usd) for b in self.bills)
-
-
-def _sum_by_key(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for key, value in pairs:
-        sums[key] += value
-    return dict(sorted(sums.items()))
 
 
 # -------------------------------------------------------------------- what it may cost

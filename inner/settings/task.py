@@ -256,6 +256,7 @@ class SamplingSettings(Table):
     boxes: str | None = setting(
         None, "Where the episodes of Harbor tasks get their boxes (docs/reference/boxes.md).", one_of=PROVIDERS
     )
+    box_usd_per_hour: float | None = setting(None, "Price of one box, for max_usd (default: the provider's).", least=0)
 
     def check(self) -> None:
         if self.num_generations < 2:

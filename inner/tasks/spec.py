@@ -22,6 +22,7 @@ from inner.errors import InnerError
 MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
 HARBOR = "harbor"  # needs no package
 PROVIDERS = ("local", "e2b", "modal", "hf")  # of boxes (inner/extras/boxes/starting.py)
+PRICED = ("local", "hf")  # the price of a box is known
 
 
 @dataclass(frozen=True)

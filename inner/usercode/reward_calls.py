@@ -60,6 +60,8 @@ class StandaloneHost:
     def emit(self, event: str, text: str, **fields: Any) -> None:
         warnings.warn(text, stacklevel=2)
 
+    def rented(self, seconds: float, usd_per_hour: float | None) -> None: ...
+
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
 

@@ -296,6 +296,7 @@ class BeatStatus:
     rate: float = 0.0
     note: str = ""
     data: int = 0
+    box_usd: float = 0.0
 
     def enter_phase(self, phase: str, step: int) -> None:
         self.phase = phase

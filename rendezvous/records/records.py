@@ -425,10 +425,11 @@ class Beat(Record):
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
     data: the inner step of its slot's data that it trains on, for actors (diloco/actor/).
+    box_usd: US dollars for boxes of all sessions of its slot (docs/reference/boxes.md).
     """
 
     kind = "beat"
-    later = ("data",)
+    later = ("data", "box_usd")
     slot: Holder
     generation: Generation
     n: Count
@@ -441,3 +442,4 @@ class Beat(Record):
     pid: Pid = 0
     note: str = ""
     data: Count = 0
+    box_usd: Usd = 0.0

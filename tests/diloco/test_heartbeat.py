@@ -455,3 +455,16 @@ def test_a_turn_counts_only_what_its_observer_was_awake_for() -> None:
         assert watch.has_overstayed(6.0)
     with watch:
         assert not watch.has_overstayed(6.0)
+
+
+def test_a_slots_next_session_goes_on_with_the_dollars_of_its_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run()
+    first, _ = gone(store, monkeypatch)
+    session.SessionHost(first).rented(1800.0, 0.5)
+    session.SessionHost(first, box_usd_per_hour=2.0).rented(1800.0, None)
+    session.SessionHost(first).rented(1800.0, None)  # of unknown price
+    first.rv.members.write_leave_beat()
+    first.end()
+    second, _ = gone(store, monkeypatch)
+    second.end()
+    assert second.rv.members.status.box_usd == first.rv.members.status.box_usd == 1.25

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,17 @@ from executors.cli.looking.box_costs import BoxCosts, box_costs
 from executors.platforms.on_host.executor import claimed_process, newest_claims
 from executors.platforms.places import Place
 from executors.preflight.needs import box_faults
-from executors.preflight.needs.box_faults import check_boxes
+from executors.preflight.needs.box_faults import check_boxes, refuse_unpriced
 from executors.preflight.quote import fitted_places
+from executors.preflight.run_url import UsageError
 from executors.supervision import boxes
+from executors.supervision.costs import Budget
 from inner.errors import InnerError
+from inner.extras.boxes.e2b_boxes import E2bBoxes
+from inner.extras.boxes.local import LocalBoxes
+from inner.extras.boxes.modal_boxes import ModalBoxes
+from inner.settings.task import SamplingSettings
+from inner.tasks.spec import PRICED, PROVIDERS
 from tests.executors.test_preflight import plan
 from tests.inner.test_boxes import write_task
 from tests.inner.test_toolworld import small_folder
@@ -205,14 +213,56 @@ def test_a_run_to_its_end_says_that_no_box_is_left(tmp_path: Path) -> None:
 
 
 def test_box_hours_and_dollars_are_summed() -> None:
-    one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0, "usd": 0.005}
-    forged = {"event": "boxes_used", "boxes": "3", "usd": -1, "box_s": None}
-    found = box_costs("hf", [one, one, {"event": "step"}, forged])
+    one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0}
+    forged = {"event": "boxes_used", "boxes": "3", "box_s": None}
+    config: Any = {"inner": {"sampling": {"boxes": "hf"}}}
+    found = box_costs(config, [one, one, {"event": "step"}, forged], 0.01)
     assert found is not None and found == BoxCosts("hf", 6, 1.0, 0.01)
-    assert found.line.startswith("  boxes      hf              6    1.00     0.01  boxes are not in the sum")
-    half = box_costs("e2b", [one, {"event": "boxes_used", "boxes": 1, "box_s": 1.0}])
-    assert half is not None and half.usd is None
-    assert box_costs(None, [one]) is None
+    assert found.line == "  boxes      hf              6    1.00     0.01"
+    config["inner"]["sampling"]["boxes"] = "e2b"
+    unpriced = box_costs(config, [one], 0.0)
+    assert unpriced is not None and unpriced.usd is None and "inner.sampling.box_usd_per_hour" in unpriced.line
+    config["inner"]["sampling"]["box_usd_per_hour"] = 0.1
+    assert (priced := box_costs(config, [one], 0.05)) is not None and priced.usd == 0.05
+    for odd in ({}, {"inner": None}, {"inner": {"sampling": []}}):
+        assert box_costs(odd, [one], 0.0) is None
+
+
+def test_the_providers_with_a_price_are_those_that_the_core_knows() -> None:
+    kinds = {"local": LocalBoxes, "e2b": E2bBoxes, "modal": ModalBoxes}
+    for name, kind in kinds.items():
+        assert (kind.price_per_hour is not None) == (name in PRICED)
+    assert set(PROVIDERS) == {*kinds, "hf"} and "hf" in PRICED  # of the flavor that a run uses (hf_boxes.py)
+
+
+def test_a_budget_that_cannot_count_the_boxes_is_refused_before_the_start(folder: Path) -> None:
+    told = SamplingSettings(boxes="e2b")
+    with pytest.raises(UsageError, match=r"max_usd = 5 cannot count boxes of e2b.*Set inner\.sampling\.box_usd"):
+        refuse_unpriced(told, Budget(max_usd=5))
+    refuse_unpriced(told, Budget(max_hours=5))
+    refuse_unpriced(told, Budget(max_usd=5, allow_unknown_price=True))
+    refuse_unpriced(replace(told, box_usd_per_hour=0.1), Budget(max_usd=5))
+    refuse_unpriced(replace(told, boxes="hf"), Budget(max_usd=5))
+    (folder / "run.toml").write_text(RUN.format(boxes="modal"))
+    refused = plan(folder, "--max-usd", "5", MODAL_TOKEN_ID="i", MODAL_TOKEN_SECRET="s")
+    assert refused.code == 2 and "cannot count boxes of modal" in refused.err
+
+
+@real
+def test_the_boxes_of_a_run_count_for_its_spending_limit(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks/one", test="echo 1 > /logs/verifier/reward.txt\n")
+    settings = LIVE.format(boxes="local", model=small_folder()).replace("steps = 1", "steps = 500")
+    (tmp_path / "run.toml").write_text(f"{settings}box_usd_per_hour = 100000.0\n")
+    env = {**os.environ, "PATH": f"{write_bwrap(tmp_path / 'bin')}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command, url = [sys.executable, "-m", "executors.cli"], str(tmp_path / "run")
+    train = [*command, "train", str(tmp_path / "run.toml"), "--run", url, "--max-usd", "1"]
+    done = subprocess.run(train, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode != 0 and "would pass max_usd = 1" in done.stdout + done.stderr, done.stdout + done.stderr
+    asked = subprocess.run([*command, "costs", url, "--json"], capture_output=True, env=env)
+    found = json.loads(asked.stdout)
+    assert (
+        found["usd"] == pytest.approx(found["usd_boxes"], abs=1e-3) and found["usd_boxes"] == found["boxes"]["usd"] > 1
+    )
 
 
 def test_a_sweep_that_proves_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,8 +145,8 @@ def test_hours_are_the_clock_s_and_gaps_do_not_count():
 def test_sums_per_slot_and_per_executor():
     events = [launched(), launched(slot="r01", executor="hf-jobs", usd=2.0), launched(slot="r02", usd=None)]
     found = costs(report(*events), T + HOUR)
-    assert found.per_slot() == pytest.approx({"r00": 4.0, "r01": 2.0, "r02": 0.0})
-    assert found.per_executor() == pytest.approx({"hf-jobs": 2.0, "modal": 4.0})
+    assert costs_dict(found)["per_slot"] == pytest.approx({"r00": 4.0, "r01": 2.0, "r02": 0.0})
+    assert costs_dict(found)["per_executor"] == pytest.approx({"hf-jobs": 2.0, "modal": 4.0})
     assert [b.slot for b in found.unknown] == ["r02"]
     assert json.loads(json.dumps(costs_dict(found)))["unknown_price"] == ["r02"]
 

@@ -144,7 +144,7 @@ def test_a_start_ends_at_its_budget_and_says_so() -> None:
 
 
 def test_box_seconds_are_counted_when_no_box_runs() -> None:
-    clock = VirtualClock()
+    clock, told = VirtualClock(), list[tuple[float, float | None]]()
     starter = _starter(PlantedBoxes(clock), clock)
     other = BoxOwner("run", "0", 1, "8")
     starter.start(OWNER, BoxRecipe())
@@ -154,8 +154,10 @@ def test_box_seconds_are_counted_when_no_box_runs() -> None:
     starter.release(OWNER)
     assert starter.take_used() is None, "one still runs"
     clock.sleep(100)
+    starter.on_used = lambda *used: told.append(used)
     starter.release(other)
     starter.release(other)
+    assert told == [(105, starter.provider.price_per_hour)], "each box once, when it ends"
     assert starter.take_used() == Used(2, 15 + 105) and starter.take_used() is None
 
 
@@ -295,7 +297,7 @@ def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
     owners = [BoxOwner("n", "r01", 1, "a"), BoxOwner("n", "r01", 2, "b"), BoxOwner("n", "r01", 3, "mine")]
     for owner in (*owners, BoxOwner("n", "r02", 1, "other slot"), BoxOwner("m", "r01", 1, "other run")):
         starter.start(owner, BoxRecipe())
-    host: Any = SimpleNamespace(owner=("n", "r01", 3))
+    host: Any = SimpleNamespace(owner=("n", "r01", 3), rented=print)
     harbor_environment(starter)._report_to(host)
     assert sorted(box.owner.place for box in provider.alive.values()) == ["mine", "other run", "other slot"]
 
@@ -568,9 +570,10 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     )
     files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
-    told = list[tuple[str, dict[str, Any]]]()
+    told, prices = list[tuple[str, dict[str, Any]]](), list[float | None]()
     emit = lambda event, text, **fields: told.append((event, fields))  # noqa: E731
-    loop.report_to(SimpleNamespace(owner=("nonce", "r01", 3), note=print, emit=emit, pause=print))
+    rented = lambda seconds, usd_per_hour: prices.append(usd_per_hour)  # noqa: E731
+    loop.report_to(SimpleNamespace(owner=("nonce", "r01", 3), note=print, emit=emit, pause=print, rented=rented))
     before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     stops = iter((False, True))
     loop.train(lambda: next(stops))
@@ -583,4 +586,5 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     assert owners == {("nonce", "r01", 3)}
     used = [fields for event, fields in told if event == "boxes_used"]
     assert sum(fields["boxes"] for fields in used) == world.starter.counts["started"], "fresh boxes cost, too"
+    assert prices == [world.starter.provider.price_per_hour] * world.starter.counts["started"]
     assert torch.isfinite(after).all() and not torch.equal(before, after)

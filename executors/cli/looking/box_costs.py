@@ -1,21 +1,23 @@
-"""Sum the use of a run's boxes, by the events of its replicas and actors.
+"""Sum the use of a run's boxes, for `diloco costs`.
 
-    boxes_used {boxes, box_s, usd} ── summed ──▶ "  boxes      e2b         512    1.40  unknown  not in the sum, nor …"
+    boxes_used {boxes, box_s} of replicas and actors ── summed ──▶ "  boxes      e2b         512    1.40     0.14"
+    heartbeats: US dollars ─────────────────────────────────────────────────────────────────────────────────┘
 
-Not promised: the boxes of a batch whose replica was killed; the provider's invoice.  The spend limit and the sum of
-`diloco costs` do not count boxes: a supervisor does not read replicas' whole logs.
+Not promised: the boxes of a batch whose replica was killed, which are in neither; the provider's invoice.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-APART = "boxes are not in the sum, nor does max_usd count them"
+from inner.tasks.spec import PRICED
+
+UNKNOWN = "no price is known, so they are not in the sum: inner.sampling.box_usd_per_hour"
 
 
 @dataclass(frozen=True)
 class BoxCosts:
-    """The sum.   usd: None if the price is unknown for some."""
+    """The sum.   usd: None if no price of this provider is known."""
 
     provider: str
     boxes: int
@@ -27,27 +29,32 @@ class BoxCosts:
 
     @property
     def line(self) -> str:
-        price = "unknown" if self.usd is None else f"{self.usd:.2f}"
-        return f"  {'boxes':10s} {self.provider:8s} {self.boxes:8d} {self.hours:7.2f} {price:>8s}  {APART}"
+        price, why = ("unknown", UNKNOWN) if self.usd is None else (f"{self.usd:.2f}", "")
+        return f"  {'boxes':10s} {self.provider:8s} {self.boxes:8d} {self.hours:7.2f} {price:>8s}  {why}".rstrip()
 
 
 def provider_in(config: Mapping[str, Any]) -> str | None:
     """Return the provider that a run.json's config names; None without one, or for a config of odd types."""
-    found: Any = config
-    for name in ("inner", "sampling", "boxes"):
-        found = found.get(name) if isinstance(found, Mapping) else None
+    found = sampling_in(config).get("boxes")
     return found if isinstance(found, str) else None
 
 
-def box_costs(provider: str | None, events: Sequence[Mapping[str, Any]]) -> BoxCosts | None:
-    """Return the sum of a run whose config names a provider; None for another one."""
-    if provider is None:
+def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return [inner.sampling] of a run.json's config; {} for a config of odd types."""
+    found: Any = config
+    for name in ("inner", "sampling"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
+    """Return the sum of a run whose config names a provider; None for another one.   usd: by the heartbeats."""
+    if (provider := provider_in(config)) is None:
         return None
     used = [event for event in events if event["event"] == "boxes_used"]
-    known = all("usd" in event for event in used)
-    usd = sum(_number(event, "usd") for event in used) if known else None
+    known = provider in PRICED or sampling_in(config).get("box_usd_per_hour") is not None
     boxes = round(sum(_number(event, "boxes") for event in used))
-    return BoxCosts(provider, boxes, sum(_number(event, "box_s") for event in used) / 3600, usd)
+    return BoxCosts(provider, boxes, sum(_number(event, "box_s") for event in used) / 3600, usd if known else None)
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:

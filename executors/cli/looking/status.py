@@ -23,6 +23,7 @@ that a line is up to date: the bucket is read a few times per second.
 
 import shlex
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -309,10 +310,18 @@ def costs_dict(spent: Costs) -> dict[str, Any]:
         "usd": spent.usd,
         "usd_per_hour": spent.rate,
         "hours": spent.hours,
-        "per_slot": spent.per_slot(),
-        "per_executor": spent.per_executor(),
+        "per_slot": _sum_by_key((b.slot, b.usd) for b in spent.bills),
+        "per_executor": _sum_by_key((b.executor, b.usd) for b in spent.bills),
+        "usd_boxes": spent.boxes,
         "usd_unlogged": spent.unlogged,
         "unknown_price": sorted({b.slot for b in spent.unknown}),
         "unknown_sessions": list(spent.untold),
         "bills": [{**b.to_dict(), "usd": b.usd} for b in spent.bills],
     }
+
+
+def _sum_by_key(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for key, value in pairs:
+        sums[key] += value
+    return dict(sorted(sums.items()))

@@ -110,10 +110,10 @@ def _costs(args: Namespace) -> Answer:
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
-    if (boxes := provider_in(report.config)) is not None:
+    if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # replicas' logs say what boxes they used
-    used = box_costs(boxes, report.events)
     spent = costs(report, time.time())
+    used = box_costs(report.config, report.events, spent.boxes)
     data = {
         "name": report.name,
         "url": view.run.url,

@@ -18,7 +18,11 @@ from pathlib import Path
 from executors.platforms import FAR
 from executors.platforms.places import Place
 from executors.preflight.place_faults import about_sandbox, may_bring
+from executors.preflight.run_url import UsageError
+from executors.supervision.costs import Budget
 from inner.errors import InnerError
+from inner.settings.task import SamplingSettings
+from inner.tasks.spec import PRICED
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
         if text := fault(NEEDS[provider], place, environ):
             raise InnerError(f"{told}: {text}")
     return list(_notes(NEEDS[provider], places))
+
+
+def refuse_unpriced(sampling: SamplingSettings, budget: Budget) -> None:
+    """Raise UsageError if a budget of dollars cannot count the boxes."""
+    known = sampling.boxes in PRICED or sampling.box_usd_per_hour is not None
+    if budget.max_usd and not known and not budget.allow_unknown_price:
+        raise UsageError(
+            f"max_usd = {budget.max_usd:g} cannot count boxes of {sampling.boxes}, because no price is known. Set "
+            "inner.sampling.box_usd_per_hour to the price of one box, or add --allow-unknown-price"
+        )
 
 
 def _near_fault(needs: Needs, place: Place, environ: Mapping[str, str]) -> str:

@@ -38,9 +38,11 @@ def costs(report: Report, now: float | None = None) -> Costs:
         bills.append(_make_bill(events, sessions, ended, _length(billed)))
         priced.append((bills[-1].usd_per_hour or 0.0, billed))
     usd, hours = _sums_since(float("-inf"), priced)
+    boxes = sum(beat.box_usd for beat in report.beats.values())
     told_usd, told_hours = _told_by_record(report, priced, now)
     bills.sort(key=lambda b: (b.slot, b.attempt))
-    return Costs(tuple(bills), max(hours, told_hours), max(0.0, told_usd - usd), _untold_sessions(report, bills))
+    unlogged, untold = max(0.0, told_usd - usd - boxes), _untold_sessions(report, bills)
+    return Costs(tuple(bills), max(hours, told_hours), unlogged, untold, boxes)
 
 
 def billed_events(report: Report) -> list[Mapping[str, Any]]:

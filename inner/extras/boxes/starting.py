@@ -64,6 +64,7 @@ class BoxStarter:
         self.counts = Counter[str]()
         self._since = dict[str, float]()  # owner's key -> when its box was there
         self._used = Used()
+        self.on_used: Callable[[float, float | None], None] = lambda seconds, usd_per_hour: None  # one thread at a time
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
         """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
@@ -96,7 +97,9 @@ class BoxStarter:
         """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
         with self._lock:
             if (since := self._since.pop(owner.key, None)) is not None:
-                self._used = Used(self._used.boxes + 1, self._used.seconds + self.clock() - since)
+                seconds = self.clock() - since
+                self._used = Used(self._used.boxes + 1, self._used.seconds + seconds)
+                self.on_used(seconds, self.provider.price_per_hour)
         self.sweep(owner.labels)
 
     def take_used(self) -> "Used | None":

@@ -79,6 +79,7 @@ class HarborEnvironment:
         """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
         cls._session = run, slot, generation = host.owner
         cls._host = host
+        cls._shared.starter.on_used = host.rented
         for before in range(max(1, generation - PREDECESSORS), generation):
             _sweep_quietly(cls._shared.starter, {"run": run, "slot": slot, "generation": str(before)})
 
@@ -199,10 +200,8 @@ class HarborEnvironment:
         """Write an event of the boxes of a batch, when its last one has ended."""
         if self._host is None or (used := self._starter.take_used()) is None:
             return
-        price = self._starter.provider.price_per_hour
-        usd = {} if price is None else {"usd": price * used.seconds / 3600}
         text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
-        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, **usd)
+        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds)
 
     def _owner(self, suffix: str = "") -> BoxOwner:
         run, slot, generation = self._session
