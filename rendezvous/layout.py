@@ -279,10 +279,11 @@ def beside_bundle(bundle: str, ending: str) -> str:
     return bundle.removesuffix("bundle") + ending
 
 
-def bundle_generation(key: str) -> int | None:
-    """Return the generation of a bundle's key: rollouts/r01/0000000042/0003.0.bundle -> 42; None for any other key."""
-    parts = key.split("/")
-    return int(parts[2]) if len(parts) == 4 and _is_number(parts[2]) and key.endswith(".bundle") else None
+def bundle_place(key: str) -> tuple[int, int] | None:
+    """Return generation and number of a bundle's key: rollouts/r01/0000000042/0003.0.bundle -> 42, 3; else None."""
+    parts = key.split("/") if key.endswith(".bundle") else []
+    number = parts[3].partition(".")[0] if len(parts) == 4 else ""
+    return (int(parts[2]), int(number)) if _is_number(number) and _is_number(parts[2]) else None
 
 
 def is_rollouts(key: str) -> bool:

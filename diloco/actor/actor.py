@@ -83,6 +83,7 @@ class Actor:
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
+        self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
         self._status.enter_phase("sample", 0)
 
     def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
@@ -100,15 +101,16 @@ class Actor:
             self._sampler.load()
             self._status.step = newest.step
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
+        standings = read_standings(store, wanted.slot_names, self._ranks)
         places = open_places(
-            read_standings(store, wanted.slot_names), filled_places(store), self._pace, weights=weights,
+            standings, filled_places(store), self._pace, weights=weights,
             staleness=staleness_of(self._run.config), end=wanted.steps, takes_s=self._status.rate,
         )  # fmt: skip
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
         place = chosen_place(places, self._session.rv.slot, names, self._overdue(places))
         if place is None:
             return False
-        self._fill(*place)
+        self._fill(*place, ranks={at.slot: at.ranks for at in standings}[place[0]])
         return True
 
     def _overdue(self, places: Iterable[tuple[int, str, int]]) -> set[tuple[str, int]]:
@@ -117,14 +119,16 @@ class Actor:
         self._open_since = {place[1:]: self._open_since.get(place[1:], now) for place in places}
         return {place for place, since in self._open_since.items() if now - since > SLOW * self._status.rate + IDLE_S}
 
-    def _fill(self, slot: str, generation: int) -> None:
+    def _fill(self, slot: str, number: int, ranks: int) -> None:
+        """Sample for a place, and put the bundle.   number: generation · ranks + rank."""
         from diloco.replica.rollouts import BucketPlaces
         from inner.rollouts.recorded import BundlePlace
 
         clock, weights = self._session.clock, self._status.step
         began = clock.now()
         self._session.watchdog.resume()
-        made = self._sampler.sample(share_of(self._run.config, slot), generation)
+        generation, rank = divmod(number, ranks)
+        made = self._sampler.sample(share_of(self._run.config, slot), number)
         self._session.watchdog.rest()
         bucket = self._session.rv.store.store  # the session's own store waits longer than a bundle is worth
         places = BucketPlaces(
@@ -132,14 +136,14 @@ class Actor:
             engine=self._sampler.engine, staleness=staleness_of(self._run.config), actor=self._session.rv.slot,
         )  # fmt: skip
         outer = self._run.record.parent.outer_steps + weights
-        stands = places.deliver(BundlePlace(outer, generation, 0), made)
+        stands = places.deliver(BundlePlace(outer, generation, rank), made)
         self._status.inner += stands
         self._status.data += not stands
         self._status.rate = clock.now() - began
         late = f", {self._status.data} too late" if self._status.data else ""
         self._status.note = f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each"
         self._session.emit(
-            "sampled", step=weights, place=f"{slot}/{generation}", stands=stands, tokens=sum(map(len, made.ids)),
+            "sampled", step=weights, place=f"{slot}/{number}", stands=stands, tokens=sum(map(len, made.ids)),
             seconds=self._status.rate,
         )  # fmt: skip
 

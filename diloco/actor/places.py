@@ -16,7 +16,7 @@ from math import ceil
 from typing import Any
 
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat
+from rendezvous.agreement.membership import read_beat, read_claim
 from rendezvous.store import Readable
 
 SPREAD = 8  # places of others among which an actor chooses
@@ -26,7 +26,7 @@ SPREAD = 8  # places of others among which an actor chooses
 class Standing:
     """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round.
 
-    rate: seconds per inner step, 0 if unknown.
+    rate: seconds per inner step, 0 if unknown.   ranks: processes of its replica, each with a bundle of its own.
     """
 
     slot: str
@@ -34,6 +34,7 @@ class Standing:
     data: int
     inner: int
     rate: float = 0.0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Pace:
 
 def open_places(
     standings: Iterable[Standing],
-    is_filled: Callable[[str, int], bool],
+    is_filled: Callable[[str, int, int], bool],
     pace: Pace,
     *,
     weights: int,
@@ -63,9 +64,10 @@ def open_places(
     end: int = 0,
     takes_s: float = 0.0,
 ) -> list[tuple[int, str, int]]:
-    """Return the open places as (distance, slot, generation), the nearest first.
+    """Return the open places as (distance, slot, number), the nearest first.
 
-    is_filled(slot, generation): whether it has a bundle.   weights: the outer step of the actor's weights.
+    number: generation · ranks + rank; with one process, the generation.
+    is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
     by then; below 0 for places that it will probably fill itself, which come last.
@@ -77,8 +79,9 @@ def open_places(
         lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1
         while pace.outer_step_of(at, generation) <= last:
-            if not is_filled(at.slot, generation):
-                found.append((generation - now - lead, at.slot, generation))
+            for rank in range(at.ranks):
+                if not is_filled(at.slot, generation, rank):
+                    found.append((generation - now - lead, at.slot, generation * at.ranks + rank))
             generation += 1
     return sorted(found, key=lambda place: (place[0] < 0, abs(place[0]), *place[1:]))
 
@@ -88,7 +91,7 @@ def chosen_place(
 ) -> tuple[str, int] | None:
     """Return this actor's place: the nearest of its own that it can fill in time; without one, an overdue one.
 
-    names: of all actors.   overdue: (slot, generation) of places whose owners had the time to fill them.
+    names: of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
     """
     in_time = [place for place in places if place[0] >= 0]
     own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]
@@ -101,28 +104,33 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
     return hashlib.sha256(f"{name} {place[1]} {place[2]}".encode()).digest()
 
 
-def read_standings(store: Readable, slots: Iterable[str]) -> list[Standing]:
-    """Return where these slots are, by their heartbeats; without those that do not train."""
-    beats = (read_beat(store, slot) for slot in slots)
-    return [
-        Standing(b.slot, b.step, b.data, b.inner, b.rate)
-        for b in beats
-        if b is not None and b.phase in ("train", "wait")
-    ]
+def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
+    """Return where these slots are, by their heartbeats; without those that do not train.
+
+    ranks: (slot, generation of the session) -> processes of its replica; what is missing is read from its claim.
+    """
+    found = list[Standing]()
+    for beat in (read_beat(store, slot) for slot in slots):
+        if beat is not None and beat.phase in ("train", "wait"):
+            if (session := (beat.slot, beat.generation)) not in ranks:
+                claim = read_claim(store, *session)
+                ranks[session] = max(1, claim.ranks if claim else 1)
+            found.append(Standing(beat.slot, beat.step, beat.data, beat.inner, beat.rate, ranks[session]))
+    return found
 
 
-def filled_places(store: Readable) -> Callable[[str, int], bool]:
-    """Return a function: (slot, generation) -> whether it has a bundle, as LIST shows it now.
+def filled_places(store: Readable) -> Callable[[str, int, int], bool]:
+    """Return a function: (slot, generation, rank) -> whether it has a bundle, as LIST shows it now.
 
     It lists a hundred generations at a time, so that a long run costs no more than a short one.
     """
-    seen: dict[tuple[str, int], set[int]] = {}
+    seen: dict[tuple[str, int], set[tuple[int, int]]] = {}
 
-    def is_filled(slot: str, generation: int) -> bool:
+    def is_filled(slot: str, generation: int, rank: int) -> bool:
         hundred = slot, generation // 100
         if hundred not in seen:
             keys = store.list(f"{layout.ROLLOUTS}{slot}/{hundred[1]:08d}")
-            seen[hundred] = {g for key in keys if (g := layout.bundle_generation(key)) is not None}
-        return generation in seen[hundred]
+            seen[hundred] = {place for key in keys if (place := layout.bundle_place(key)) is not None}
+        return (generation, rank) in seen[hundred]
 
     return is_filled

@@ -10,8 +10,9 @@ were not recorded are made again, with the session's seeds.
     equal    the same bytes              close    within CLOSE of its length: another machine rounds in other places
     differs  another pseudogradient than these rollouts, rows and settings give
 
-Not promised: fragments (F > 1) and a delay (τ > 0); a session that took over moments or a codec's residual, whose
-bytes are deleted when they are used; a script's own loop; the same bits on another kind of processor or a GPU.
+Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
+codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of
+processor or a GPU.
 """
 
 import tempfile
@@ -45,7 +46,7 @@ from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
-from rendezvous.agreement.membership import read_control, read_leave
+from rendezvous.agreement.membership import read_claim, read_control, read_leave
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
@@ -134,6 +135,9 @@ def _offers_of_sessions(store: Store) -> dict[Holder, dict[int, Offer]]:
 
 
 def _why_not(run: Run, store: Store, holder: Holder) -> str:
+    claim = read_claim(store, holder.slot, holder.generation)
+    if claim is not None and claim.ranks > 1:
+        return f"it had {claim.ranks} processes, and one process sums in another order"
     before = read_leave(store, holder.slot, holder.generation - 1) if holder.generation > 1 else None
     if before is not None and before.residual:
         return f"it took over what {holder.slot}-{before.generation} left, and those bytes are deleted"

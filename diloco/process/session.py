@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.process import exitcodes
 from diloco.process.journal import Journal
-from diloco.process.processes import device_name, host_name, mark_run, start_ticks
+from diloco.process.processes import COUNT_ENV, device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
 from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
@@ -250,7 +250,8 @@ class Session:
 
 def process_fields() -> dict[str, Any]:
     """Return the fields of a claim that identify this process."""
-    return {"host": host_name(), "pid": os.getpid(), "started": start_ticks(os.getpid()) or 0}
+    pid, ranks = os.getpid(), int(os.environ.get(COUNT_ENV, "0"))
+    return {"host": host_name(), "pid": pid, "started": start_ticks(pid) or 0, "ranks": ranks}
 
 
 class SessionHost:

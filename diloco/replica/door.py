@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,9 +89,14 @@ class RolloutDoor:
         self._parent = parent
         self._verdicts: dict[str, RolloutVerdict] | None = None
         self._refused = set[str]()  # actors that were told of
+        self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py), and the model is one
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
         """Whether the slot may train on an actor's bundle.   key: the bundle's.   Raise RendezvousError."""
+        with self._one_at_a_time:
+            return self._lets_in(place, key, record, bundle)
+
+    def _lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
         verdicts = self._known()
         if (verdict := verdicts.get(key)) is not None and verdict.of == record.nonce:
             return not verdict.doubts

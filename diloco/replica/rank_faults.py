@@ -42,7 +42,9 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
         ),
         "inner.lora.base was seen in one process only": inner.lora is not None and inner.lora.base is not None,
-        "fleet.record_rollouts (and so actors) need one process": fleet.record_rollouts,
+        "fleet.record_rollouts (and so actors) needs a model that is not in shards, which only [inner.lora] has": (
+            fleet.record_rollouts and inner.lora is None
+        ),
     }
     found = next((text for text, holds in reasons.items() if holds), "")
     return found and (

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
-from diloco.process.processes import DEVICE_ENV
+from diloco.process.processes import COUNT_ENV, DEVICE_ENV
 from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
@@ -74,6 +74,7 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
         return exitcodes.USER_ERROR
     if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
         os.environ[DEVICE_ENV] = f"{devices} × {name}"  # as the run's log and GPU-hours have it
+    os.environ[COUNT_ENV] = str(devices)
     followers = Followers(devices, follow)
     code = exitcodes.CRASHED
     try:
@@ -149,16 +150,16 @@ class LeadingLoop:
 
     def __init__(self, loop: "InnerLoop", group: "Group") -> None:
         self._loop: Any = loop
-        self._group = group
+        self.group = group
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
 
     def start_at(self, inner_step: int) -> None:
-        self._loop.start_at(self._group.tell(inner_step))
+        self._loop.start_at(self.group.tell(inner_step))
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
-        self._group.tell((rows, greedy, seed))
+        self.group.tell((rows, greedy, seed))
         return self._loop.score(rows, greedy=greedy, seed=seed)
 
 
@@ -222,6 +223,11 @@ def _follow_training(group: "Group", job: Job) -> None:
     scratch.mkdir(exist_ok=True)
     loop: Any = build_inner(config.inner, inputs.model_dir, inputs.files, job.seeds, job.warmup, scratch=scratch)
     loop.place()
+    if config.fleet.record_rollouts:
+        from diloco.replica.rank_rollouts import FollowingPlaces
+        from inner.rollouts.recorded import record_rollouts
+
+        record_rollouts(loop.trainer, FollowingPlaces(group))
     manager = Led(group)
     manager.stats = loop.pop_metrics
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:

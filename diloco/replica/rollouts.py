@@ -38,6 +38,7 @@ from rendezvous.records.rollouts import Rollouts, is_whole, payload_digest, read
 from rendezvous.store import VOID, PatientStore, Store, put_once
 
 if TYPE_CHECKING:
+    from diloco.outer.ranks.group import Group
     from diloco.process.session import Session
     from diloco.replica.door import RolloutDoor
     from diloco.run.record import Run
@@ -57,23 +58,37 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     bucket = session.rv.store.store  # the session's own store waits for a full disk, and bundles are not worth that
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
-    places = BucketPlaces(
-        bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
-        by=session.rv.generation, engine=engine, staleness=ahead,
-    )  # fmt: skip
+    group: Group | None = getattr(loop, "group", None)  # of the ranks (ranks.py)
+    each = [
+        BucketPlaces(
+            bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
+            by=session.rv.generation, engine=engine, staleness=ahead,
+        )
+        for _ in range(group.count if group else 1)
+    ]  # fmt: skip
     if share := run.config.fleet.check_rollouts:
         from diloco.replica.door import ModelCheck, RolloutDoor, start_weights
 
-        check = ModelCheck(places.store, trainer, loop.model, lambda: start_weights(run))
-        places.door = RolloutDoor(
-            places.store, session.clock, session.emit, check,
+        check = ModelCheck(each[0].store, trainer, loop.model, lambda: start_weights(run))
+        door = RolloutDoor(
+            each[0].store, session.clock, session.emit, check,
             run=run.record.nonce, slot=session.rv.slot, by=session.rv.generation, share=share,
             parent=run.record.parent.outer_steps,
         )  # fmt: skip
+        for places in each:
+            places.door = door
     if keep_bytes(run.config.fleet.keep) is not None:
-        places.after_put = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
-    record_rollouts(trainer, places)
-    return places.tell
+        note = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
+        for places in each:
+            places.after_put = note
+    if group is None:
+        record_rollouts(trainer, each[0])
+        return each[0].tell
+    from diloco.replica.rank_rollouts import LeadingPlaces
+
+    leading = LeadingPlaces(group, each)
+    record_rollouts(trainer, leading)
+    return leading.tell
 
 
 class OldBundles:
@@ -135,6 +150,7 @@ class BucketPlaces:
         self._attempt = 0  # the first free one of the newest place
         self._outer, self._found, self._expired = -1, 0, 0  # of the newest place's outer step
         self.door: RolloutDoor | None = None
+        self.own_only = False  # whether actors' bundles are passed over
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
@@ -243,7 +259,7 @@ class BucketPlaces:
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
         age = place.outer - record.step
-        if not 0 <= age <= (self._staleness if record.actor else 0):
+        if not 0 <= age <= (self._staleness if record.actor else 0) or (record.actor and self.own_only):
             self._expired += bool(record.actor)
             return None, ""
         if not is_whole(record, payload, self._kind):

@@ -87,11 +87,6 @@ class Costs:
         """Whether a launch that costs money, or has an unknown price, runs or waits for a machine."""
         return any(b.ended is None and b.usd_per_hour != 0 for b in self.bills)
 
-    @property
-    def unknown(self) -> tuple[Bill, ...]:
-        """Bills with an unknown price, which are in no sum."""
-        return tuple(b for b in self.bills if b.usd_per_hour is None)
-
 
 # -------------------------------------------------------------------- what it may cost
 

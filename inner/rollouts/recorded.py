@@ -156,7 +156,9 @@ class _Recorded(GenerationTrainer):
         if self.replayed is None:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             if self._made is not None:
-                self._made |= {"prompts": list(prompts), "rewards": rewards, "names": list(self.reward_func_names)}
+                first = self.accelerator.process_index * len(prompts)  # TRL has gathered those of all ranks
+                own = rewards[first : first + len(prompts)]
+                self._made |= {"prompts": list(prompts), "rewards": own, "names": list(self.reward_func_names)}
                 self._made["weights"] = self.reward_weights.tolist()
                 self._made["environments"] = self._batch_environments if self._multi_environment else None
             return rewards

@@ -76,11 +76,10 @@ class RankLoop(GrpoLoop):
         accelerator.prepare = prepare_others
         if self.config.channels.sdpo.is_used:
             trainer.place_teacher()
-        generate = trainer._generate
 
         def generate_whole(*arguments: Any) -> Any:
             with whole_weights(trainer.model):
-                return generate(*arguments)
+                return type(trainer)._generate(trainer, *arguments)  # of the present class: recorded.py changes it
 
         trainer._generate = generate_whole
         # else ranks in shards wait for each other's tokens, and one without a tool call for ever

@@ -255,8 +255,8 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
-def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0, started: int = 0) -> int:
-    """Claim the next generation of a slot, and return it.   Raise Fenced if this process must end.
+def claim(store: Store, clock: Clock, slot: str, *, host: str = "", **process: Any) -> int:
+    """Claim a slot's next generation, and return it.   process: its other fields.   Raise Fenced if this process ends.
 
     If two launches claim at the same moment, the loser ends.  If it claimed the next generation instead, two launchers
     would fence each other without end.  A launch that its platform restarts also ends if a later launch has claimed the
@@ -269,7 +269,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
             if other and 0 < launch_of(host, slot) < launch_of(other.host, slot):
                 raise Fenced(f"{slot} belongs to a later launch than {host}; this process ends")
             generation += 1
-        mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
+        mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, **process)
         won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
         if won:
             return generation
@@ -319,6 +319,7 @@ class Membership:
     host: str = ""
     pid: int = 0
     started: int = 0
+    ranks: int = 0
     emit: Emit = no_emit
     status: BeatStatus = field(default_factory=BeatStatus)
     wanted: Wanted = field(default_factory=Wanted)
@@ -359,7 +360,7 @@ class Membership:
     def claim(self, store: Store, claimed: int = 0) -> int:
         """Claim the slot, if it is not claimed already, and read the desired state.   Return the generation."""
         self.generation = claimed or claim(
-            store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started
+            store, self.clock, self.slot, host=self.host, pid=self.pid, started=self.started, ranks=self.ranks
         )
         self.hear_control(store)
         return self.generation

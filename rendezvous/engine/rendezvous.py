@@ -23,7 +23,7 @@ Not promised: progress with fewer than `min_replicas` replicas: the step stays o
 
 from collections.abc import Callable
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Rendezvous:
     background: runs jobs during the training.   uploads: runs jobs that may take longer than a round.
     together: makes several requests at a time (`background.together_on`).   threads: for passes over vectors.
     keep: bytes of old blobs to keep in the bucket beside those that a reader may need (keeping/budget.py); None: all.
-    weights: writes bf16 weights of the steps that this replica closes, for inference engines.
+    weights: writes bf16 weights of the steps that this replica closes, for inference engines.   process: host, pid, …
     """
 
     def __init__(
@@ -75,21 +75,19 @@ class Rendezvous:
         timing: Timing,
         *,
         emit: Emit = no_emit,
-        host: str = "",
-        pid: int = 0,
-        started: int = 0,
         keep: int | None = None,
         background: Background | None = None,
         uploads: Background | None = None,
         together: Together = in_turn,
         threads: "Threads | None" = None,
         weights: "WeightsWriter | None" = None,
+        **process: Any,
     ) -> None:
         self.slot = slot
         self.clock = clock
         self.timing = timing
         self.emit = emit
-        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, started=started, emit=emit)
+        self.members = Membership(store, clock, slot, 0, timing, emit=emit, **process)
         self._departure = Departure(clock, self.members, timing.grace)
         self.store = PatientStore(
             store, clock, timing.store_patience, self._departure.check_before_pause,

@@ -134,10 +134,11 @@ class Claim(Record):
     """A process's claim to generation `generation` of a slot.
 
     host, pid, started: machine, process id and its start (diloco.process.processes); together they name the process.
+    ranks: processes of the replica, 0: one.
     """
 
     kind = "claim"
-    later = ("started",)
+    later = ("started", "ranks")
     slot: Holder
     generation: Generation
     nonce: Word
@@ -145,6 +146,7 @@ class Claim(Record):
     host: str = ""
     pid: Pid = 0
     started: Count = 0
+    ranks: Count = 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.records.records import Beat
+from rendezvous.records.records import Beat, Claim
 from rendezvous.records.rollouts import Rollouts, read_record
 from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
@@ -29,7 +29,7 @@ H4 = Pace(sync_every=4, accumulated=1, served=1)
 
 
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
-    is_filled = lambda slot, g: g in (there or set())  # noqa: E731
+    is_filled = lambda slot, g, rank: g in (there or set())  # noqa: E731
     return [g for _, _, g in open_places([at], is_filled, pace, weights=weights, staleness=staleness)]
 
 
@@ -118,12 +118,29 @@ def test_standings_are_those_of_slots_that_train() -> None:
     write_control(store, SystemClock(), replicas=3, steps=9, min_replicas=1)
     for slot, phase, data in (("r00", "train", 7), ("r01", "heal", 0)):
         store.put(layout.beat_key(slot), Beat(slot, 1, 3, phase, 2, 1, 0.1, 5.0, data=data).encode())
-    assert read_standings(store, ["r00", "r01", "r02"]) == [Standing("r00", 2, 7, 1, 0.1)]
-    foreign = "rollouts/r00/x", "rollouts/r00/00000000zz/0000.0.bundle", "rollouts/r00/0000000004/0000.0.verdict"
-    for key in ("rollouts/r00/0000000003/0000.0.bundle", "rollouts/r00/0000000105/0000.0.bundle", *foreign):
+    store.put(layout.claim_key("r00", 1), Claim("r00", 1, "n", 0.0, ranks=2).encode())
+    ranks = dict[tuple[str, int], int]()
+    assert read_standings(store, ["r00", "r01", "r02"], ranks) == [Standing("r00", 2, 7, 1, 0.1, ranks=2)]
+    store.delete([layout.claim_key("r00", 1)])
+    assert read_standings(store, ["r00"], ranks)[0].ranks == 2, "a session's claim is read once"
+    foreign = (
+        "rollouts/r00/x",
+        "rollouts/r00/0000000105/0001.0.bundle",
+        "rollouts/r00/00000000zz/0000.0.bundle",
+        "rollouts/r00/0000000004/0000.0.verdict",
+    )
+    for generation, rank in ((3, 0), (105, 0), (105, 1)):
+        store.put(layout.bundle_key("r00", generation, rank, 0), b"")
+    for key in foreign:
         store.put(key, b"")
     is_filled = filled_places(store)
-    assert [g for g in range(250) if is_filled("r00", g)] == [3, 105]
+    assert [(g, k) for g in range(250) for k in range(3) if is_filled("r00", g, k)] == [(3, 0), (105, 0), (105, 1)]
+
+
+def test_each_rank_of_a_slot_has_places_of_its_own() -> None:
+    at = Standing("r00", step=2, data=9, inner=1, ranks=2)
+    found = open_places([at], lambda slot, g, rank: (g, rank) == (10, 1), H4, weights=2, staleness=0)
+    assert found == [(0, "r00", 20), (1, "r00", 22), (1, "r00", 23)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from executors.supervision.costs import (
     lease,
     over,
 )
-from executors.supervision.money.bills import costs
+from executors.supervision.money.bills import costs, unpriced
 from rendezvous.agreement.membership import Wanted, write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
@@ -147,7 +147,7 @@ def test_sums_per_slot_and_per_executor():
     found = costs(report(*events), T + HOUR)
     assert costs_dict(found)["per_slot"] == pytest.approx({"r00": 4.0, "r01": 2.0, "r02": 0.0})
     assert costs_dict(found)["per_executor"] == pytest.approx({"hf-jobs": 2.0, "modal": 4.0})
-    assert [b.slot for b in found.unknown] == ["r02"]
+    assert [b.slot for b in unpriced(found)] == ["r02"]
     assert json.loads(json.dumps(costs_dict(found)))["unknown_price"] == ["r02"]
 
 

@@ -185,6 +185,7 @@ class SimActor(Actor):
         self.loaded = 0  # the outer step of its weights
         self._pace = Pace(world.plan.rules.sync_every // world.plan.rules.fragments, 1, plan.served)
         self._open_since = {}
+        self._ranks = dict[tuple[str, int], int]()
 
     def _tell(self, event: str, **fields: object) -> None:
         self.w.fired[f"told: {event}"] += 1
@@ -217,12 +218,12 @@ class SimActor(Actor):
             self.p.asleep_until = w.now + w.rng.choice((5.0, 40.0))
             w.wait(self.p, 0.0)
 
-    def _fill(self, slot: str, generation: int) -> None:
+    def _fill(self, slot: str, number: int, ranks: int) -> None:
         self._sampler.slot = slot
         if self.w.now < self.w.plan.calm and self.w.rng.random() < self.w.acting.mischief:
-            self._break(self.w.rng.choice(MISCHIEF), slot, generation)
+            self._break(self.w.rng.choice(MISCHIEF), slot, number)
         else:
-            super()._fill(slot, generation)
+            super()._fill(slot, number, ranks)
 
     # mischief
 

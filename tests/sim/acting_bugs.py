@@ -162,11 +162,11 @@ def the_first(places: Any, *_: Any) -> Any:
     return places[0][1:] if places else None
 
 
-def tells_other_weights(a: Any, slot: str, generation: int, fill: Any = Actor._fill) -> None:
+def tells_other_weights(a: Any, slot: str, number: int, ranks: int, fill: Any = Actor._fill) -> None:
     true = a._status
     a._status = Retold(true)
     try:
-        fill(a, slot, generation)
+        fill(a, slot, number, ranks)
     finally:
         a._status = true
 
@@ -232,9 +232,7 @@ ACTED_BUGS: dict[str, Bug] = {
     "an actor tells other weights": Bug(attr(Actor, "_fill", tells_other_weights), calm_acted),
     "an actor forgets S": Bug(attr(acting_process, "open_places", too_far_ahead), calm_acted),
     "all actors take the nearest": Bug(attr(acting_process, "chosen_place", the_first), calm_acted),
-    "an actor sees no bundles": Bug(
-        attr(acting_process, "filled_places", lambda store: lambda slot, generation: False), calm_acted
-    ),
+    "an actor sees no bundles": Bug(attr(acting_process, "filled_places", lambda store: lambda *_: False), calm_acted),
     "a replacement begins in front": Bug(attr(acting, "counted_inner_steps", always_from_the_front), deadly),
     "a replacement counts rounds": Bug(attr(acting, "counted_inner_steps", by_rounds), deadly),
 }

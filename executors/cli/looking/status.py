@@ -42,6 +42,7 @@ from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s
 from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
+from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import all_troubles, is_listening, message_lines
 from inner.printable import printable
 from rendezvous.agreement.membership import Wanted, launch_of
@@ -209,7 +210,7 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
     limit = f" of {limits}" if (limits := cost_limits(wanted)) else ""
-    unknown = f", {len(spent.unknown)} launches at an unknown price" if spent.unknown else ""
+    unknown = f", {len(unpriced(spent))} launches at an unknown price" if unpriced(spent) else ""
     on_actors = sum(bill.usd for bill in spent.bills if is_actor(bill.slot))
     part = f" ({dollars(on_actors)} of it for actors)" if on_actors else ""
     return f"{dollars(spent.usd)}{limit} so far{part}, {dollars(spent.rate)} per hour now{unknown}"
@@ -314,7 +315,7 @@ def costs_dict(spent: Costs) -> dict[str, Any]:
         "per_executor": _sum_by_key((b.executor, b.usd) for b in spent.bills),
         "usd_boxes": spent.boxes,
         "usd_unlogged": spent.unlogged,
-        "unknown_price": sorted({b.slot for b in spent.unknown}),
+        "unknown_price": sorted({b.slot for b in unpriced(spent)}),
         "unknown_sessions": list(spent.untold),
         "bills": [{**b.to_dict(), "usd": b.usd} for b in spent.bills],
     }

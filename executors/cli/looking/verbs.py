@@ -63,7 +63,7 @@ def _status(args: Namespace) -> Answer:
     from diloco.runlog.reader import SUPERVISOR
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
-    from executors.supervision.money.bills import costs
+    from executors.supervision.money.bills import costs, unpriced
     from rendezvous.agreement.membership import read_beat
 
     _, reader = _opened(args.run, STATUS)
@@ -72,7 +72,7 @@ def _status(args: Namespace) -> Answer:
     last, supervisor = status.describe_supervisor(read_beat(reader.ahead, SUPERVISOR), SystemClock(), report)
     spent = costs(report, now)
     table = status.status_table(report, now, shutil.get_terminal_size().columns)
-    money = [f"  {status.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
+    money = [f"  {status.cost_line(spent, report.wanted)}"] if spent.usd or unpriced(spent) else []
     data = {**status.status_dict(report, now), **status.cost_status(spent, report.wanted), **supervisor}
     return Answer(data, [*table, *money, f"  {last}"])
 

@@ -26,6 +26,7 @@ from diloco.views.overview import MetricCurve, Overview, SessionRow
 from diloco.views.trouble import PAGE, Trouble
 from executors.cli.looking.status import cost_limits
 from executors.supervision.costs import Costs
+from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import found_room
 from rendezvous.agreement.membership import Wanted
 
@@ -71,10 +72,10 @@ def _clock_part(seen: Overview) -> str:
 
 
 def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
-    if not (spent.usd or spent.unknown or wanted.max_usd or wanted.max_hours):
+    if not (spent.usd or unpriced(spent) or wanted.max_usd or wanted.max_hours):
         return []
     limit = cost_limits(wanted)
-    unknown = f" and {len(spent.unknown)} launches of unknown price" if spent.unknown else ""
+    unknown = f" and {len(unpriced(spent))} launches of unknown price" if unpriced(spent) else ""
     return [f"{dollars(spent.usd)}{f' of {limit}' if limit else ''}{unknown}, {dollars(spent.rate)}/h"]
 
 

@@ -45,6 +45,11 @@ def costs(report: Report, now: float | None = None) -> Costs:
     return Costs(tuple(bills), max(hours, told_hours), unlogged, untold, boxes)
 
 
+def unpriced(spent: Costs) -> tuple[Bill, ...]:
+    """Return the bills with an unknown price, which are in no sum."""
+    return tuple(b for b in spent.bills if b.usd_per_hour is None)
+
+
 def billed_events(report: Report) -> list[Mapping[str, Any]]:
     """Return the events of supervisors from which bills are computed."""
     kinds = (*BEGINS, *ENDS, *WAITS)

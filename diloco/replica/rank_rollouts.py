@@ -1,0 +1,147 @@
+"""Recorded rollouts of a replica in K processes: rank 0 meets the bucket for all.
+
+    find   rank 0: a thread for each of K places (t, g, k) ──▶ a bundle ──tell──▶ rank k: does it fit my rows? ──┐
+               ▲                                                 next attempt ◀── no ────────────────────────────┤
+               └ once more without actors' bundles, if not all ranks have one                                   yes
+                                                            all have one: rank k trains on bundle k ◀───────────┘
+    put    rank k ──its own bundle──▶ rank 0: K puts side by side ──tell──▶ the bundles that stand
+
+So an actor samples for one rank at a time, and a bundle is as large as with one process.
+
+All ranks train on rollouts of actors, or none: TRL's correction gathers over the ranks.  An own bundle then stands in
+a later attempt beside the actor's, and a replacement decides as its predecessor did.
+
+Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the others.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
+
+from inner.rollouts.bundle import Bundle
+from inner.rollouts.recorded import BundlePlace, Unfit
+
+if TYPE_CHECKING:
+    from diloco.outer.ranks.group import Group
+    from diloco.replica.rollouts import BucketPlaces
+
+
+class Asked(NamedTuple):
+    """Bundles that the ranks are to look at, by rank."""
+
+    bundles: dict[int, Bundle]
+
+
+class Dealt(NamedTuple):
+    """What the ranks train on.   None: on what they make, or have made."""
+
+    bundles: Sequence[Bundle | None]
+
+
+Question = tuple[int, Bundle | None, "Future[str]"]  # rank, its bundle (None: its thread has ended), the answer
+Act = Callable[[int, Unfit], "Bundle | None"]
+
+
+class LeadingPlaces:
+    """Rank 0's Places (inner/rollouts/recorded.py).   places: of the ranks, in their order."""
+
+    def __init__(self, group: "Group", places: "Sequence[BucketPlaces]") -> None:
+        self._group = group
+        self._places = places
+
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
+        """Return this rank's bundle, if all ranks have one."""
+        found = self._look(place, unfit, own_only=False)
+        if len({bundle is None or bundle.logprobs is None for bundle in found}) == 2:
+            found = self._look(place, unfit, own_only=True)
+        if None in found:
+            found = [None] * self._group.count
+        for places in self._places:
+            places.own_only = True  # if these rollouts are made now
+        return self._group.tell(Dealt(found)).bundles[0]
+
+    def _look(self, place: BundlePlace, unfit: Unfit, *, own_only: bool) -> list[Bundle | None]:
+        for places in self._places:
+            places.own_only = own_only
+        return self._side_by_side(lambda k, fits: self._places[k].find(_of_rank(place, k), fits), unfit)
+
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        """Record what the ranks made. Return the bundle that stands in this rank's place."""
+        parts: list[Bundle] = self._group.gather(made)
+        stand = self._side_by_side(lambda k, fits: self._places[k].put(_of_rank(place, k), parts[k], fits), unfit)
+        others = [None if one is part else one for one, part in zip(stand, parts, strict=True)]
+        return self._group.tell(Dealt(others)).bundles[0] or made
+
+    def tell(self) -> None:
+        """Tell of the last outer step's bundles."""
+        for places in self._places:
+            places.tell()
+
+    def _side_by_side(self, act: Act, unfit: Unfit) -> list[Bundle | None]:
+        """Return act(k, fits) of each rank k, a thread each.   fits(bundle): what `unfit` says on rank k."""
+        asked = SimpleQueue[Question]()
+
+        def run(k: int) -> Bundle | None:
+            def fits(bundle: Bundle) -> str:
+                asked.put((k, bundle, answer := Future[str]()))
+                return answer.result()
+
+            try:
+                return act(k, fits)
+            finally:
+                asked.put((k, None, Future[str]()))
+
+        with ThreadPoolExecutor(self._group.count, "rank") as pool:
+            results = [pool.submit(run, k) for k in range(self._group.count)]
+            busy = self._group.count
+            while busy:
+                waiting = dict[int, tuple[Bundle, Future[str]]]()
+                while len(waiting) < busy:
+                    k, bundle, answer = asked.get()
+                    if bundle is None:
+                        busy -= 1
+                    else:
+                        waiting[k] = bundle, answer
+                if waiting:
+                    self._answer(waiting, unfit)
+        return [result.result() for result in results]
+
+    def _answer(self, waiting: dict[int, tuple[Bundle, "Future[str]"]], unfit: Unfit) -> None:
+        """Let each rank look at its bundle, all at the same time."""
+        bundles = {k: bundle for k, (bundle, _) in waiting.items()}
+        try:
+            self._group.tell(Asked(bundles))
+            told = self._group.gather(unfit(bundles[0]) if 0 in bundles else "")
+        except Exception as error:
+            for _, answer in waiting.values():
+                answer.set_exception(error)
+            raise
+        for k, (_, answer) in waiting.items():
+            answer.set_result(told[k])
+
+
+class FollowingPlaces:
+    """Places of a rank that rank 0 leads."""
+
+    def __init__(self, group: "Group") -> None:
+        self._group = group
+
+    def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
+        return self._follow(unfit)
+
+    def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        self._group.gather(made)
+        return self._follow(unfit) or made
+
+    def _follow(self, unfit: Unfit) -> Bundle | None:
+        """Look at the bundles that rank 0 asks about. Return the one that it deals to this rank."""
+        while isinstance(asked := self._group.tell(None), Asked):
+            bundle = asked.bundles.get(self._group.index)
+            self._group.gather("" if bundle is None else unfit(bundle))
+        return asked.bundles[self._group.index]
+
+
+def _of_rank(place: BundlePlace, rank: int) -> BundlePlace:
+    """Return a rank's place. Without dynamic sampling, a generation has one bundle for each rank."""
+    return place._replace(bundle=rank)
