@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from diloco.replica.rollouts import BucketPlaces
 
 
-class Asked(NamedTuple):
+class Candidates(NamedTuple):
     """Bundles that the ranks are to look at, by rank."""
 
     bundles: dict[int, Bundle]
@@ -111,7 +111,7 @@ class LeadingPlaces:
         """Let each rank look at its bundle, all at the same time."""
         bundles = {k: bundle for k, (bundle, _) in waiting.items()}
         try:
-            self._group.tell(Asked(bundles))
+            self._group.tell(Candidates(bundles))
             told = self._group.gather(unfit(bundles[0]) if 0 in bundles else "")
         except Exception as error:
             for _, answer in waiting.values():
@@ -136,7 +136,7 @@ class FollowingPlaces:
 
     def _follow(self, unfit: Unfit) -> Bundle | None:
         """Look at the bundles that rank 0 asks about. Return the one that it deals to this rank."""
-        while isinstance(asked := self._group.tell(None), Asked):
+        while isinstance(asked := self._group.tell(None), Candidates):
             bundle = asked.bundles.get(self._group.index)
             self._group.gather("" if bundle is None else unfit(bundle))
         return asked.bundles[self._group.index]
