@@ -54,12 +54,19 @@ class LeadingPlaces:
         """Return this rank's bundle, if all ranks have one."""
         found = self._look(place, unfit, own_only=False)
         if len({bundle is None or bundle.logprobs is None for bundle in found}) == 2:
+            self._pass_over(found)
             found = self._look(place, unfit, own_only=True)
         if None in found:
-            found = [None] * self._group.count
+            found = self._pass_over(found)
         for places in self._places:
             places.own_only = True  # if these rollouts are made now
         return self._group.tell(Dealt(found)).bundles[0]
+
+    def _pass_over(self, found: Sequence[Bundle | None]) -> list[Bundle | None]:
+        for places, bundle in zip(self._places, found, strict=True):
+            if bundle is not None:
+                places.pass_over(bundle)
+        return [None] * len(found)
 
     def _look(self, place: BundlePlace, unfit: Unfit, *, own_only: bool) -> list[Bundle | None]:
         for places in self._places:

@@ -166,6 +166,11 @@ class BucketPlaces:
             self.after_put(place)
         return found
 
+    def pass_over(self, found: Bundle) -> None:
+        """Count what `find` returned as not trained on, because another rank has none like it."""
+        self._found -= 1
+        self._expired += found.logprobs is not None
+
     def _begin_step(self, outer: int) -> None:
         if outer > self._outer:
             self.tell()

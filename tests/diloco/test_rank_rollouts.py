@@ -104,14 +104,17 @@ def test_without_a_bundle_for_each_rank_both_make_theirs_and_a_replacement_finds
     deliver(store, bundle, rank)
     if why:
         deliver(store, bundle, other)
-    whys = (why, "") if other == 0 else ("", why)
-    ranks = two_ranks(store)
+    whys, told = (why, "") if other == 0 else ("", why), list[Any]()
+    ranks = two_ranks(store, told)
     assert act(*ranks, find(whys)) == [None, None]
     own = [replace(bundle, calls=(10 + k, 0)) for k in (0, 1)]
     stand = act(*ranks, lambda places, k: places.put(HERE, own[k], lambda bundle: ""))
     assert stand[1] is own[1] and marked(stand) == [10, 11]
     attempts = [key for key in store.list("rollouts/") if key.endswith(".1.bundle")]
     assert len(attempts) == (2 if why else 1), "beside what the actors delivered"
+    ranks[0].tell()
+    counts = [(fields["bundles"], fields["expired"]) for event, fields in told if event == "rollouts_found"]
+    assert sum(found for found, _ in counts) == 0 and sum(expired for _, expired in counts) >= 1
     again = act(*two_ranks(store), find(whys))
     assert marked(again) == [10, 11], "a replacement trains on the same"
 

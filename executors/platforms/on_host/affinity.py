@@ -43,9 +43,13 @@ def check_devices(devices: int) -> None:
 
 
 def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None, devices: int = 1) -> str:
-    """Return the replica's CUDA devices; "" if its spec asks for no GPU.   gpus: device numbers; None: all visible."""
+    """Return the CUDA devices of a replica, or the one of an actor; "" if the spec asks for no GPU.
+
+    gpus: device numbers; None: all visible.   devices: of a replica."""
     if not spec.gpu:
         return ""
+    if layout.is_actor(spec.slot):
+        devices = 1
     there = visible_gpus() if gpus is None else [str(gpu) for gpu in gpus]
     named = [g for g in there if g in spec.gpu or ANY in spec.gpu]
     if not named:

@@ -47,6 +47,7 @@ from executors.platforms.platform import NotStarted, launches_named, launches_wa
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.clock import Clock
+from rendezvous.layout import is_actor
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
 from rendezvous.stores.signed import open_signed
@@ -113,7 +114,7 @@ class LocalProcessExecutor(Executor):
     def plan_line(self, spec: ReplicaSpec) -> str:
         gpu, cores = self._share_of(spec)
         where = (f" on GPU {gpu}" if gpu else "") + (f" on cores {', '.join(map(str, cores))}" if cores else "")
-        who = "a process" if self._devices == 1 else f"{self._devices} processes"
+        who = "a process" if self._devices == 1 or is_actor(spec.slot) else f"{self._devices} processes"
         return f"{who} on this machine{where}, log {self._file_stem(spec)}.log"
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
