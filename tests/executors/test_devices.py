@@ -83,7 +83,8 @@ def test_devices_are_a_number_and_each_has_a_gpu() -> None:
             LocalProcessExecutor(devices=wrong)
     spec = ReplicaSpec("runs/x", "r01", gpu=("any",))
     assert gpu_of(spec, ["0", "1", "2", "3"], devices=2) == "2,3"
-    assert gpu_of(replace(spec, slot="a01"), ["0", "1", "2", "3"], devices=2) == "1", "an actor uses one"
+    for slot, gpu in (("a00", "3"), ("a01", "2"), ("a04", "3")):  # an actor uses one, from the last
+        assert gpu_of(replace(spec, slot=slot), ["0", "1", "2", "3"], devices=2) == gpu
     with pytest.raises(ExecutorError, match="devices = 2: this machine has 1 such GPUs"):
         gpu_of(spec, ["0"], devices=2)
     assert Place("local", options={"devices": 3}).devices == 3 and Place("local", gpu=("0",)).devices == 1

@@ -1,7 +1,7 @@
 """The cores and the GPU of this machine that each slot may use.
 
     cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  after the last core, from core 0 again
-    gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0         devices = 2: r00 ─▶ 0, 1
+    gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0         devices = 2: r00 ─▶ 0, 1     a00 ─▶ 1
 
 Not promised: that no other process uses them.
 """
@@ -70,5 +70,7 @@ def visible_gpus() -> list[str]:
 
 
 def _place_in_line(slot: str) -> int:
-    """Return the slot's index; 0 for a name that is not a replica's slot."""
+    """Return the slot's index; below 0 for an actor's, which takes the last GPU first; 0 for any other name."""
+    if layout.is_actor(slot):
+        return -1 - int(slot[1:])
     return layout.slot_index(slot) if layout.is_slot(slot) else 0
