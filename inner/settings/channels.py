@@ -145,7 +145,7 @@ class ReplaySettings(Table):
     )
     dpo_beta: float = setting(0.1, "β of DPO.", above=0)
     label_smoothing: float = setting(0.0, "Anchor of DPO: how likely a pair is the wrong way round.", least=0)
-    nll_weight: float = setting(0.0, "Anchor of DPO: weight of the chosen response's NLL.", least=0)
+    nll_weight: float = setting(0.0, "Anchor of DPO: the chosen's NLL; 1 where pairs share most words.", least=0)
     dpop_lambda: float = setting(0.0, "Anchor of DPO: λ of DPO-Positive.", least=0)
     simpo_beta: float = setting(2.0, "β of SimPO.", above=0)
     simpo_gamma: float = setting(1.0, "Margin γ of SimPO, absolute.", least=0)

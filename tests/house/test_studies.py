@@ -282,6 +282,13 @@ def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
     assert process.table(rows) in page and process.comparisons(rows) in page
 
 
+def test_the_page_of_channels_has_the_tables_of_its_rows() -> None:
+    rows, page = read_rows(ROWS / "channels.jsonl"), (ROWS.parent / "channels.md").read_text()
+    arms = channels.ARMS | channels.LATER
+    assert {(row["arm"], row["seed"]) for row in rows} == {(arm, seed) for arm in arms for seed in range(5)}
+    assert channels.table(rows) in page and channels.hypotheses(rows) in page
+
+
 def test_no_study_puts_the_examples_on_the_path_whose_folders_have_names_of_packages() -> None:
     assert str(Path(channels.__file__).parents[1]) not in sys.path  # examples/verl would be found where verl is not
 
