@@ -143,7 +143,7 @@ class Actor:
         late = f", {self._status.data} too late" if self._status.data else ""
         self._status.note = f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each"
         self._session.emit(
-            "sampled", step=weights, place=f"{slot}/{number}", stands=stands, tokens=sum(map(len, made.ids)),
+            "sampled", step=weights, place=f"{slot}/{generation}/{rank}", stands=stands, tokens=sum(map(len, made.ids)),
             seconds=self._status.rate,
         )  # fmt: skip
 

@@ -26,7 +26,6 @@ from rendezvous.machine import is_alive, machine_name, start_ticks
 
 PLACE_ENV = "DILOCO_PLACE"
 DEVICE_ENV = "DILOCO_DEVICE"
-COUNT_ENV = "DILOCO_DEVICES"
 MARKS = "diloco-runs"
 SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
            "HF_S3_ENDPOINT", "MODAL_ENVIRONMENT")  # fmt: skip

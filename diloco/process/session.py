@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.process import exitcodes
 from diloco.process.journal import Journal
-from diloco.process.processes import COUNT_ENV, device_name, host_name, mark_run, start_ticks
+from diloco.process.processes import device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
 from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
@@ -49,6 +49,7 @@ class Session:
     hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
     generation: which this process has claimed already, 0: claim the next one.
+    ranks: processes of its replica, 0: one.
     broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """
 
@@ -64,6 +65,7 @@ class Session:
         parent_alive: Callable[[], bool] = lambda: True,
         hung_after_s: float = 0.0,
         generation: int = 0,
+        ranks: int = 0,
     ) -> None:
         self.clock = clock or SystemClock()
         self.timing = timing
@@ -90,8 +92,9 @@ class Session:
 
             threads = threads_here(os.environ)
         self.rv = Rendezvous(
-            store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), keep=keep, threads=threads,
-            background=Worker(self.emit), uploads=Worker(self.emit), together=together_on(store), weights=self.weights,
+            store, self.clock, slot, Rules(), timing, emit=self.emit, **process_fields(), ranks=ranks, keep=keep,
+            threads=threads, background=Worker(self.emit), uploads=Worker(self.emit), together=together_on(store),
+            weights=self.weights,
         )  # fmt: skip
         self._parts = Parts(self.emit)
         refuse_lost(self.rv.store, read_control(self.rv.store))
@@ -250,8 +253,7 @@ class Session:
 
 def process_fields() -> dict[str, Any]:
     """Return the fields of a claim that identify this process."""
-    pid, ranks = os.getpid(), int(os.environ.get(COUNT_ENV, "0"))
-    return {"host": host_name(), "pid": pid, "started": start_ticks(pid) or 0, "ranks": ranks}
+    return {"host": host_name(), "pid": os.getpid(), "started": start_ticks(os.getpid()) or 0}
 
 
 class SessionHost:

@@ -4,12 +4,13 @@
                ▲                                                 next attempt ◀── no ────────────────────────────┤
                └ once more without actors' bundles, if not all ranks have one                                   yes
                                                             all have one: rank k trains on bundle k ◀───────────┘
-    put    rank k ──its own bundle──▶ rank 0: K puts side by side ──tell──▶ the bundles that stand
+    put    rank k ──its own bundle──▶ rank 0: K puts side by side ──▶ all stand: each trains on what it has made
+                                                                  ──▶ another process was faster: all read theirs back
 
 So an actor samples for one rank at a time, and a bundle is as large as with one process.
 
-All ranks train on rollouts of actors, or none: TRL's correction gathers over the ranks.  An own bundle then stands in
-a later attempt beside the actor's, and a replacement decides as its predecessor did.
+All ranks train on rollouts of actors, or none, and all read bundles, or none: TRL gathers over the ranks in both.  An
+own bundle then stands in a later attempt beside the actor's, and a replacement decides as its predecessor did.
 
 Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the others.
 """
@@ -34,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """What the ranks train on.   None: on what they make, or have made."""
+    """The bundles that the ranks train on.   None: the one that the rank makes, or has made."""
 
     bundles: Sequence[Bundle | None]
 
@@ -77,8 +78,9 @@ class LeadingPlaces:
         """Record what the ranks made. Return the bundle that stands in this rank's place."""
         parts: list[Bundle] = self._group.gather(made)
         stand = self._side_by_side(lambda k, fits: self._places[k].put(_of_rank(place, k), parts[k], fits), unfit)
-        others = [None if one is part else one for one, part in zip(stand, parts, strict=True)]
-        return self._group.tell(Dealt(others)).bundles[0] or made
+        as_made = all(one is part for one, part in zip(stand, parts, strict=True))
+        dealt = Dealt([None] * len(stand) if as_made else stand)  # a bundle out of `gather` is a copy, so it is read
+        return self._group.tell(dealt).bundles[0] or made
 
     def tell(self) -> None:
         """Tell of the last outer step's bundles."""
@@ -119,7 +121,7 @@ class LeadingPlaces:
         bundles = {k: bundle for k, (bundle, _) in waiting.items()}
         try:
             self._group.tell(Candidates(bundles))
-            told = self._group.gather(unfit(bundles[0]) if 0 in bundles else "")
+            told = self._group.gather(_why(unfit, bundles.get(0)))
         except Exception as error:
             for _, answer in waiting.values():
                 answer.set_exception(error)
@@ -144,9 +146,16 @@ class FollowingPlaces:
     def _follow(self, unfit: Unfit) -> Bundle | None:
         """Look at the bundles that rank 0 asks about. Return the one that it deals to this rank."""
         while isinstance(asked := self._group.tell(None), Candidates):
-            bundle = asked.bundles.get(self._group.index)
-            self._group.gather("" if bundle is None else unfit(bundle))
+            self._group.gather(_why(unfit, asked.bundles.get(self._group.index)))
         return asked.bundles[self._group.index]
+
+
+def _why(unfit: Unfit, bundle: Bundle | None) -> str:
+    """Return why a rank cannot train on a bundle.   A ValueError is a reason, as with one process (rollouts.py)."""
+    try:
+        return "" if bundle is None else unfit(bundle)
+    except ValueError as error:
+        return str(error) or type(error).__name__
 
 
 def _of_rank(place: BundlePlace, rank: int) -> BundlePlace:

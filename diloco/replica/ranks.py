@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
-from diloco.process.processes import COUNT_ENV, DEVICE_ENV
+from diloco.process.processes import DEVICE_ENV
 from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
@@ -74,11 +74,11 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
         return exitcodes.USER_ERROR
     if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
         os.environ[DEVICE_ENV] = f"{devices} × {name}"  # as the run's log and GPU-hours have it
-    os.environ[COUNT_ENV] = str(devices)
     followers = Followers(devices, follow)
     code = exitcodes.CRASHED
     try:
-        code = replica.run_member(url, slot, partial(_lead_session, followers, devices), parent=parent)
+        act = partial(_lead_session, followers, devices)
+        code = replica.run_member(url, slot, act, parent=parent, ranks=devices)
     finally:
         followers.end(END_S if code in (exitcodes.DONE, exitcodes.LEFT) else 0.0)
     return code

@@ -76,33 +76,31 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 
 def run_member(
-    url: str, slot: str, act: "Callable[[Run, Session], int]", *, parent: str = "", generation: int = 0
+    url: str, slot: str, act: "Callable[[Run, Session], int]", *, parent: str = "", generation: int = 0, ranks: int = 0
 ) -> int:
     """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
 
-    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.
+    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: or 0, one.
     """
     survive_lost_output()
     try:
-        return _run_session(url, slot, act, lambda: not parent or is_named_alive(parent), generation)
+        alive = lambda: not parent or is_named_alive(parent)  # noqa: E731
+        return _run_session(url, slot, act, parent_alive=alive, generation=generation, ranks=ranks)
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
         return _print_end(slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
         return _print_end(slot, error, exitcodes.GAVE_UP)
 
 
-def _run_session(
-    url: str, slot: str, act: "Callable[[Run, Session], int]", parent_alive: Callable[[], bool], generation: int
-) -> int:
+def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of_session: Any) -> int:
     run = open_patiently(url, SystemClock())
     with suppress(StoreError):  # without an answer, go on: the session below retries
         if (end := too_late(run, SystemClock())) is not None:
             return _print_end(slot, end[1], end[0])
     try:
         session = Session(
-            run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
+            run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), **of_session,
             hung_after_s=run.config.fleet.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
-            generation=generation,
         )  # fmt: skip
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)

@@ -66,7 +66,7 @@ class Sampler:
 
     @property
     def engine(self) -> str:
-        """The name of what samples, for the bundles' records."""
+        """Return the name of the engine that samples, for the bundles' records."""
         engine = getattr(self._trainer, "engine", None)
         return engine.name if engine is not None else "vllm" if self._trainer.use_vllm else "transformers"
 

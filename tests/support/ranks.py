@@ -189,7 +189,7 @@ def wait(child: Any) -> int:
 
 
 def words(folder: Path) -> list[str]:
-    return [f"{path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.log"))]
+    return [f"{path.name}\n{path.read_text()[-30_000:]}" for path in sorted(folder.glob("*.log"))]
 
 
 def children_of(pid: int) -> list[int]:
