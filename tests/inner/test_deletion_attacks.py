@@ -254,7 +254,10 @@ def test_a_path_that_is_too_long_for_a_disk_is_refused_when_it_is_written() -> N
 def test_the_agents_programs_see_neither_tests_nor_packages_nor_this_machine() -> None:
     look = """
 import os, sys
-seen = [os.path.join(d, f) for top in ("/",) for d, _, fs in os.walk(top) for f in fs if not d.startswith(("/proc", "/usr/lib"))]
+seen = []
+for d, inner, fs in os.walk("/"):
+    inner[:] = [] if d in ("/proc", "/sys", "/usr/lib", "/usr/share") else inner
+    seen += [os.path.join(d, f) for f in fs]
 print([s for s in seen if s.endswith(("cases.json", ".pyc", "shadow")) and "/lib/python3" not in s])
 print([s for s in seen if "site-packages" in s or "deletion" in s], sorted(os.listdir("/work")), dict(os.environ).keys() - {"PWD", "LC_CTYPE", "PYTHONHASHSEED"})
 print(os.getuid(), os.getpid() < 10)

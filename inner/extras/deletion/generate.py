@@ -21,10 +21,11 @@ import json
 import sysconfig
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from inner.errors import InnerError
 from inner.extras.deletion.harbor import write_harbor
@@ -144,20 +145,26 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="write Harbor task folders here")
     parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
     asked = parser.parse_args()
-    tasks = list[DeletionTask]()
-    for task in _all_tasks(asked) if asked.repo is None else islice(_repository_tasks(asked), asked.most):
-        kept = len(task.tests) - len(task.fail_to_pass)
-        print(
-            f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1",
-            flush=True,
-        )
-        tasks.append(task)
-        if asked.to is not None:
-            write_harbor(task, asked.to / task.name)
-    if not tasks:
+    with asked.prompts.open("w") if asked.prompts else nullcontext() as prompts:
+        made = sum(_write(task, asked.to, prompts) for task in _asked_tasks(asked))
+    if not made:
         raise InnerError("no task could be made. Give --tests more tests, or another repository.")
-    if asked.prompts is not None:
-        asked.prompts.write_text("".join(json.dumps(prompt_row(task)) + "\n" for task in tasks))
+
+
+def _write(task: DeletionTask, to: Path | None, prompts: TextIO | None) -> int:
+    """Tell of a task and write it. A run that is ended early leaves what it has made.   Return 1."""
+    kept = len(task.tests) - len(task.fail_to_pass)
+    print(f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1", flush=True)
+    if to is not None:
+        write_harbor(task, to / task.name)
+    if prompts is not None:
+        prompts.write(json.dumps(prompt_row(task)) + "\n")
+        prompts.flush()
+    return 1
+
+
+def _asked_tasks(asked: Any) -> Iterator[DeletionTask]:
+    return _all_tasks(asked) if asked.repo is None else islice(_repository_tasks(asked), asked.most)
 
 
 def _all_tasks(asked: Any) -> Iterator[DeletionTask]:
@@ -174,14 +181,15 @@ def _all_tasks(asked: Any) -> Iterator[DeletionTask]:
 def _repository_tasks(asked: Any) -> Iterator[DeletionTask]:
     own = sorted(asked.repo.glob(".venv/lib/python3*/site-packages"))
     packages = asked.packages or (own[0] if own else Path(sysconfig.get_path("purelib")))
+    print(f"{asked.repo.name}: the suite runs twice, traced, for some times as long as it takes", flush=True)
     repository = read_repository(asked.repo, asked.tests, packages)
-    print(f"{repository.name}: {len(repository.tests)} tests can be hidden")
+    print(f"{repository.name}: {len(repository.tests)} tests can be hidden", flush=True)
     made = make_repository_tasks(repository, docstrings=asked.docstrings, seed=asked.seed)
     for task in made:
         try:
             check_task(task)
         except InnerError as error:
-            print(f"passed over: {error}")
+            print(f"passed over: {error}", flush=True)
         else:
             yield task
 

@@ -11,14 +11,16 @@ Not promised: that pytest's report is true, for the repository's code runs in th
 
 import builtins
 import hashlib
+import io
 import json
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 LONG = 2000  # characters of a spelling that go out as they are
-WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-o", "addopts=", "--rootdir", ".",
+WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "--rootdir", ".", "--maxfail=0",
          "--continue-on-collection-errors", "--import-mode=importlib")  # fmt: skip
 
 
@@ -66,17 +68,18 @@ class Watcher:
     """pytest's plugin.   wanted: [path, class, function, number] of the one test.   work: trace files below it."""
 
     def __init__(self, wanted: Any = None, work: str = "") -> None:
-        self.wanted, self.work, self.found = wanted, work, []
+        self.wanted, self.work, self.found, self.numbers = wanted, work, [], {}
         setattr(builtins, "__seen__", lambda value, near=False: self.now["seen"].append(short(spell(value, near))))  # noqa: B010
 
+    def pytest_itemcollected(self, item: Any) -> None:
+        """Number the item among those of its function, before options such as -m leave some out."""
+        path = str(Path(item.path).relative_to(Path.cwd()))
+        name = getattr(item, "originalname", None) or item.name
+        key = (path, item.cls.__qualname__ if getattr(item, "cls", None) else "", name)
+        self.numbers[key] = number = self.numbers.get(key, -1) + 1
+        item.deletion_key = [*key, number]
+
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        numbers: Any = {}
-        for item in items:
-            path = str(Path(item.path).relative_to(Path.cwd()))
-            name = getattr(item, "originalname", None) or item.name
-            key = [path, item.cls.__qualname__ if getattr(item, "cls", None) else "", name]
-            numbers[tuple(key)] = number = numbers.get(tuple(key), -1) + 1
-            item.deletion_key = [*key, number]
         items[:] = [item for item in items if self.wanted in (None, item.deletion_key)]
 
     def pytest_runtest_protocol(self, item: Any) -> None:
@@ -104,16 +107,20 @@ def run_test(key: Any, source: str) -> Any:
     watcher = Watcher(wanted=key)
     Path(key[0]).parent.mkdir(parents=True, exist_ok=True)
     Path(key[0]).write_text(source)
-    pytest.main([*WORDS, key[0]], plugins=[watcher])
+    pytest.main([*WORDS, "-o", "addopts=", key[0]], plugins=[watcher])
     if len(watcher.found) != 1 or not watcher.found[0]["passed"]:
         raise RuntimeError("the test did not pass")
     return watcher.found[0]["seen"]
 
 
 def trace(words: Any, work: str) -> Any:
-    """Return all tests that pytest finds with these words, each with the values and the functions that it saw."""
+    """Return all tests that pytest finds with these words, each with the values and the functions that it saw, and
+    pytest's lines about errors."""
     import pytest
 
     watcher = Watcher(work=work)
-    pytest.main([*WORDS, *words], plugins=[watcher])
-    return watcher.found
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        pytest.main([*WORDS, *words], plugins=[watcher])
+    errors = [line[1:].strip() for line in said.getvalue().splitlines() if line.startswith("E  ")]
+    return {"tests": watcher.found, "errors": list(dict.fromkeys(errors))[:50]}

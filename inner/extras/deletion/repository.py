@@ -146,25 +146,45 @@ def _trace(
     found = _run_suite(code, files, around, words)
     hidden = {path: hide_answers(text) for path, text in files.items()}
     seen = {key: test["seen"] for key, test in _run_suite(code, hidden, around, words).items()}
-    if not found.keys() & seen.keys():
-        raise InnerError("no test of the suite passed in the sandbox. Give --packages a folder with what it needs.")
     return [
         TracedTest(key, files[key[0]], seen[key], frozenset(test["reached"]))
         for key, test in found.items()
-        if key in seen
+        if key in seen and key[0] in files
     ]
 
 
 def _run_suite(
     code: Mapping[str, str], files: Mapping[str, str], around: Surroundings, words: Sequence[str]
 ) -> dict[TestKey, dict[str, Any]]:
-    """Return key -> what was traced, of the tests that pass."""
+    """Return key -> what was traced, of the tests that pass.   Raises InnerError if none does.
+
+    The addopts of the repository's settings count (they may leave out slow tests), unless no test runs with them: they
+    may need a plugin that is not here.
+    """
     everything = replace(around, beside={**around.beside, **files})
-    ended = run_sandboxed(code, trace_program(words, f"{WORK}/"), TRACED, value=True, around=everything)
+    traced = _traced(code, everything, words)
+    if not traced["tests"]:
+        traced = _traced(code, everything, ["-o", "addopts=", *words])
+    if found := {tuple(t["key"]): t for t in traced["tests"] if t["passed"] and t["seconds"] <= LONGEST_S}:
+        return found
+    missing = [line for line in traced["errors"] if line.startswith("ModuleNotFoundError")]
+    seen = "; ".join((missing or traced["errors"])[:5]) or "pytest found none"
+    raise InnerError(
+        f"no test of the suite passed in the sandbox: {seen}. Give --packages a folder with what it needs, and --tests "
+        "the tests that need no network."
+    )
+
+
+def _traced(code: Mapping[str, str], around: Surroundings, words: Sequence[str]) -> dict[str, Any]:
+    ended = run_sandboxed(code, trace_program(words, f"{WORK}/"), TRACED, value=True, around=around)
+    if ended.why == "time limit":
+        raise InnerError(
+            f"the traced suite took more than {TRACED.seconds:.0f} s. Name a part of it, as in "
+            "--tests 'pytest tests/test_one.py', or leave out a test that waits for ever, with --deselect."
+        )
     try:
-        found = json.loads(ended.output)
-        return {tuple(t["key"]): t for t in found if t["passed"] and t["seconds"] <= LONGEST_S}
-    except (ValueError, TypeError) as error:
+        return json.loads(ended.output)
+    except ValueError as error:
         raise InnerError(
             f"pytest could not be traced: {ended.why} {ended.output[-300:]!r}. Is it in --packages?"
         ) from error
