@@ -269,6 +269,23 @@ def test_the_suites_own_options_count(addopts: str, prices: list[int], packages:
     assert not run_all(found.code, found.tests, found.around), "each is found again alone, by its number"
 
 
+def test_a_test_may_import_a_helper_beside_it(packages: Path, tmp_path: Path) -> None:
+    helped = {
+        "tests/common.py": "def three(f, x):\n    return [f(x)] * 3\n",
+        "tests/test_help.py": "from common import three\nfrom shop import price\n\n"
+        "def test_help():\n    assert three(price, 'tea') == [21, 21, 21]\n",
+    }
+    found = read_repository(written(tmp_path, **helped), "pytest tests/test_help.py", packages)
+    assert [test.key[2] for test in found.tests] == ["test_help"]
+    assert found.tests[0].reached == {"shop/prices.py:price"}, "the suite's own functions are no code to take out"
+    assert not run_all(found.code, found.tests, found.around)
+
+
+def test_a_file_that_no_agent_may_write_is_not_proposed(shop: Repository) -> None:
+    large = {path: text + "# long\n" * 30_000 * (path == "shop/names.py") for path, text in shop.code.items()}
+    assert {d.path for d in propose(replace(shop, code=large), 0)} == {"shop/prices.py"}
+
+
 def test_a_suite_that_waits_for_ever_is_told(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "TRACED", replace(repository.TRACED, seconds=2))
     waits = {"tests/test_waits.py": "import time\n\ndef test_waits():\n    time.sleep(60)\n"}

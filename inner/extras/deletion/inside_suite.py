@@ -68,7 +68,7 @@ class Watcher:
     """pytest's plugin.   wanted: [path, class, function, number] of the one test.   work: trace files below it."""
 
     def __init__(self, wanted: Any = None, work: str = "") -> None:
-        self.wanted, self.work, self.found, self.numbers = wanted, work, [], {}
+        self.wanted, self.work, self.found, self.numbers, self.codes = wanted, work, [], {}, {}
         setattr(builtins, "__seen__", lambda value, near=False: self.now["seen"].append(short(spell(value, near))))  # noqa: B010
 
     def pytest_itemcollected(self, item: Any) -> None:
@@ -83,21 +83,23 @@ class Watcher:
         items[:] = [item for item in items if self.wanted in (None, item.deletion_key)]
 
     def pytest_runtest_protocol(self, item: Any) -> None:
-        self.now = {"key": item.deletion_key, "seen": [], "reached": set(), "passed": True, "seconds": time.monotonic()}
+        self.now = {"key": item.deletion_key, "seen": [], "passed": True, "seconds": time.monotonic()}
+        self.codes.clear()
         if self.work:
-            sys.setprofile(self.profile)
+            sys.settrace(self.note)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.now["passed"] &= report.outcome == "passed"
 
     def pytest_runtest_logfinish(self) -> None:
-        sys.setprofile(None)
-        reached = sorted(f"{path.removeprefix(self.work)}:{name}" for path, name in self.now["reached"])
+        sys.settrace(None)
+        mine = [code for code in self.codes.values() if self.work and code.co_filename.startswith(self.work)]
+        reached = sorted({f"{code.co_filename.removeprefix(self.work)}:{code.co_qualname}" for code in mine})
         self.found.append({**self.now, "reached": reached, "seconds": time.monotonic() - self.now["seconds"]})
 
-    def profile(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(self.work):
-            self.now["reached"].add((frame.f_code.co_filename, frame.f_code.co_qualname))
+    def note(self, frame: Any, _event: str, _argument: Any) -> None:
+        """Note a call of a Python function. It returns no function for the frame's lines, so it costs little."""
+        self.codes[id(frame.f_code)] = frame.f_code
 
 
 def run_test(key: Any, source: str) -> Any:
@@ -106,6 +108,7 @@ def run_test(key: Any, source: str) -> Any:
 
     watcher = Watcher(wanted=key)
     Path(key[0]).parent.mkdir(parents=True, exist_ok=True)
+    sys.path.append(str(Path(key[0]).parent.absolute()))  # suites import helpers beside a test file
     Path(key[0]).write_text(source)
     pytest.main([*WORDS, "-o", "addopts=", key[0]], plugins=[watcher])
     if len(watcher.found) != 1 or not watcher.found[0]["passed"]:
@@ -118,6 +121,7 @@ def trace(words: Any, work: str) -> Any:
     pytest's lines about errors."""
     import pytest
 
+    sys.path += sorted({str(path.parent.absolute()) for path in Path().rglob("*test*.py")})
     watcher = Watcher(work=work)
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):

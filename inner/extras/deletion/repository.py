@@ -34,6 +34,7 @@ from inner.extras.deletion.judge import AT_ONCE, DeletionTask, HiddenTest, canon
 from inner.extras.deletion.sandbox import WORK, SandboxLimits, Surroundings, checked_path, run_sandboxed
 from inner.extras.deletion.suite import TestKey, hide_answers, is_strong, program_of, trace_program
 from inner.extras.deletion.taking_out import GONE, Deletion, functions_of, take_out
+from inner.extras.deletion.world import MOST_TEXT
 
 TRACED = SandboxLimits(seconds=600, memory=2 << 30, output=256 << 20, tmp=256 << 20, tmp_files=10_000)
 LONGEST_S = 1.0  # of one test in the traced run
@@ -168,11 +169,11 @@ def _run_suite(
     if found := {tuple(t["key"]): t for t in traced["tests"] if t["passed"] and t["seconds"] <= LONGEST_S}:
         return found
     missing = [line for line in traced["errors"] if line.startswith("ModuleNotFoundError")]
-    seen = "; ".join((missing or traced["errors"])[:5]) or "pytest found none"
-    raise InnerError(
-        f"no test of the suite passed in the sandbox: {seen}. Give --packages a folder with what it needs, and --tests "
-        "the tests that need no network."
-    )
+    seen = "; ".join((missing or traced["errors"])[:5])
+    advice = "Give --packages a folder with what it needs, and --tests the tests that need no network"
+    if not seen:
+        seen, advice = "pytest found none", "Give --tests a folder of tests; archives of PyPI often leave them out"
+    raise InnerError(f"no test of the suite passed in the sandbox: {seen}. {advice}.")
 
 
 def _traced(code: Mapping[str, str], around: Surroundings, words: Sequence[str]) -> dict[str, Any]:
@@ -191,11 +192,11 @@ def _traced(code: Mapping[str, str], around: Surroundings, words: Sequence[str])
 
 
 def propose(repository: Repository, seed: int) -> Iterator[Deletion]:
-    """Yield deletions that at least one test reaches, in the seed's order."""
+    """Yield deletions that at least one test reaches, of files that an agent can write, in the seed's order."""
     reached = {place for test in repository.tests for place in test.reached}
     found = list[Deletion]()
     for path, text in repository.code.items():
-        if any(place.startswith(f"{path}:") for place in reached):
+        if any(place.startswith(f"{path}:") for place in reached) and len(text) <= MOST_TEXT:
             names = [name for name in functions_of(text) if f"{path}:{name}" in reached]
             found += [Deletion(path, (name,)) for name in names]
             found += [Deletion(path, tuple(names))] if len(names) > 1 else []
