@@ -72,6 +72,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A disk or a quota is full. Writers wait until there is room; nothing that was committed is lost.",
         "free some space; all wait for it",
     ),
+    "boxes_failed": EventKind(WARNING, "A provider gave no box; the text has its words.", "see its quota, the image"),
     "nothing_learned": EventKind(
         WARNING, "All gradients of the round were zero, for example because all rewards of each group are equal.",
         "is the task too hard or too easy? o shows rollouts with their rewards",

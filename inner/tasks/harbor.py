@@ -1,8 +1,8 @@
 """Read a folder of Harbor tasks as rows. No package is needed.
 
     FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
-                  environment/Dockerfile             FROM, COPY of folders and WORKDIR are read; with another line, the
-                                                     task needs an image that you have built
+                  environment/Dockerfile             FROM, COPY and WORKDIR are read, without variables; with another
+                                                     line, the task needs an image that you have built
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
 
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
@@ -13,6 +13,7 @@ Not promised: solution/ (it is never read), several containers, services, health
 
 import base64
 import json
+import posixpath
 import random
 import tomllib
 from collections.abc import Iterator
@@ -86,30 +87,45 @@ def _read_task(folder: Path, image: str) -> HarborTask:
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
     try:
-        told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text())
+        told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+        instruction = (folder / "instruction.md").read_text("utf-8")
     except ValueError as error:
-        raise InnerError(f"{folder}/task.toml cannot be read: {error}. Correct it.") from error
-    image = image or str(told.get("environment", {}).get("docker_image", ""))
+        raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
+    image = image or str(_table(told, "environment", folder).get("docker_image", ""))
     work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
     return HarborTask(
-        name=folder.name, instruction=(folder / "instruction.md").read_text(), image=image, folder=work, files=files,
-        tests=_pack(folder / "tests", "/tests"), agent_s=float(told.get("agent", {}).get("timeout_sec", 600)),
-        verifier_s=float(told.get("verifier", {}).get("timeout_sec", 600)),
+        name=folder.name, instruction=instruction, image=image, folder=work, files=files,
+        tests=_pack(folder / "tests", "/tests"), agent_s=_seconds(told, "agent", folder),
+        verifier_s=_seconds(told, "verifier", folder),
     )  # fmt: skip
 
 
+def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(found := told.get(name, {}), dict):
+        raise InnerError(f"{folder}/task.toml: {name} = {found!r} is not a table. Write [{name}].")
+    return found
+
+
+def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
+    found = _table(told, name, folder).get("timeout_sec", 600)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e9:
+        raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} is no number of seconds. Correct it.")
+    return float(found)
+
+
 def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR."""
+    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them."""
     work, files = "/app", dict[str, str]()
-    for line in (folder / "Dockerfile").read_text().splitlines() if (folder / "Dockerfile").is_file() else ():
+    for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
-        match words[:1], words[1:]:
+        plain = not any(word.startswith(("-", "[", "'", '"')) or "$" in word or "\\" in word for word in words)
+        match [word.upper() for word in words[:1]], words[1:]:
             case (([] | ["FROM"]), _):
                 continue
-            case ["COPY"], [source, target] if not source.startswith("-"):
-                files |= _pack(folder / source, str(Path(work, target)))
-            case ["WORKDIR"], [target]:
-                work = target
+            case ["COPY"], [*sources, target] if sources and plain:
+                files |= _copied(folder, sources, target, work, files)
+            case ["WORKDIR"], [target] if plain and _placed(work, target) != "/":
+                work = _placed(work, target)
             case [first], _ if first.startswith("#"):
                 continue
             case _:
@@ -118,6 +134,23 @@ def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
                     'provider, and name it: docker_image in task.toml, or inner.data.task_options.image = "NAME".'
                 )
     return work, files
+
+
+def _placed(work: str, target: str) -> str:
+    return "/" + posixpath.normpath(posixpath.join(work, target)).lstrip("/")
+
+
+def _copied(folder: Path, sources: list[str], target: str, work: str, files: dict[str, str]) -> dict[str, str]:
+    """Return path in the box -> base64 of one COPY: into a folder if `target` is one, else a file of that name."""
+    to = _placed(work, target)
+    is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
+    is_folder |= any(path.startswith(f"{to}/") for path in files)
+    copied = dict[str, str]()
+    for path in [path for source in sources for path in (sorted(folder.glob(source)) or [folder / source])]:
+        if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+            raise InnerError(f"{folder}/Dockerfile copies {path}, which is a link or outside its folder. Copy a file.")
+        copied |= _pack(path, f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/"))
+    return copied
 
 
 def _pack(source: Path, target: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError, SandboxMissing
-from inner.extras.boxes import local
+from inner.extras.boxes import local, world
 from inner.extras.boxes.box import (
     CUT,
     Box,
@@ -320,12 +320,83 @@ def test_after_submit_and_after_the_time_limit_nothing_runs() -> None:
     Harbor = harbor_environment(_starter(PlantedBoxes(clock), clock))
     env = Harbor()
     env.reset(TASK)
+    clock.sleep(1000)  # the starts of the batch's other boxes
+    assert env.bash("turn") == "ok", "an episode's time begins with its first call"
     clock.sleep(601)
     assert env.bash("answer 1") == OVER and env.get_reward() == 0.0
     env.reset(TASK)
     env.bash("answer 1")
     env.submit()
     assert env.bash("answer 0") == OVER and env.get_reward() == 1.0
+
+
+def test_the_log_has_a_providers_words_and_a_batch_without_boxes_is_short() -> None:
+    clock, said = VirtualClock(), list[tuple[str, str]]()
+    Harbor = harbor_environment(_starter(PlantedBoxes(clock, hung=1.0), clock))
+    host: Any = SimpleNamespace(
+        owner=("run", "0", 1), rented=lambda *_: None, emit=lambda event, text, **_: said.append((event, text))
+    )
+    Harbor._report_to(host)
+    for _ in range(32):
+        Harbor().reset(TASK)
+    assert clock.now < 1800, "so many seconds of one step are a hang to the watchdog"
+    assert [event for event, _ in said] == ["boxes_failed"] and "no box within 300 s: the start hung" in said[0][1]
+
+
+class _Slow(PlantedBoxes):
+    """Its boxes answer `wait` when they are stopped, and run one verifier at a time."""
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Any:
+        return _SlowBox(super().start(owner, recipe, timeout_s=timeout_s))
+
+    def find(self, labels: Mapping[str, str]) -> Any:
+        return [_SlowBox(box) for box in super().find(labels)]
+
+
+class _SlowBox:
+    def __init__(self, box: PlantedBox) -> None:
+        self._box = box
+        self.__dict__.setdefault("stopped", box.__dict__.setdefault("stopped", threading.Event()))
+
+    def exec(self, command: str, **limits: Any) -> Ran:
+        if command == "wait":
+            assert self.stopped.wait(30)  # pyright: ignore
+            raise BoxGone("stopped")
+        return self._box.exec(command, **limits)
+
+    def stop(self) -> None:
+        self._box.stop()
+        self.stopped.set()  # pyright: ignore
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+
+def test_a_call_that_outlives_its_episode_says_nothing_about_the_next() -> None:
+    clock = VirtualClock()
+    provider = _Slow(clock)
+    env = harbor_environment(_starter(provider, clock))()
+    env.reset(TASK)
+    late = threading.Thread(target=env.bash, args=("wait",))
+    late.start()
+    while not env._actions:
+        pass
+    env.get_reward()
+    env.reset(TASK)
+    late.join()
+    assert env.bash("answer 1") == "ok" and env.get_reward() == 1.0
+    assert not provider.alive and len(provider.made) == 2, "and starts no box to look for blame"
+
+
+def test_a_verdict_that_is_asked_for_twice_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, judged, go = VirtualClock(), list[int](), threading.Event()
+    env = harbor_environment(_starter(PlantedBoxes(clock), clock))()
+    env.reset(TASK)
+    monkeypatch.setattr(world, "_verify", lambda box, task: (judged.append(1), go.wait(30), 1.0)[2])
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(env.get_reward) for _ in range(2)]
+        go.set()
+    assert [one.result() for one in found] == [1.0, 1.0] and judged == [1]
 
 
 # -------------------------------------------------------------------- local boxes
@@ -407,12 +478,17 @@ TEST_SH = '[ "$(cat /app/answer 2>/dev/null)" = 42 ] && R=1 || R=0; echo $R > /l
 
 
 def write_task(
-    folder: Path, *, test: str | None = TEST_SH, docker: str = "FROM x\nCOPY repo /app\nWORKDIR /app\n"
+    folder: Path,
+    *,
+    test: str | None = TEST_SH,
+    docker: str = "FROM x\nCOPY repo /app\nWORKDIR /app\n",
+    toml: str = "[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 60.0\n",
+    words: bytes = b"Write 42 into /app/answer.\n",
 ) -> Path:
     (folder / "environment/repo").mkdir(parents=True)
     (folder / "tests").mkdir()
-    (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 60.0\n")
-    (folder / "instruction.md").write_text("Write 42 into /app/answer.\n")
+    (folder / "task.toml").write_text(toml)
+    (folder / "instruction.md").write_bytes(words)
     (folder / "environment/Dockerfile").write_text(docker)
     (folder / "environment/repo/given.txt").write_text("given")
     if test is not None:
@@ -508,11 +584,34 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"test": None}, "has no verifier: tests/test.sh is missing"),
         ({"docker": "FROM x\nRUN apt-get update\n"}, "no image is built here"),
         ({"docker": "FROM x\nCOPY absent /app\n"}, "has no files"),
+        ({"docker": "FROM x\nWORKDIR /\n"}, "no image is built here"),
+        ({"docker": "FROM x\nWORKDIR $HOME\n"}, "no image is built here"),
+        ({"docker": 'FROM x\nCOPY ["repo", "/app"]\n'}, "no image is built here"),
+        ({"docker": "FROM x\nCOPY ../instruction.md /app/\n"}, "a link or outside its folder"),
+        ({"toml": '[verifier]\ntimeout_sec = "10 min"\n'}, r"\[verifier\] timeout_sec = '10 min' is no number of sec"),
+        ({"toml": "[agent]\ntimeout_sec = inf\n"}, "is no number of seconds"),
+        ({"toml": "agent = 3\n"}, "agent = 3 is not a table"),
+        ({"words": b"\xff"}, "cannot be read: 'utf-8' codec"),
     ],
 )
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
         read_tasks(write_task(tmp_path / "task", **change))
+
+
+@pytest.mark.parametrize(
+    ("docker", "work", "files"),
+    [
+        ("COPY repo/given.txt .", "/app", ["/app/given.txt"]),
+        ("WORKDIR src\nCOPY repo/given.txt /data/\nCOPY repo .", "/app/src", ["/app/src/given.txt", "/data/given.txt"]),
+        ("WORKDIR /w/../src\ncopy repo/given.txt named.txt", "/src", ["/src/named.txt"]),
+        ("COPY repo / \nCOPY repo/*.txt repo/given.txt /many", "/app", ["/given.txt", "/many/given.txt"]),
+        ("COPY repo /app\nCOPY repo/given.txt /app", "/app", ["/app/given.txt"]),
+    ],
+)
+def test_copy_and_workdir_mean_what_they_mean_to_docker(tmp_path: Path, docker: str, work: str, files: Any) -> None:
+    (task,) = read_tasks(write_task(tmp_path / "task", docker=f"FROM x\n{docker}\n"))
+    assert (task.folder, sorted(task.files)) == (work, files)
 
 
 def test_an_image_replaces_the_dockerfile(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
 from executors.preflight.place_faults import about_sandbox, may_bring
@@ -22,7 +23,8 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget
 from inner.errors import InnerError
 from inner.settings.task import SamplingSettings
-from inner.tasks.spec import PRICED
+from inner.tasks.harbor import read_tasks
+from inner.tasks.spec import HARBOR, PRICED
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,23 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
         if text := fault(NEEDS[provider], place, environ):
             raise InnerError(f"{told}: {text}")
     return list(_notes(NEEDS[provider], places))
+
+
+def notes_about_patience(config: RunConfig) -> list[str]:
+    """Return a note if the verifiers of a run's Harbor tasks may take longer than its rewards may."""
+    inner, task = config.inner, config.inner.data.task or ""
+    folder = config.folder / task.removeprefix(f"{HARBOR}:")
+    if not task.startswith(f"{HARBOR}:") or not folder.is_dir() or not inner.rewards.timeout_s:
+        return []
+    longest = max(one.verifier_s for one in read_tasks(folder, image="any"))
+    needed = longest * -(-inner.generation_size // inner.sampling.tool_workers)
+    if needed <= inner.rewards.timeout_s:
+        return []
+    return [
+        f"verifiers may take {longest:g} s each, {inner.generation_size} of them {needed:g} s (inner.sampling."
+        f"tool_workers = {inner.sampling.tool_workers}), and inner.rewards.timeout_s = {inner.rewards.timeout_s:g} "
+        "ends a batch's rewards: a slow verdict counts as a failed reward. Raise it, or tool_workers"
+    ]
 
 
 def refuse_unpriced(sampling: SamplingSettings, budget: Budget) -> None:

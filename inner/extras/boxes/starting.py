@@ -28,6 +28,7 @@ from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecip
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+AGAIN_S = 30.0  # budget of a start after one that spent its whole budget: a batch of them would look like a hang
 SWEEPS = 5  # looks until the provider's list is empty
 
 
@@ -61,6 +62,7 @@ class BoxStarter:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
+        self._gave_up = False  # the last start that ended had no box
         self.counts = Counter[str]()
         self._since = dict[str, float]()  # owner's key -> when its box was there
         self._used = Used()
@@ -68,7 +70,8 @@ class BoxStarter:
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
         """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
-        end, pause, last = self.clock() + self._budget_s, FIRST_PAUSE_S, "the starts were paused"
+        budget_s = AGAIN_S if self._gave_up else self._budget_s
+        end, pause, last = self.clock() + budget_s, FIRST_PAUSE_S, "the starts were paused"
         ambiguous = False
         while (left := end - self.clock()) > 0:
             if (shut := self._shut_until - self.clock()) > 0:
@@ -82,6 +85,7 @@ class BoxStarter:
                 self._note(failed=False)
                 with self._lock:
                     self._since[owner.key] = self.clock()
+                self._gave_up = False
                 return box
             except ProviderFailed as error:
                 ambiguous, last = True, str(error)
@@ -89,9 +93,8 @@ class BoxStarter:
             left = max(0.0, end - self.clock())
             self._sleep(min(left, self._random.uniform(0.5, 1.0) * pause))
             pause = min(2 * pause, LONGEST_PAUSE_S)
-        raise ProviderFailed(
-            f"no box within {self._budget_s:g} s: {last.rstrip('.')}. See the provider's status and quota."
-        )
+        self._gave_up = True
+        raise ProviderFailed(f"no box within {budget_s:g} s: {last.rstrip('.')}. See the provider's status and quota.")
 
     def release(self, owner: BoxOwner) -> None:
         """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
@@ -175,6 +178,9 @@ def _furnish(box: Box, recipe: BoxRecipe) -> None:
     except BoxGone as error:
         box.stop()
         raise ProviderFailed(f"a new box died: {error}") from error
+    except OSError as error:
+        box.stop()
+        raise InnerError(f"the task's files cannot be in one box: {error}. Correct its Dockerfile.") from error
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:

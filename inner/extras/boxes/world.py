@@ -46,6 +46,7 @@ class _Shared:
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
+        self.told = False  # whether the log has the provider's words since its last box
 
     @property
     def starter(self) -> BoxStarter:
@@ -69,6 +70,8 @@ class HarborEnvironment:
         self._place = f"{os.getpid()}-{next(_numbers)}"
         self._episode = 0
         self._box: Box | None = None
+        self._known = False
+        self._judging = threading.Lock()  # a call of `get_reward` that lasted too long is made again
 
     @property
     def _starter(self) -> BoxStarter:
@@ -91,12 +94,14 @@ class HarborEnvironment:
         self._actions = list[BoxAction]()
         self._submitted = self._known = False
         self._blamed: Blamed | None = None
-        self._until = self._starter.clock() + self._task.agent_s
+        self._until: float | None = None
         self._starter.count("episodes")
         try:
             self._box = self._starter.start(self._owner(), _recipe(self._task))
-        except ProviderFailed:
+            self._shared.told = False
+        except ProviderFailed as error:
             self._settle("provider")
+            self._tell_failed(error)
 
     def bash(self, command: str) -> str:
         """Run a shell command in the box.
@@ -104,7 +109,7 @@ class HarborEnvironment:
         Args:
             command: the command, for bash
         """
-        limit = min(self._command_s, max(1.0, self._until - self._starter.clock()))
+        limit = min(self._command_s, max(1.0, self._left_s()))
         ran = self._act(lambda box: box.exec(command, user=self._user, timeout_s=limit))
         if isinstance(ran, str):
             return ran
@@ -139,22 +144,30 @@ class HarborEnvironment:
 
     def get_reward(self) -> float | None:
         """Return the verifier's number; None if the provider lost the box.   The box ends."""
-        if not self._known:
-            self._reward = self._judge()
-            self._known = True
-            self._end()
-        return self._reward
+        with self._judging:
+            if not self._known:
+                self._reward = self._judge()
+                self._known = True
+                self._end()
+            return self._reward
+
+    def _left_s(self) -> float:
+        """Return the seconds of the task's limit that are left. They begin with the first call, not with a batch."""
+        if self._until is None:
+            self._until = self._starter.clock() + self._task.agent_s
+        return self._until - self._starter.clock()
 
     def _act(self, run: Callable[[Box], Any]) -> Any:
-        if self._box is None or self._blamed:
+        if (box := self._box) is None or self._blamed:
             return GONE
-        if self._submitted or self._starter.clock() >= self._until:
+        if self._submitted or self._left_s() <= 0:
             return OVER
         self._actions.append(BoxAction(run))
         try:
-            return run(self._box)
+            return run(box)
         except BoxGone:
-            self._find_blame()
+            if self._box is box:  # else this call outlived inner.sampling.tool_timeout_s, and its episode
+                self._find_blame()
             return GONE
 
     def _judge(self) -> float | None:
@@ -175,7 +188,8 @@ class HarborEnvironment:
         """Whether the verifier gives a number in a box that no episode has touched."""
         try:
             return _verify(self._fresh(0), self._task) is not None
-        except (BoxGone, ProviderFailed):
+        except (BoxGone, ProviderFailed) as error:
+            self._tell_failed(error)
             return False
         finally:
             self._release(0)
@@ -191,10 +205,16 @@ class HarborEnvironment:
         _release_quietly(self._starter, self._owner(f"-fresh{n}"))
 
     def _end(self) -> None:
+        self._box = None
         if self._episode:
             _release_quietly(self._starter, self._owner())
             self._tell_used()
-        self._box = None
+
+    def _tell_failed(self, error: Exception) -> None:
+        """Write an event of the provider's words, once until it gives a box again."""
+        if self._host is not None and not self._shared.told:
+            self._shared.told = True
+            self._host.emit("boxes_failed", str(error))
 
     def _tell_used(self) -> None:
         """Write an event of the boxes of a batch, when its last one has ended."""

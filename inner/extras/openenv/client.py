@@ -144,14 +144,17 @@ class OpenEnv:
         """Return the tool's answer. Raises ToolFailed, which TRL shows to the model."""
         if self._lost or self._done:
             return GONE if self._lost else OVER
-        action = self._action(tool, arguments)
+        action, sites = self._action(tool, arguments), self._sites
         was_open = self._socket is not None and self._socket.state.name == "OPEN"
         try:
             reply = self._send_request("step", action)
         except (OSError, EOFError):
-            gone = self._lose_session()
-            self._broke = was_open and self._answers_at_once()
-            return gone
+            if self._sites is sites:  # else this call outlived inner.sampling.tool_timeout_s, and its episode
+                self._lose_session()
+                self._broke = was_open and self._answers_at_once()
+            return GONE
+        if self._sites is not sites:
+            return GONE
         failure = failure_of(reply, self._tools)
         if failure and _CLOSED in failure["error"]:
             return self._lose_session()
