@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,6 +33,9 @@ from diloco.process.processes import describe_exit
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
 SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
+LAST = "last"  # the kind of a rank's last words
+_leader: list[Connection] = []  # of this process, if it is a rank that rank 0 leads
+_speaking = threading.Lock()
 
 
 class RankLost(RuntimeError):
@@ -45,10 +49,13 @@ class Followed(RuntimeError):
 class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
-    on_loss: called with the words about a rank that has failed, before this process ends."""
+    on_loss: called with the words about a rank that has failed, before this process ends.
+    on_told: called with what a rank tells by `tell_leader`, in the watching thread."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None
+        self.on_told: Callable[..., None] = lambda *told: None
+        self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
         self._count = count
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         alone = threading.active_count() == 1 and hasattr(os, "fork") and sys.platform != "darwin"
@@ -82,8 +89,13 @@ class Followers:
 
     def _watch(self) -> None:
         running = {process.sentinel for process, _ in self._ranks}
+        pipes = {pipe: index for index, (_, pipe) in enumerate(self._ranks, 1)}
         while running and not self._ending:
-            running -= set(wait(list(running)))
+            ready = wait([*running, *pipes])
+            for pipe in pipes.keys() & set(ready):
+                if not self._hear(pipes[pipe], pipe):
+                    del pipes[pipe]
+            running -= set(ready)
             if (failed := self._first_failure()) is not None and not self._ending:
                 self._failed.set()
                 return self._end_like(*failed)
@@ -91,18 +103,31 @@ class Followers:
     def _first_failure(self) -> tuple[str, int] | None:
         """Return the words about the rank whose end explains the others', and its exit code; None if all go on."""
         found: list[tuple[bool, bool, int, int]] = []
-        said: dict[int, str] = {}
         for index, (process, pipe) in enumerate(self._ranks, 1):
             if wait([process.sentinel], 0):  # it closes a moment before the exit code is there
                 process.join(SETTLE_S)
             if process.exitcode:
-                said[index], follows = _last_words(pipe)
+                while index not in self._said and self._hear(index, pipe):
+                    pass
+                _, follows = self._said.setdefault(index, ("", False))  # killed, it had no time for words
                 found.append((follows, process.exitcode > 0, index, process.exitcode))
         if not found:
             return None
         _, _, index, code = min(found)
-        words = f": {said[index]}" if said[index] else ""
+        words = f": {self._said[index][0]}" if self._said[index][0] else ""
         return f"rank {index} of {self._count} ended ({describe_exit(code)}){words}; the replica ends with it", code
+
+    def _hear(self, index: int, pipe: Connection) -> bool:
+        """Take one message of a rank. Return whether there may be more."""
+        try:
+            told: tuple[Any, ...] = pipe.recv()
+        except (EOFError, OSError):
+            return False
+        if told[0] == LAST:
+            self._said[index] = told[1:]  # type: ignore[assignment]
+        else:
+            self.on_told(index, *told)
+        return True
 
     def _end_like(self, text: str, code: int) -> None:
         """End this process as the rank ended, so that its launcher judges it in the same way."""
@@ -130,8 +155,9 @@ def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
 def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Connection) -> None:
     """Be a rank, from its first line to its end. Its last words go to rank 0."""
     os.environ.update(environment)
+    _leader.append(pipe)
     for number in asking_signals():
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, partial(_ignore, os.getpid()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = exitcodes.CRASHED
     try:
@@ -143,18 +169,24 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
     except BaseException as error:
         traceback.print_exc()
         line = (str(error).splitlines() or [""])[0]
-        pipe.send((f"{type(error).__name__}: {line}", isinstance(error, RankLost)))
+        tell_leader(LAST, f"{type(error).__name__}: {line}", isinstance(error, RankLost))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _last_words(pipe: Connection) -> tuple[str, bool]:
-    """Return the words of a rank that has ended, "" if it had no time for any, and whether it only followed others."""
-    with suppress(EOFError, OSError):
-        return pipe.recv()
-    return "", False
+def tell_leader(*message: Any) -> None:
+    """Send a message to rank 0 (Followers.on_told).   Any thread of a rank may call this."""
+    with _speaking, suppress(OSError):
+        _leader[0].send(message)
+
+
+def _ignore(pid: int, number: int, _: Any) -> None:
+    """Ignore a signal in this process alone. With SIG_IGN, its programs would ignore it, too, and never end."""
+    if os.getpid() != pid:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _end_with_parent() -> None:

@@ -10,6 +10,8 @@
 
 Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
 
+Notes and events of the other ranks' rewards go to rank 0's session (FollowingHost).
+
 Not promised: a log of the other ranks' rollouts; several hosts.
 """
 
@@ -24,8 +26,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
 from diloco.process.processes import DEVICE_ENV
-from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
-from diloco.process.session import Session
+from diloco.process.ranks import END_S, SETTLE_S, Followers, tell_leader, told_twice
+from diloco.process.session import Session, SessionHost
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import ConfigError, RunConfig
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 
 VARIABLES = (URL, SLOT, REPLICAS)
+NOTE, EVENT = "note", "event"  # messages of a FollowingHost
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     if fault := rank_fault(run.config, devices):
         raise ConfigError(fault)
     followers.on_loss = partial(_say_loss, session)
+    followers.on_told = partial(_take_word, SessionHost(session))
     try:
         if run.config.script is not None:
             return replica.script_session(run, session, partial(_tell_script, run.config.script))
@@ -112,6 +116,32 @@ def _tell_script(script: Script, folder: Path) -> None:
 def _say_loss(session: Session, text: str) -> None:
     session.emit("crashed", error=text)
     session.flush()
+
+
+def _take_word(host: SessionHost, index: int, kind: str, *told: Any) -> None:
+    """Pass on a message of a FollowingHost.   A note tells the watchdog that rank 0 waits for this rank's user code."""
+    if kind == NOTE:
+        host.note(f"rank {index}: {told[0]}" if told[0] else "")
+    else:
+        event, text, fields = told
+        host.emit(event, f"rank {index}: {text}", **fields)
+
+
+class FollowingHost:
+    """The inner.host.Host of a rank that rank 0 leads: notes and events go to rank 0's session."""
+
+    owner = ("alone", "0", 0)  # a replica of several ranks rents nothing (rank_faults.py)
+
+    def note(self, text: str) -> None:
+        tell_leader(NOTE, text)
+
+    def emit(self, event: str, text: str, **fields: Any) -> None:
+        tell_leader(EVENT, event, text, fields)
+
+    def rented(self, seconds: float, usd_per_hour: float | None) -> None: ...
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Leader:
@@ -141,7 +171,7 @@ class Leader:
     def judge(
         self, run: Run, session: Session, loop: "LeadingLoop", inputs: replica.Inputs, outer: "OuterLoop"
     ) -> "LeadingEvaluator | None":
-        evaluator = replica.evaluator_of(run, session, cast("InnerLoop", loop), inputs, outer)
+        evaluator = replica.evaluator_of(run, session, cast("InnerLoop", loop), inputs, outer, ranks=self.group.count)
         return None if evaluator is None else LeadingEvaluator(evaluator, self.group)
 
 
@@ -197,6 +227,7 @@ def follow() -> int:
         _follow_training(group, job)
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
+        time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 says why
         return exitcodes.NO_REWARD
     return exitcodes.DONE
 
@@ -228,6 +259,7 @@ def _follow_training(group: "Group", job: Job) -> None:
         from inner.rollouts.recorded import record_rollouts
 
         record_rollouts(loop.trainer, FollowingPlaces(group))
+    loop.report_to(FollowingHost())
     manager = Led(group)
     manager.stats = loop.pop_metrics
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:

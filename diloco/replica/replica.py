@@ -353,9 +353,9 @@ def _run_inner(
 
 
 def evaluator_of(
-    run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
+    run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop", *, ranks: int = 1
 ) -> "Evaluator | None":
-    """Make the evaluator. Return None if the config has no [eval]."""
+    """Make the evaluator. Return None if the config has no [eval].   ranks: of this replica."""
     config = run.config.eval
     if config is None:
         return None
@@ -366,8 +366,8 @@ def evaluator_of(
     rows = load_prompts(config.source, inputs.files, run.config.inner.data, kind=EVAL)
     must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
     return Evaluator(
-        config, rows, cast("Scorer", loop), session, batch=run.config.inner.generation_size, seed=run.config.seed,
-        stands_at=outer.committed, must_go=must_go,
+        config, rows, cast("Scorer", loop), session, batch=ranks * run.config.inner.generation_size,
+        seed=run.config.seed, stands_at=outer.committed, must_go=must_go,
     )  # fmt: skip
 
 

@@ -11,11 +11,11 @@ What is known on one rank alone reaches the others before it counts: failed rewa
 
 [inner.sdpo], [inner.replay] and [inner.process]: rank_channels.py, which is imported where they are used.
 
-Not promised: vLLM, dynamic sampling (refused by name before the start); pauses and events of rewards and hints of ranks
-other than 0 in the run's log, as only rank 0 has a session.
+Not promised: vLLM, dynamic sampling (refused by name before the start).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from inner.settings.inner import InnerConfig, Theta
 from inner.train.grpo import GrpoLoop
 from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
-from inner.usercode.reward_calls import RewardCalls
+from inner.usercode.attempts import Scored
+from inner.usercode.reward_calls import RewardCalls, reward_name
 
 SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
@@ -37,7 +38,24 @@ SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_
 class RankRewardCalls(RewardCalls):
     """RewardCalls whose batches are the rows of all ranks, in the ranks' order."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._called: dict[str, tuple[Any, Scored]] = {}  # since the last `settle`, by the reward's name
+
+    def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
+        self._called[reward_name(reward)] = reward, scored
+
+    def _refuse_batch(self) -> None:
+        """Raise RewardFailed, on all ranks, if no rank has a number of some reward."""
+        here = {name: len(scored.failed) < len(scored.values) for name, (_, scored) in self._called.items()}
+        numbered = {name for found in gather_object([here]) for name, has_any in found.items() if has_any}
+        for name, (reward, scored) in sorted(self._called.items()):
+            told = replace(scored, failed=()) if name in numbered else scored
+            super()._refuse_rewardless(reward, told)
+        self._called = {}
+
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
+        self._refuse_batch()
         state = PartialState()
         first = state.process_index * (len(rewards_B_F) // state.num_processes)
         rows = self._failed | self.broken.blamed

@@ -208,7 +208,7 @@ class RewardCalls:
 
     def _note_waiting(self, reward: Any, waited: float) -> None:
         until = f"; interrupted after {self.timeout_s:g} s (inner.rewards.timeout_s)" if self.timeout_s else ""
-        self._send_note(f"waits for the reward {_reward_name(reward)}, {waited:.0f} s so far{until}")
+        self._send_note(f"waits for the reward {reward_name(reward)}, {waited:.0f} s so far{until}")
 
     def _note_failure(self, step: Again, columns: Mapping[str, Any]) -> None:
         of = f"{step.missing} of {len(columns['completions'])} completions, try {step.number} of {self.tries}"
@@ -238,7 +238,7 @@ class RewardCalls:
             return
         from inner.usercode.reward_words import failure_text
 
-        text = failure_text(_reward_name(reward), scored, tries=self.tries, batches=self._unreported_failures)
+        text = failure_text(reward_name(reward), scored, tries=self.tries, batches=self._unreported_failures)
         self._last_emit_at = now
         self._unreported_failures = 0
         self.host.emit(
@@ -248,7 +248,7 @@ class RewardCalls:
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
         """Raise RewardFailed if training would continue without rewards."""
-        name = _reward_name(reward)
+        name = reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0
             self._worked.add(name)
@@ -305,5 +305,5 @@ async def _run_attempts_async(
         answer = await do(step)
 
 
-def _reward_name(reward: Any) -> str:
+def reward_name(reward: Any) -> str:
     return getattr(reward, "__name__", type(reward).__name__)

@@ -1,8 +1,13 @@
 """Replicas of several ranks: the number of ranks, and how they hold the model, change no bit of a run."""
 
 import json
+import multiprocessing
+import os
 import signal
+import subprocess
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +17,12 @@ import torch
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_unequal
 from diloco.process import exitcodes
-from diloco.process.ranks import told_twice
+from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
 from rendezvous.stores.open import open_store
+from tests.support.fleet import context
 from tests.support.ranks import run_fleet, start, wait, words
 
 slow = pytest.mark.slow
@@ -103,6 +109,40 @@ def test_a_killed_rank_ends_its_slot_which_comes_back_with_another_number_of_ran
 def test_a_rank_that_raises_ends_its_slot_with_its_words(tmp_path: Path) -> None:
     assert wait(start(tmp_path, "r00", 2, faults="raise 1 2", replicas=1, steps=2, sync_every=4)) == 1
     assert "rank 1 of 2 ended (exit code 1): ValueError: no more; the replica ends with it" in words(tmp_path)[0]
+
+
+def lead_one_rank(folder: str) -> int:
+    told = list[Any]()
+    followers = Followers(2, partial(end_a_program, folder))
+    followers.on_told = lambda *message: told.append(message)
+    while len(told) < 2:
+        time.sleep(0.01)
+    followers.end()
+    Path(folder, "told.json").write_text(json.dumps(told))
+    return 0
+
+
+def end_a_program(folder: str) -> int:
+    os.kill(os.getpid(), signal.SIGTERM)  # a platform signals all processes; rank 0 leaves for all of them
+    program = subprocess.Popen(["sleep", "60"])
+    program.terminate()
+    tell_leader("ended", program.wait(30))
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+    child = fork.Process(target=lambda: (runs.set(), time.sleep(60)))
+    child.start()
+    assert runs.wait(30)
+    child.terminate()
+    child.join(30)
+    tell_leader("ended", child.exitcode)
+    return 0
+
+
+def test_a_rank_ignores_sigterm_and_its_programs_do_not(tmp_path: Path) -> None:
+    child = context().Process(target=lead_one_rank, args=(str(tmp_path),))
+    child.start()
+    assert wait(child) == 0
+    assert json.loads((tmp_path / "told.json").read_text()) == [[1, "ended", -15]] * 2
 
 
 # -------------------------------------------------------------------- ranks that cannot be a replica

@@ -164,23 +164,57 @@ calls = 0
 def score(completions, **columns):
     global calls
     calls += 1
-    while os.environ.get("RANK") == "1" and calls == 3:
+    while os.environ.get("RANK") == "1" and calls in (3, 4):
         time.sleep(.05)
     return [float(len(c[-1]["content"])) for c in completions]
 """
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_its_session(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tries", "end", "code"), [({}, "hung", exitcodes.HUNG), ({"retries": 1}, "done", 0)])
+def test_a_rank_that_hangs_ends_its_session_unless_its_reward_is_tried_again(
+    tries: dict[str, Any], end: str, code: int, tmp_path: Path
+) -> None:
+    """The reward's limit is 4 s for a call, below the session's 6 s, and two calls take more."""
     write_files(tmp_path)
     (tmp_path / "rewards.py").write_text(HANGS)
+    rewards = {**INNER["rewards"], **tries, "timeout_s": 4.0 if tries else 0.0}
     fleet = Fleet(
-        tmp_path, inner={**INNER, "batch_size": 8}, outer={"sync_every": 2},
-        fleet={"replicas": 1, "steps": 4, "min_replicas": 1, "hung_after_s": 4.0},
+        tmp_path, inner={**INNER, "batch_size": 8, "rewards": rewards}, outer={"sync_every": 2},
+        fleet={"replicas": 1, "steps": 4, "min_replicas": 1, "hung_after_s": 6.0},
     )  # fmt: skip
     fleet.start("r00", TEST_DEVICES="2")
-    assert fleet.wait() == {"r00": [exitcodes.HUNG]}, fleet.logs()
-    assert report_of(fleet).sessions[0].end == "hung"
+    assert fleet.wait() == {"r00": [code]}, fleet.logs()
+    assert report_of(fleet).sessions[0].end == end
+
+
+AWAY = """
+import os
+
+def score(completions, **columns):
+    if os.environ.get("RANK") in {ranks}:
+        raise ConnectionError("the judge is away")
+    return [float(len(c[-1]["content"])) for c in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [("1",), ("0", "1")])
+def test_a_rank_without_rewards_is_told_and_only_a_replica_without_any_ends(ranks: Any, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "rewards.py").write_text(AWAY.format(ranks=ranks))
+    rewards = {**INNER["rewards"], "retries": 0}
+    fleet = Fleet(
+        tmp_path, inner={**INNER, "batch_size": 8, "rewards": rewards}, outer={"sync_every": 2},
+        fleet={"replicas": 1, "steps": 2, "min_replicas": 1},
+    )  # fmt: skip
+    fleet.start("r00", TEST_DEVICES="2")
+    ends = {1: exitcodes.DONE, 2: exitcodes.NO_REWARD}
+    assert fleet.wait() == {"r00": [ends[len(ranks)]]}, fleet.logs()
+    told = [event["text"] for event in logged(fleet, "r00", "reward_failed")]
+    assert any(text.startswith("rank 1: score: ") and "the judge is away" in text for text in told), told
+    ended = [event["error"] for event in logged(fleet, "r00", "crashed")]
+    assert len(ended) == len(ranks) - 1 and all(text.startswith("RewardFailed: the reward score") for text in ended)
 
 
 CONFIG = """[inner]
