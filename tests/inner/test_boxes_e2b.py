@@ -72,6 +72,13 @@ def test_a_dead_box_is_gone(server: E2bServer) -> None:
 
 
 @sdk
+def test_a_new_box_that_dies_is_replaced_by_another_and_not_named_again(server: E2bServer) -> None:
+    server.dead = {"id0"}
+    box = _starter(server).start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
+    assert box.read("a.txt") == b"one" and list(server.boxes) == ["id1"]
+
+
+@sdk
 def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.refuse = 1
     starter = _starter(server)

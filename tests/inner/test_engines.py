@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -168,6 +169,16 @@ def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: 
     with pytest.raises(InnerError, match=r"did not answer 4 times.*Start the server"):
         engine.load(loop.model.named_parameters())
     assert waited == [2.0] * 3
+
+
+def test_a_server_that_hangs_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> Any:
+        raise httpx.ReadTimeout("ten minutes")
+
+    loop, engine = a_server_engine("http://127.0.0.1:9", tmp_path, sleep=lambda seconds: None)
+    monkeypatch.setattr(httpx, "post", hang)
+    with pytest.raises(InnerError, match=r"did not answer 2 times \(ReadTimeout"):
+        engine.load(loop.model.named_parameters())
 
 
 @pytest.mark.parametrize(

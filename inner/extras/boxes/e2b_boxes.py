@@ -4,8 +4,8 @@
     E2bBoxes(domain="boxes.example.org")               another server: https://api.DOMAIN
     E2bBoxes(api_url="http://…", sandbox_url="http://…")
 
-A create has the owner's key as its Idempotency-Key, and the owner's labels as its metadata. `timeout` is the box's time
-to live at the server. recipe.image is a template's name.
+A create's Idempotency-Key is the owner's key with the number of its boxes that were stopped here, and its metadata are
+the owner's labels. `timeout` is the box's time to live at the server. recipe.image is a template's name.
 
 Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
 server of the tests, not with E2B.
@@ -13,7 +13,8 @@ server of the tests, not with E2B.
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,15 +43,19 @@ class E2bBoxes:
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
+        self._stopped = Counter[
+            str
+        ]()  # by the owner's key: with the key of a box that is gone, E2B would name it again
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
+        key = f"{owner.key}-{self._stopped[owner.key]}"
         with _as_ours(self._sdk, ProviderFailed):
             made = self._sdk.Sandbox.create(
-                template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=owner.key,
+                template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=key,
                 metadata={**MADE_BY, **owner.labels, "folder": recipe.folder},
                 request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
             )  # fmt: skip
-            return E2bBox(self._sdk, made, recipe.folder)
+        return E2bBox(self._sdk, made, recipe.folder, lambda: self._stopped.update([owner.key]))
 
     def find(self, labels: Mapping[str, str]) -> Sequence["E2bBox"]:
         with _as_ours(self._sdk, ProviderFailed):
@@ -62,10 +67,10 @@ class E2bBoxes:
 
 
 class E2bBox:
-    """One sandbox.   made: the SDK's object.   folder: where commands begin."""
+    """One sandbox.   made: the SDK's object.   folder: where commands begin.   on_stop: called before it is stopped."""
 
-    def __init__(self, sdk: Any, made: Any, folder: str) -> None:
-        self._sdk, self._made, self._folder = sdk, made, folder
+    def __init__(self, sdk: Any, made: Any, folder: str, on_stop: Callable[[], None]) -> None:
+        self._sdk, self._made, self._folder, self._on_stop = sdk, made, folder, on_stop
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         there = f"cd {shlex.quote(self._folder)} 2>/dev/null\n{command}"  # the first command makes the folder
@@ -87,6 +92,7 @@ class E2bBox:
             self._made.files.write(self._place(path), data, user="root")
 
     def stop(self) -> None:
+        self._on_stop()
         with _as_ours(self._sdk, ProviderFailed):
             self._made.kill()
 

@@ -100,16 +100,16 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        error: Exception | None = None
-        for again in range(self._tries):
-            if again:
+        errors = list[Exception]()
+        while len(errors) < self._tries and sum(isinstance(error, httpx.ReadTimeout) for error in errors) < 2:
+            if errors:
                 self._sleep(PAUSE_S)
             try:
                 return httpx.post(self._address + path, json=body, timeout=httpx.Timeout(10.0, read=ANSWER_S))
             except httpx.TransportError as found:
-                error = found
+                errors.append(found)
         raise InnerError(
-            f"{self._address} did not answer {self._tries} times ({error!r}). Start the server, and then this "
+            f"{self._address} did not answer {len(errors)} times ({errors[-1]!r}). Start the server, and then this "
             "actor again"
         )
 
