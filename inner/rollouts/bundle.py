@@ -8,8 +8,8 @@
 A token costs 4 bytes, 5 with tools, 9 with log-probs of an engine, and its text; the random states cost 15 KB.
 Tokens and texts are as they were sampled: a secret that a tool printed is in them.
 
-Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle.  Whether
-it fits a trainer is asked in recorded.py.
+Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle, with
+random states that this machine can restore.  Whether it fits a trainer is asked in recorded.py.
 """
 
 import json
@@ -17,6 +17,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+
+from inner.usercode.attempts import LARGEST
 
 Ids = Sequence[Sequence[int]]
 
@@ -50,11 +53,41 @@ class RandomStates:
 
     def restore(self) -> None:
         torch.random.set_rng_state(self.tensors["torch"])
-        np.random.set_state(("MT19937", self.tensors["numpy"].numpy().astype(np.uint32), *self.numbers["numpy"]))
-        version, gauss = self.numbers["python"]
-        random.setstate((version, tuple(self.tensors["python"].tolist()), gauss))
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
         if "cuda" in self.tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.tensors["cuda"])
+
+    def check(self) -> None:
+        """Raise ValueError unless `restore` works here.   It is tried with generators that nobody uses."""
+        try:
+            words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
+            if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy reads outside of its state
+                raise ValueError(f"numpy's position is {position}")
+            if words.dtype != torch.int64 or not 0 <= int(words.min()) <= int(words.max()) < 2**32:
+                raise ValueError(f"numpy's words are {words.dtype}, or not of 32 bits")
+            _, gauss = self.numbers["python"]
+            if not (gauss is None or isinstance(gauss, float)):
+                raise ValueError(f"python's next normal number is {gauss!r}")
+            torch.Generator().set_state(self.tensors["torch"])
+            np.random.RandomState().set_state(self._numpy)
+            random.Random().setstate(self._python)
+            if "cuda" in self.tensors and torch.cuda.is_available():
+                torch.Generator("cuda").set_state(self.tensors["cuda"])
+        except Exception as error:
+            raise ValueError(
+                f"its random states cannot be restored here, by torch {torch.__version__} and numpy {np.__version__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def _numpy(self) -> Any:
+        return ("MT19937", self.tensors["numpy"].numpy().astype(np.uint32), *self.numbers["numpy"])
+
+    @property
+    def _python(self) -> Any:
+        version, gauss = self.numbers["python"]
+        return version, tuple(self.tensors["python"].tolist()), gauss
 
 
 @dataclass(frozen=True)
@@ -126,8 +159,10 @@ class Bundle:
         """Return the bundle in these bytes.   Raise ValueError if they are not one."""
         try:
             return _read(body)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError, RuntimeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError) as error:
             raise ValueError(f"not a bundle of rollouts: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"not a bundle of rollouts: {error}") from error
 
 
 def _read(body: bytes) -> Bundle:
@@ -142,13 +177,13 @@ def _read(body: bytes) -> Bundle:
         raise ValueError("its parts have different numbers of rollouts")
     if rewards.dtype != torch.float32 or tuple(rewards.shape) != (count, len(names)):
         raise ValueError(f"its rewards are {rewards.dtype} {tuple(rewards.shape)}")
-    parts = {name: _cut(tensors[name], lengths) for name in ("ids", "mask", "logprobs") if name in tensors}
+    parts = {name: _cut(name, tensors[name], lengths) for name in ("ids", "mask", "logprobs") if name in tensors}
     states = {name: tensors[name] for name in ("torch", "numpy", "python", "cuda") if name in tensors}
     calls, failures = said["calls"]
-    return Bundle(
+    bundle = Bundle(
         prompts=prompts,
         completions=said["completions"],
-        prompt_ids=_cut(tensors["prompt_ids"], tensors["prompt_lengths"]),
+        prompt_ids=_cut("prompt_ids", tensors["prompt_ids"], tensors["prompt_lengths"]),
         ids=parts["ids"],
         mask=parts.get("mask"),
         logprobs=parts.get("logprobs"),
@@ -159,6 +194,36 @@ def _read(body: bytes) -> Bundle:
         calls=(int(calls), int(failures)),
         random=RandomStates(states, said["random"]),
     )
+    if fault := _fault(bundle):
+        raise ValueError(fault)
+    bundle.random.check()
+    return bundle
+
+
+def _fault(bundle: Bundle) -> str:
+    """Return why no trainer can train on these numbers and names; "" if one may.   NaN as a reward: it is unknown."""
+    for row in bundle.mask or []:
+        if row[0] != 1 or not {0, 1}.issuperset(row):
+            return f"its mask has a rollout that begins with a tool's token, or other numbers than 0 and 1: {row[:9]}"
+    beyond = bundle.rewards[bundle.rewards.abs() > LARGEST].tolist()
+    if beyond:
+        return f"it has a reward of {beyond[0]}; the largest is {LARGEST:g}"
+    if not _are(bundle.names, str) or not _are(bundle.weights, int, float) or len(bundle.weights) != len(bundle.names):
+        return "its rewards have no names, or not a weight each"
+    if not all(map(isfinite, bundle.weights)) or not all(0 <= calls < 2**53 for calls in bundle.calls):
+        return f"its rewards have the weights {bundle.weights}, and its tools were called {bundle.calls} times"
+    texts = bundle.completions
+    if not isinstance(texts, list) or not all(isinstance(told, str) or (told and _are(told, dict)) for told in texts):
+        return "its completions are neither texts nor messages"
+    named = bundle.environments
+    if named is not None and not (_are(named, str, type(None)) and len(named) == len(bundle.ids)):
+        return "its environments are not a name for each rollout"
+    return ""
+
+
+def _are(found: Any, *kinds: type) -> bool:
+    """Whether this is a list of values of these kinds."""
+    return isinstance(found, list) and all(isinstance(one, kinds) for one in found)
 
 
 def _lengths(rows: Sequence[Sequence[Any]]) -> Tensor:
@@ -170,7 +235,10 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([nan if x is None else x for row in rows for x in row], dtype=dtype)
 
 
-def _cut(flat: Tensor, lengths: Tensor) -> list[list[Any]]:
+def _cut(name: str, flat: Tensor, lengths: Tensor) -> list[list[Any]]:
+    """Return the values of a tensor by rollout.   Log-probs are floats, all others whole numbers, as lengths are."""
+    if flat.is_complex() or flat.is_floating_point() != (name == "logprobs") or lengths.is_floating_point():
+        raise ValueError(f"{name} are {flat.dtype}, and their lengths {lengths.dtype}")
     sizes = [int(n) for n in lengths]
     if flat.ndim != 1 or min(sizes, default=1) < 1 or sum(sizes) != len(flat):
         raise ValueError(f"{len(flat)} tokens are not {len(sizes)} rollouts of their lengths")

@@ -214,7 +214,8 @@ def _begins_as(prompt: Any, row: Mapping[str, Any]) -> bool:
     if not isinstance(prompt, list) or not isinstance(asked, list):
         return prompt == asked
     plain = partial(json.dumps, sort_keys=True, default=str)
-    return plain(prompt[:-1]) == plain(asked[:-1]) and len(prompt) == max(1, len(asked))
+    own = plain(prompt[:-1]) == plain(asked[:-1]) and len(prompt) == max(1, len(asked))
+    return own and isinstance(prompt[-1], dict)
 
 
 def _always(column: list[float]) -> Callable[..., list[float | None]]:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
@@ -17,7 +18,7 @@ from diloco.model.traces import freeze
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
 from diloco.run.sections import FleetConfig
-from inner.rollouts.bundle import Bundle
+from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
@@ -227,6 +228,24 @@ def test_what_cannot_be_used_is_told_and_the_next_attempt_counts(tmp_path: Path)
     for attempt, body in enumerate((b"", b"\n", b"{}", b"x\n{}\n", b"x" * 300)):
         (tmp_path / f"rollouts/r01/0000000043/0000.{attempt}.bundle").write_bytes(body)
     assert places(store, told).find(BundlePlace(5, 43, 0), FITS) is None and len(told) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"random": RandomStates({}, {})}, "random states cannot be restored"),
+        ({"rewards": torch.full((16, 1), 1e30)}, "a reward of 1"),
+    ],
+)
+def test_a_whole_bundle_of_a_broken_writer_ends_no_run(change: dict[str, Any], words: str) -> None:
+    (made, _), store, told = a_bundle(), MemoryStore("memory://x"), list[Any]()
+    places(store).put(HERE, replace(made, **change), FITS)
+    here = places(store, told, by=2)
+    assert here.find(HERE, FITS) is None and here.put(HERE, made, FITS) is made
+    assert [(event, fields["key"]) for event, fields in told] == [("rollouts_refused", KEY)]
+    assert words in told[0][1]["text"]
+    found = places(store, by=3).find(HERE, FITS)
+    assert found is not None and found.pack() == made.pack()
 
 
 @pytest.mark.parametrize(("place", "named"), [(BundlePlace(6, 42, 0), {}), (BundlePlace(5, 42, 0), {"run": "another"})])

@@ -219,6 +219,9 @@ def test_box_hours_and_dollars_are_summed() -> None:
     found = box_costs(config, [one, one, {"event": "step"}, forged], 0.01)
     assert found is not None and found == BoxCosts("hf", 6, 1.0, 0.01)
     assert found.line == "  boxes      hf              6    1.00     0.01"
+    flavored = {**one, "usd_per_hour": None}  # of an environment file with options={"flavor": …}
+    unpriced = box_costs(config, [{**one, "usd_per_hour": 0.01}, flavored], 0.0)
+    assert unpriced is not None and unpriced.usd is None and "not in the sum" in unpriced.line
     config["inner"]["sampling"]["boxes"] = "e2b"
     unpriced = box_costs(config, [one], 0.0)
     assert unpriced is not None and unpriced.usd is None and "inner.sampling.box_usd_per_hour" in unpriced.line

@@ -11,7 +11,7 @@ from diloco.process.session import Session as ReplicaLife
 from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.units import dollars
-from executors.cli.looking.status import costs_dict
+from executors.cli.looking.status import cost_line, costs_dict
 from executors.supervision.costs import (
     BOOT_S,
     END_S,
@@ -275,6 +275,20 @@ def test_what_was_spent_is_known_without_the_log(events, record, hours, usd):
     (known, rate, logged) = record
     found = costs(told(*events, usd=known, rate=rate, at=T + 900.0, until=T + 2700.0, logged=logged), T + hours * HOUR)
     assert found.usd == pytest.approx(usd) and json.loads(json.dumps(costs_dict(found)))["usd"] == pytest.approx(usd)
+
+
+@pytest.mark.parametrize("events", [[], [LEASE]])
+def test_money_of_boxes_hides_no_bill_whose_log_is_gone(events):
+    """Launches of $8 are only in the record; boxes grow from $2 to $10, and each record follows from the last sum."""
+    usd, budget = 8.0, Budget(max_usd=12.0)
+    for boxes in (2.0, 5.0, 9.0, 10.0):
+        beat = Beat("r00", 1, 1, "train", 0, 0, 0.5, T + 1000.0, box_usd=boxes)
+        record = told(*events, usd=usd, at=T + 900.0, until=T + 2700.0, logged=4)
+        found = costs(replace(record, beats={"r00": beat}), T + HOUR)
+        assert (found.usd, found.unlogged, found.boxes) == pytest.approx((8.0 + boxes, 8.0, boxes))
+        assert costs_dict(found)["usd"] == found.usd and f"{dollars(8.0 + boxes)} so far" in cost_line(found, Wanted())
+        assert bool(over(budget, found)) == (8.0 + boxes > 12.0)
+        usd = found.usd - found.boxes  # as limit.py writes it
 
 
 def test_hours_are_known_without_the_log_too():

@@ -497,6 +497,24 @@ def test_a_removed_supervisor_log_gives_no_money_back(tmp_path, overwritten, sec
     assert 7.0 < before + later <= 10.0
 
 
+def test_boxes_after_a_lost_log_hide_no_bill_from_the_budget(tmp_path):
+    world = World(tmp_path, max_usd=14.0)
+    world.started()
+    world.cloud.box_usd["r00"] = 2.0
+    world.pass_time(1700)
+    before, record = world.costs(), read_control(world.run.store).spent
+    assert 0.0 < record.usd <= before.usd - 2.0 < 4.5, "of launches alone"
+    world.run.store.delete([key for key in world.run.store.list(layout.LOGS) if "supervisor" in key])
+    world.another()
+    for boxes in (4.0, 6.0, 8.0):
+        world.cloud.box_usd["r00"] = boxes
+        world.pass_time(100)
+        assert world.usd() >= before.usd - 2.0 + boxes
+    world.cloud.box_usd["r00"] = 11.0
+    world.pass_time(100)
+    assert world.outcome is not None and "max_usd = 14" in world.outcome.text
+
+
 def test_max_hours_ends_it_too_even_where_nothing_costs(tmp_path):
     world = World(tmp_path, max_hours=0.5)
     world.cloud.price = 0.0

@@ -30,7 +30,7 @@ from inner.extras.boxes.box import (
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
-from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
+from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, _read_number, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
 from inner.settings.inner import InnerConfig, Seeds
@@ -532,6 +532,42 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
     assert boxes.find({}) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1\n", 1.0), ('{"reward": 0.5}', 0.5), ("-3e2", -300.0), ("", None), ("NaN", None), ("Infinity", None),
+        ("1" * 400, None), ("1" * 5000, None), ('{"reward": ' + "9" * 400 + "}", None), ("1e400", None), ("1e30", None),
+        ("[" * 100_000, None), ('{"reward": ' + "[" * 4000, None), ("[1]", None), ("null", None),
+        ('{"other": 1}', None),
+    ],
+    ids=lambda x: str(x)[:20],
+)  # fmt: skip
+def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | None) -> None:
+    assert _read_number(text) == number
+
+
+@real
+@pytest.mark.parametrize(
+    ("written", "reward"),
+    [
+        ("head -c 30000000 /dev/zero | tr '\\0' 1 > /logs/verifier/reward.txt", None),
+        ("(echo 1; head -c 30000000 /dev/zero | tr '\\0' ' ') > /logs/verifier/reward.txt", 1.0),
+        ("ln -s /dev/zero /logs/verifier/reward.txt; echo '{\"reward\": 2}' > /logs/verifier/reward.json", 2.0),
+        ("mkfifo /logs/verifier/reward.txt", None),
+    ],
+    ids=["digits", "spaces", "device", "pipe"],
+)  # fmt: skip
+def test_a_reward_file_is_read_up_to_a_bound(
+    boxes: LocalBoxes, tmp_path: Path, written: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[int]()
+    monkeypatch.setattr(world, "_read_number", lambda text: (read.append(len(text)), _read_number(text))[1])
+    (row,) = make_rows(TaskSpec(f"harbor:{write_task(tmp_path / 'task', test=written)}", 1, 0))
+    task = load_harbor(row["harbor"])
+    assert world._verify(boxes.start(OWNER, BoxRecipe(), timeout_s=1), task) == reward
+    assert max(read, default=0) <= world.MOST_REWARD
+
+
 @real
 def test_what_the_episode_puts_into_the_verifiers_place_is_removed(boxes: LocalBoxes, tmp_path: Path) -> None:
     env = _harbor(boxes, write_task(tmp_path / "task"))
@@ -685,5 +721,6 @@ def test_a_batch_with_lost_boxes_is_trained_on(tmp_path: Path) -> None:
     assert owners == {("nonce", "r01", 3)}
     used = [fields for event, fields in told if event == "boxes_used"]
     assert sum(fields["boxes"] for fields in used) == world.starter.counts["started"], "fresh boxes cost, too"
+    assert {fields["usd_per_hour"] for fields in used} == {world.starter.provider.price_per_hour}
     assert prices == [world.starter.provider.price_per_hour] * world.starter.counts["started"]
     assert torch.isfinite(after).all() and not torch.equal(before, after)

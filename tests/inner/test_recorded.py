@@ -1,5 +1,7 @@
 """Recorded rollouts: training on them gives the bits of the run that made them, and what does not fit is refused."""
 
+import json
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inner.rollouts.bundle import Bundle
+from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace, record_rollouts
 from inner.rollouts.rollout_states import bundle_rollouts
 from inner.settings.inner import InnerConfig, Seeds
@@ -128,6 +130,7 @@ def test_bytes_tell_what_was_packed() -> None:
         ({"ids": [[1] * 999] * 16, "mask": [[1] * 999] * 16}, "completions of more than"),
         ({"mask": None}, "tool turns"),
         ({"prompts": [[{"role": "user", "content": "x"}] * 2] * 16}, "other rows"),
+        ({"prompts": [["x"]] * 16}, "other rows"),
     ],
 )
 def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words: str) -> None:
@@ -166,6 +169,119 @@ def test_hostile_bytes_are_no_bundle() -> None:
             Bundle.unpack(st.save(changed, {"bundle": "{}"}))
     with pytest.raises(ValueError, match="not a bundle"):
         Bundle.unpack(st.save(tensors, {"other": "{}"}))
+
+
+def again(bundle: Bundle, said: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Bundle:
+    """Unpack the bundle with some of its tensors (None: without it) and of its words changed."""
+    import safetensors.torch as st
+
+    body = bundle.pack()
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    words = json.loads(header["__metadata__"]["bundle"]) | (said or {})
+    kept = {name: tensor for name, tensor in {**st.load(body), **tensors}.items() if tensor is not None}
+    return Bundle.unpack(st.save(kept, {"bundle": json.dumps(words)}))
+
+
+def some_rollouts(**changes: Any) -> Bundle:
+    """Two rollouts of three tokens, the second of a tool."""
+    text = [{"role": "user", "content": "x"}]
+    return replace(
+        Bundle(
+            prompts=[text, text], completions=["y", text], prompt_ids=[[1, 2]] * 2, ids=[[3, 4, 5]] * 2,
+            mask=[[1, 0, 1]] * 2, logprobs=[[-1.0] * 3] * 2, rewards=torch.tensor([[1.0], [float("nan")]]), names=["r"],
+            weights=[1.0], environments=["a", None],
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+def numbers(*values: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_what_a_trainer_may_have_made_can_be_read() -> None:
+    for made in (
+        some_rollouts(),
+        some_rollouts(mask=None, logprobs=None, environments=None),
+        some_rollouts(rewards=torch.tensor([[1e18], [-1e18]])),  # the largest (attempts.py)
+        some_rollouts(rewards=torch.full((2, 1), float("nan"))),  # no completion could be judged
+        some_rollouts(logprobs=[[None, -1.0, -1.0], [-1.0] * 3]),  # an engine had none for a token
+    ):
+        assert again(made).pack() == made.pack()
+        again(made).random.restore()
+    assert again(some_rollouts(), mask=numbers(1, 0, 1, 1, 0, 1, dtype=torch.bool)).mask == [[1, 0, 1]] * 2
+
+
+WRONG_TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"torch": None}, "random states cannot be restored.*KeyError: 'torch'"),
+    ({"torch": torch.zeros(5, dtype=torch.uint8)}, "random states cannot be restored here, by torch"),
+    ({"torch": torch.zeros(5056, dtype=torch.uint8)}, "random states cannot be restored"),
+    ({"numpy": None}, "KeyError: 'numpy'"),
+    ({"numpy": torch.zeros(7, dtype=torch.int64)}, "random states cannot be restored"),
+    ({"numpy": torch.full((624,), -1)}, "numpy's words"),
+    ({"numpy": torch.full((624,), 0.5)}, "numpy's words"),
+    ({"python": None}, "KeyError: 'python'"),
+    ({"python": torch.zeros(6, dtype=torch.int64)}, "random states cannot be restored"),
+    ({"python": torch.full((625,), -1)}, "random states cannot be restored"),
+    ({"ids": numbers(3.5, 4, 5, 3, 4, 5, dtype=torch.float32)}, "ids are torch.float32"),
+    ({"prompt_ids": numbers(1, 2, 1, 2, dtype=torch.float64)}, "prompt_ids are torch.float64"),
+    ({"ids": numbers(3, 4, 5, 3, 4, 5, dtype=torch.complex64)}, "ids are torch.complex64"),
+    ({"ids": numbers(3, 4, 5, 3, 4)}, "5 tokens are not 2 rollouts"),
+    ({"mask": numbers(1, 0, 1, 1, 0)}, "5 tokens are not 2 rollouts"),
+    ({"logprobs": numbers(-1, -1, dtype=torch.float32)}, "2 tokens are not 2 rollouts"),
+    ({"logprobs": numbers(-1, -1, -1, -1, -1, -1)}, "logprobs are torch.int32"),
+    ({"lengths": numbers(3, 3, dtype=torch.float32)}, "their lengths torch.float32"),
+    ({"lengths": numbers(float("inf"), 3, dtype=torch.float32)}, "their lengths torch.float32"),
+    ({"lengths": numbers(6, 0)}, "6 tokens are not 2 rollouts"),
+    ({"mask": numbers(1, 255, 1, 1, 0, 1, dtype=torch.uint8)}, r"its mask.*\[1, 255, 1\]"),
+    ({"mask": numbers(0, 1, 1, 1, 0, 1, dtype=torch.uint8)}, r"its mask.*begin.*\[0, 1, 1\]"),
+    ({"rewards": torch.tensor([[float("inf")], [0.0]])}, "a reward of inf; the largest is 1e"),
+    ({"rewards": torch.tensor([[0.0], [-float("inf")]])}, "a reward of -inf"),
+    ({"rewards": torch.tensor([[1e30], [0.0]])}, r"a reward of 1\.0"),
+    ({"rewards": torch.tensor([[1.0, 0.0]])}, "different numbers of rollouts"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "words"), WRONG_TENSORS, ids=lambda x: x if isinstance(x, str) else "")
+def test_tensors_that_no_trainer_can_train_on_are_no_bundle(tensors: dict[str, Any], words: str) -> None:
+    before = random.getstate(), torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=f"(?s)^not a bundle of rollouts: .*{words}"):
+        again(some_rollouts(), **tensors)
+    assert random.getstate() == before[0] and torch.equal(torch.random.get_rng_state(), before[1])
+
+
+STATES = RandomStates.read().numbers
+WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"random": {}}, "random states cannot be restored"),
+    ({"random": None}, "random states cannot be restored"),
+    ({"random": {**STATES, "numpy": [10**9, 0, 0.0]}}, "numpy's position is 1000000000"),
+    ({"random": {**STATES, "numpy": [-1, 0, 0.0]}}, "numpy's position is -1"),
+    ({"random": {**STATES, "numpy": [1, 0]}}, "random states cannot be restored"),
+    ({"random": {**STATES, "python": [99, None]}}, "random states cannot be restored"),
+    ({"random": {**STATES, "python": [3, "x"]}}, "next normal number is 'x'"),
+    ({"names": [7]}, "no names"),
+    ({"names": "r"}, "no names"),
+    ({"weights": []}, "not a weight each"),
+    ({"weights": [float("nan")]}, "the weights"),
+    ({"weights": [10**400]}, "OverflowError"),
+    ({"calls": [float("inf"), 0]}, "OverflowError"),
+    ({"calls": [-1, 0]}, "tools were called"),
+    ({"calls": [10**30, 0]}, "tools were called"),
+    ({"completions": ["y", None]}, "neither texts nor messages"),
+    ({"completions": ["y", []]}, "neither texts nor messages"),
+    ({"completions": {"a": 1, "b": 2}}, "neither texts nor messages"),
+    ({"completions": ["y", ["a", "b"]]}, "neither texts nor messages"),
+    ({"completions": ["y"]}, "different numbers of rollouts"),
+    ({"environments": ["a"]}, "environments"),
+    ({"environments": [1, 2]}, "environments"),
+    ({"prompt_of": [0, 5]}, "IndexError"),
+]
+
+
+@pytest.mark.parametrize(("said", "words"), WRONG_WORDS, ids=lambda x: x if isinstance(x, str) else "")
+def test_words_that_no_trainer_can_train_on_are_no_bundle(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^not a bundle of rollouts: .*{words}"):
+        again(some_rollouts(), said)
 
 
 def test_an_environment_is_not_reset_for_recorded_rollouts(tmp_path: Path) -> None:

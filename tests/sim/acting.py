@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 RUN = "run"
 SAMPLE_S = 0.5  # of a replica for one generation
+STATES = RandomStates.read()  # a replica of this world restores none
 MISCHIEF = ("lies", "torn", "flipped", "cut", "twice", "nowhere", "foreign", "misplaced", "stale", "future", "bare",
             "other rows", "garbage", "late")  # fmt: skip
 
@@ -279,7 +280,7 @@ def bundle_of(number: int, slot: str, generation: int, logprobs: bool) -> Bundle
     return Bundle(
         prompts=[[slot, generation]], completions=[str(number)], prompt_ids=[[1]], ids=[[number % 997, 1, 2]],
         mask=None, logprobs=[[-1.0, -1.0, -1.0]] if logprobs else None, rewards=torch.zeros(1, 1), names=["r"],
-        weights=[1.0], random=RandomStates({}, {}),
+        weights=[1.0], random=STATES,
     )  # fmt: skip
 
 

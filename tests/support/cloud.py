@@ -61,6 +61,7 @@ class Cloud:
         self.deaf = False  # cancels are answered, and do nothing
         self.calls: list[str] = []
         self.beaten_at: dict[tuple[str, int], list[float]] = {}
+        self.box_usd: dict[str, float] = {}  # slot -> US dollars that its heartbeats tell of boxes
 
     # ------------------------------------------------------------------ what the test does
 
@@ -124,6 +125,7 @@ class Cloud:
         leaves = wanted.is_to_leave(slot) or 0 < wanted.until <= self.clock.wall()
         phase = "left" if leaves and not job.deaf else phase
         beat = Beat(slot, job.generation, job.beats, phase, 0, 0, 0.5, self.clock.wall(), job.handle.place, 7)
+        beat = replace(beat, box_usd=self.box_usd.get(slot, 0.0))
         self.store.put(layout.beat_key(slot), beat.encode())
         if phase == "left":
             self._over(job, State.FAILED, exitcodes.LEFT)

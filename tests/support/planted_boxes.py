@@ -127,6 +127,8 @@ class PlantedBox:
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         if command.startswith(("mkdir -p /app", "rm -rf /tests")):
             return Ran(0, "")
+        if command.startswith("[ -f /logs/verifier/"):
+            return Ran(0, self.answer)
         if self.calls == self.dies_at:
             self._die("provider")
         if command == "break":

@@ -48,11 +48,15 @@ def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sum of a run whose config names a provider; None for another one.   usd: by the heartbeats."""
+    """Return the sum of a run whose config names a provider; None for another one.   usd: by the heartbeats.
+
+    The price of an event is its provider's, by the options in the environment file: of another flavor, it is None.
+    """
     if (provider := provider_in(config)) is None:
         return None
     used = [event for event in events if event["event"] == "boxes_used"]
-    known = provider in PRICED or sampling_in(config).get("box_usd_per_hour") is not None
+    told = provider in PRICED and all(event.get("usd_per_hour", 0.0) is not None for event in used)
+    known = told or sampling_in(config).get("box_usd_per_hour") is not None
     boxes = round(sum(_number(event, "boxes") for event in used))
     return BoxCosts(provider, boxes, sum(_number(event, "box_s") for event in used) / 3600, usd if known else None)
 

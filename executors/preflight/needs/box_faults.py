@@ -5,7 +5,8 @@
 
 The first mistake is an InnerError that names the provider; what cannot be seen from here is a note.
 
-Not promised: that the provider accepts the keys, or has boxes left. A replica finds that at its first box.
+Not promised: that the provider accepts the keys, or has boxes left. A replica finds that at its first box.  A flavor in
+the user's environment file is not seen: `diloco costs` says then that the price is unknown (box_costs.py).
 """
 
 import importlib.util

@@ -7,6 +7,9 @@ machine, to the earliest of: the end that the platform names, the replica's leav
 that logged the end never saw the launch alive, the last heartbeat is the end.  A launch without an end and without
 heartbeats for the length of a lease ends then.  In doubt the sum is too high.
 
+Money of boxes is only in heartbeats, and a control record has money of launches: so new boxes never hide lost bills.
+A record of a release that counted both counts its boxes once more, if the log is lost.
+
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
 
@@ -41,7 +44,7 @@ def costs(report: Report, now: float | None = None) -> Costs:
     boxes = sum(beat.box_usd for beat in report.beats.values())
     told_usd, told_hours = _told_by_record(report, priced, now)
     bills.sort(key=lambda b: (b.slot, b.attempt))
-    unlogged, untold = max(0.0, told_usd - usd - boxes), _untold_sessions(report, bills)
+    unlogged, untold = max(0.0, told_usd - usd), _untold_sessions(report, bills)
     return Costs(tuple(bills), max(hours, told_hours), unlogged, untold, boxes)
 
 
@@ -57,7 +60,7 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 
 
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
-    """Return (US dollars, hours) from the newest control record, if the log lacks events; else (0, 0).
+    """Return (US dollars, hours) of launches by the newest control record, if the log lacks events; else (0, 0).
 
     Costs since the record are added from the log.  If the log has no event since then, it may be lost: the record's
     rate counts.

@@ -99,8 +99,8 @@ class SpendLimit:
             at = round(self._clock.wall(), 3)  # rounded as in events, so that a later event is not earlier
             from executors.supervision.money.bills import billed_events
 
-            logged = len(billed_events(report))
-            told = Spent(new.spent.usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
+            usd, logged = max(0.0, new.spent.usd - new.spent.boxes), len(billed_events(report))  # boxes: in heartbeats
+            told = Spent(usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
             write_control(self._store, self._clock, until=new.until, spent=told)
             self._emit("lease", until=new.until, usd=new.spent.usd)
         return verdict.why

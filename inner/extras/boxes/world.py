@@ -36,6 +36,7 @@ GONE, OVER = "the box is gone", "the episode is over"
 PREDECESSORS = 3  # generations of its slot whose boxes a session stops
 MOST_READ = 8192  # characters that `read` shows
 VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
+MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 _numbers = itertools.count()
 
@@ -221,7 +222,8 @@ class HarborEnvironment:
         if self._host is None or (used := self._starter.take_used()) is None:
             return
         text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
-        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds)
+        price = self._starter.provider.price_per_hour  # of its options, which run.toml does not tell
+        self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, usd_per_hour=price)
 
     def _owner(self, suffix: str = "") -> BoxOwner:
         run, slot, generation = self._session
@@ -257,10 +259,9 @@ def _verify(box: Box, task: HarborTask) -> float | None:
         return None
     box.exec(VERIFIER, user="root", timeout_s=task.verifier_s)
     for path in REWARDS:
-        try:
-            return _read_number(box.read(path).decode(errors="replace"))
-        except FileNotFoundError:
-            continue
+        written = box.exec(f"[ -f {path} ] && head -c {MOST_REWARD} -- {path}", user="root", timeout_s=60.0)
+        if written.code == 0:
+            return _read_number(written.output)
     return None
 
 
@@ -268,7 +269,7 @@ def _read_number(text: str) -> float | None:
     try:
         found = json.loads(text)
         number = float(found["reward"] if isinstance(found, dict) else found)
-    except (ValueError, TypeError, KeyError):
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):  # 400 digits; 10,000 brackets
         return None
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
