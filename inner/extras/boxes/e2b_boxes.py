@@ -43,9 +43,7 @@ class E2bBoxes:
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
-        self._stopped = Counter[
-            str
-        ]()  # by the owner's key: with the key of a box that is gone, E2B would name it again
+        self._stopped = Counter[str]()  # by the owner's key: E2B would name a box that is gone again
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
         key = f"{owner.key}-{self._stopped[owner.key]}"
