@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from diloco.model.fetch import fetch_model
+from diloco.run.record import ModelRecord
 from diloco.runlog.reader import read_report
+from rendezvous import layout
 from rendezvous.stores.open import open_store
 from tests.support import rank_script
 from tests.support.ranks import start_ranks, wait, words
@@ -41,6 +45,22 @@ def test_a_script_on_two_ranks_is_the_script_with_batches_of_twice_the_size(
     two = weights(tmp_path / "two", 2, per_device_train_batch_size=2, **more)
     moved, apart = (one - start).norm(), (two - one).norm()
     assert moved > 0 and apart < 1e-3 * moved, (moved, apart)
+
+
+@pytest.mark.parametrize("change", ["frozen", pytest.param("peft", marks=pytest.mark.slow)])
+def test_a_launched_model_in_shards_that_is_not_all_trained_is_exported(change: str, tmp_path: Path) -> None:
+    """Rank 0 alone knows that it has to publish the model, and cannot gather it alone."""
+    act = partial(rank_script.train_launched, change, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    store = open_store(f"file://{tmp_path}/run")
+    fetch_model(store, ModelRecord.decode(store.get(layout.MODEL_MANIFEST) or b""), tmp_path / "start")
+    if change == "peft":
+        shapes = {tuple(w.shape) for w in load_file(tmp_path / "start/adapter_model.safetensors").values()}
+        assert shapes == {(4, 32), (32, 4)}
+    else:
+        found = load_file(tmp_path / "start/model.safetensors")
+        whole = load_file(Path(tiny_model_folder("llama")) / "model.safetensors")
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 @pytest.mark.slow
