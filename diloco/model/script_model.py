@@ -52,7 +52,8 @@ def publish_script_model(
 def _upload(session: Session, model: Any, tokenizer: Any, is_whole: bool, state: dict[str, Any]) -> None:
     """Write the files and then the manifest.   state: gathered from shards; {} without shards."""
     store, clock = session.rv.store, session.clock
-    parts = [model] if is_whole else [getattr(model, name, None) for name in ("config", "generation_config")]
+    names = ("config", "generation_config")
+    parts: list[Any] = [model] if is_whole else [getattr(model, name, None) for name in names]
     with tempfile.TemporaryDirectory() as scratch:
         for part in (*parts, tokenizer):
             if hasattr(part, "save_pretrained"):

@@ -6,7 +6,7 @@
                                                     start   ────▶            at the same inner step
              after each inner step:  evaluation due? rows ──────▶            score their part
                                      done? (Led's word) ────────▶            stop
-             a script of `diloco launch` ──tell──▶   each rank runs it, as under torchrun
+             a script of `diloco launch` ───────▶   each rank runs it, as under torchrun (script_ranks.py)
 
 Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
 
@@ -15,7 +15,6 @@ Not promised: a log of the other ranks' rollouts; several hosts.
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
 from diloco.process.processes import DEVICE_ENV
-from diloco.process.ranks import END_S, SETTLE_S, Followers, told_twice
+from diloco.process.ranks import END_S, Followers, told_twice
 from diloco.process.session import Session
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
+from diloco.replica.script_ranks import follow_script, tell_script, told_script
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import ModelRecord, Run
-from diloco.run.script import REPLICAS, SLOT, URL, Script
 from inner.errors import RewardFailed
 from inner.settings.inner import Seeds
 from rendezvous.errors import RendezvousError
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 
-VARIABLES = (URL, SLOT, REPLICAS)
-
-
 @dataclass(frozen=True)
 class Job:
     """The inputs with which the other ranks build rank 0's loop.   before: outer steps taken before this run."""
@@ -56,15 +52,6 @@ class Job:
     seeds: Seeds
     warmup: int
     before: int
-
-
-@dataclass(frozen=True)
-class ScriptJob:
-    """The script that rank 0 runs, in the same folder, with the same variables."""
-
-    script: Script
-    folder: Path
-    variables: Mapping[str, str]
 
 
 def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
@@ -93,7 +80,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     followers.on_loss = partial(_say_loss, session)
     try:
         if run.config.script is not None:
-            return replica.script_session(run, session, partial(_tell_script, run.config.script))
+            return replica.script_session(run, session, partial(tell_script, run.config.script))
         leader = Leader()
         return replica.train_session(run, session, (leader.build, leader.manage, leader.judge))
     except RendezvousError:
@@ -101,12 +88,6 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     except Exception:
         followers.settle()
         raise
-
-
-def _tell_script(script: Script, folder: Path) -> None:
-    from diloco.outer.ranks.group import Group
-
-    Group().tell(ScriptJob(script, folder, {name: os.environ[name] for name in VARIABLES}))
 
 
 def _say_loss(session: Session, text: str) -> None:
@@ -189,27 +170,14 @@ def follow() -> int:
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
+    if (script := told_script()) is not None:
+        return follow_script(script)
     group = Group()
-    job: Job | ScriptJob = group.tell(None)
-    if isinstance(job, ScriptJob):
-        return _follow_script(job)
     try:
-        _follow_training(group, job)
+        _follow_training(group, group.tell(None))
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.NO_REWARD
-    return exitcodes.DONE
-
-
-def _follow_script(job: ScriptJob) -> int:
-    from diloco.script.process import start
-
-    os.environ.update(job.variables)
-    try:
-        start(job.script, job.folder)
-    except BaseException:
-        time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and says why it ends
-        raise
     return exitcodes.DONE
 
 

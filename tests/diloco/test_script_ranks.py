@@ -63,6 +63,44 @@ def test_a_launched_model_in_shards_that_is_not_all_trained_is_exported(change: 
         assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+BEGINS = {
+    "with its own timeout": 'dist.init_process_group("gloo", timeout=timedelta(seconds=77))',
+    "with a store of its own": """
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+dist.init_process_group("gloo", timeout=timedelta(seconds=77), store=store, rank=int(os.environ["RANK"]), world_size=2)
+""",
+    "in a trainer": """
+from transformers import TrainingArguments
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with use_cpu, transformers itself drops the timeout
+TrainingArguments("out", ddp_timeout=77, report_to=[]).device
+""",
+    "never": "",
+}
+MEETS = """
+import os
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+assert not dist.is_initialized() and os.environ["DILOCO_RUN"] == "of the run"
+{begins}
+if dist.is_initialized():
+    own = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert own.options._timeout == timedelta(seconds=77), own.options._timeout
+from diloco.outer.ranks.group import Group
+assert Group().tell(dist.get_rank() + 7) == 7
+dist.all_reduce(total := torch.ones(1))
+open("found" + os.environ["RANK"], "w").write(str(total.item()))
+"""
+
+
+@pytest.mark.parametrize("begins", BEGINS)
+def test_a_launched_script_makes_its_own_group_as_under_torchrun(begins: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEETS.format(begins=BEGINS[begins]))
+    act = partial(rank_script.run_launched, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    assert [(tmp_path / f"found{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_a_launcher_starts_the_ranks(launcher: str, tmp_path: Path) -> None:

@@ -15,10 +15,26 @@ from torch.distributed.tensor import DTensor
 from diloco import DiLoCoCallback
 from diloco.outer.ranks.group import join_ranks, launched_ranks
 from diloco.process.ranks import MEET
+from diloco.run.script import Script
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.ranks import FAST, let_accelerate_shard
 from tests.support.tiny_models import tiny_model_folder
+
+
+def run_launched(folder: str) -> int:
+    """Run FOLDER/train.py as each rank of `diloco launch` does, without a run."""
+    from diloco.replica.ranks import follow
+    from diloco.replica.script_ranks import VARIABLES, tell_script
+    from diloco.script.process import start
+
+    if os.environ["RANK"] != "0":
+        return follow()
+    os.environ.update(dict.fromkeys(VARIABLES, "of the run"))
+    script = Script("train.py", (), False)
+    tell_script(script, Path(folder))
+    start(script, Path(folder))
+    return 0
 
 
 def train_launched(change: str, folder: str) -> int:
