@@ -76,7 +76,9 @@ def follow_script(job: ScriptJob) -> int:
     refuse_missing_gpu(int(os.environ["LOCAL_RANK"]))
     try:
         start(job.script, job.folder)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code == exitcodes.LEFT:
+            return exitcodes.DONE  # rank 0 leaves for all, and may need longer
         time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and says why it ends
         raise
     return exitcodes.DONE

@@ -101,6 +101,23 @@ def test_a_launched_script_makes_its_own_group_as_under_torchrun(begins: str, tm
     assert [(tmp_path / f"found{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
+LEAVES = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit(4)
+time.sleep(3)
+open("found", "w").write("clean")
+"""
+
+
+def test_rank_0_has_time_to_leave_after_another_rank_has_left(tmp_path: Path) -> None:
+    """It was cut off after two seconds, as if that rank had failed."""
+    (tmp_path / "train.py").write_text(LEAVES)
+    act = partial(rank_script.run_launched, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    assert (tmp_path / "found").read_text() == "clean" and words(tmp_path) == ["r00.log\n"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_a_launcher_starts_the_ranks(launcher: str, tmp_path: Path) -> None:
