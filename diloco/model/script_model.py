@@ -3,6 +3,7 @@
     the first replica to join ─▶ config, generation config, tokenizer         ┐
                                  PEFT: the adapter with its config            ├─▶ model/…, model/manifest.json
                                  with frozen weights or buffers: all weights  ┘
+                                 of a model in shards, all ranks gather these, and rank 0 writes
     export ─▶ θ_t under the names that save_pretrained gives it ─▶ a from_pretrained folder
 
 Not promised: a folder that from_pretrained loads, if the model is not a PreTrainedModel: then export writes the
@@ -10,6 +11,7 @@ weights alone, and the script must load them itself.
 """
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +21,71 @@ from torch import Tensor
 
 from diloco.model.fetch import fetch_model
 from diloco.model.publish import upload_folder
-from diloco.outer.flat import frozen_digest, layout_of
+from diloco.outer.flat import layout_of, saved_buffers
 from diloco.outer.optimizer import OuterState
+from diloco.process.session import Session
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run
 from rendezvous import layout
-from rendezvous.clock import Clock
 from rendezvous.records.records import new_nonce
-from rendezvous.store import Store, put_once
+from rendezvous.store import put_once
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
 
 
-def publish_script_model(store: Store, clock: Clock, model: Any, tokenizer: Any) -> None:
-    """Put what an export needs beside θ into the bucket, unless another replica has done so."""
-    if store.get(layout.MODEL_MANIFEST) is not None:
+def publish_script_model(
+    session: Session | None, model: Any, tokenizer: Any, tell: Callable[[Any], Any] = lambda message: message
+) -> None:
+    """Put what an export needs beside θ into the bucket, unless another replica has done so. Every rank calls this.
+
+    session: None on the ranks beside rank 0.   tell: returns rank 0's message."""
+    store = None if session is None else session.rv.store
+    if not tell(store is not None and store.get(layout.MODEL_MANIFEST) is None):
         return
+    is_whole = _is_whole(model)
+    state = _gathered_state(model, keep=session is not None) if is_whole else {}
+    if session is not None:
+        _upload(session, model, tokenizer, is_whole, state)
+    tell(None)  # the other ranks wait for the upload here, and not in a collective of the training
+
+
+def _upload(session: Session, model: Any, tokenizer: Any, is_whole: bool, state: dict[str, Any]) -> None:
+    """Write the files and then the manifest.   state: gathered from shards; {} without shards."""
+    store, clock = session.rv.store, session.clock
+    names = ("config", "generation_config")
+    parts: list[Any] = [model] if is_whole else [getattr(model, name, None) for name in names]
     with tempfile.TemporaryDirectory() as scratch:
-        for part in _parts(model, tokenizer):
-            part.save_pretrained(scratch)
+        for part in (*parts, tokenizer):
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(scratch, **({"state_dict": state} if part is model and state else {}))
         files = upload_folder(store, Path(scratch))
     put_once(
         store, clock, layout.MODEL_MANIFEST, ModelRecord(files, layout_of(model), new_nonce(), clock.wall()).encode()
     )
 
 
-def _parts(model: Any, tokenizer: Any) -> list[Any]:
-    """The objects whose save_pretrained writes the files: the model itself where θ is not all of it."""
-    whole = hasattr(model, "peft_config") or (frozen_digest(model) and hasattr(model, "save_pretrained"))
-    parts = [model] if whole else [getattr(model, name, None) for name in ("config", "generation_config")]
-    return [part for part in (*parts, tokenizer) if hasattr(part, "save_pretrained")]
+def _is_whole(model: Any) -> bool:
+    """Whether the model itself writes the files, because θ is not all of it."""
+    if hasattr(model, "peft_config"):
+        return True
+    frozen = any(not p.requires_grad for p in model.parameters()) or any(True for _ in saved_buffers(model))
+    return frozen and hasattr(model, "save_pretrained")
+
+
+@torch.no_grad()
+def _gathered_state(model: Any, keep: bool) -> dict[str, Any]:
+    """Return the state_dict of a model in shards with whole tensors, tied ones once; {} of a model without shards.
+
+    keep: on rank 0. Gathering is a collective, so all ranks call this."""
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    if not any(hasattr(value, "full_tensor") for value in held.values()):
+        return {}
+    whole: dict[int, Any] = {}
+    for value in held.values():
+        if id(value) not in whole:
+            gathered = getattr(value, "full_tensor", lambda value=value: value)()
+            whole[id(value)] = gathered.detach().cpu() if keep else None
+    return {name: whole[id(value)] for name, value in held.items()}
 
 
 def write_script_model(run: Run, record: ModelRecord, state: OuterState, to: Path) -> None:

@@ -17,6 +17,7 @@ Not promised: to share the inner steps after the last sync. When the `with` ends
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +51,7 @@ class OuterLoop:
     ) -> None:
         check_model(model, optimizer)
         check_boundary(outer, boundary)
-        self.manager = manager
-        self.rounds = manager.rounds
+        self.manager, self.rounds = manager, manager.rounds
         self.optimizer = optimizer
         self.outer = outer
         self.boundary = boundary
@@ -237,7 +237,7 @@ class OuterLoop:
 
 
 def _alone(manager: "OuterManager") -> type[FlatFragment]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if "DILOCO_RANKS" in os.environ or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         from diloco.outer.ranks.lead import refuse_unled
 
         refuse_unled(manager)

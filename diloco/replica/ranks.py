@@ -6,7 +6,7 @@
                                                     start   ────▶            at the same inner step
              after each inner step:  evaluation due? rows ──────▶            score their part
                                      done? (Led's word) ────────▶            stop
-             a script of `diloco launch` ──tell──▶   each rank runs it, as under torchrun
+             a script of `diloco launch` ───────▶   each rank runs it, as under torchrun (script_ranks.py)
 
 Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
 
@@ -30,9 +30,9 @@ from diloco.process.ranks import END_S, SETTLE_S, Followers, tell_leader, told_t
 from diloco.process.session import Session, SessionHost
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
+from diloco.replica.script_ranks import follow_script, tell_script, told_script
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import ModelRecord, Run
-from diloco.run.script import REPLICAS, SLOT, URL, Script
 from inner.errors import RewardFailed
 from inner.settings.inner import Seeds
 from rendezvous.errors import RendezvousError
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 
-VARIABLES = (URL, SLOT, REPLICAS)
 NOTE, EVENT = "note", "event"  # messages of a FollowingHost
 
 
@@ -59,15 +58,6 @@ class Job:
     seeds: Seeds
     warmup: int
     before: int
-
-
-@dataclass(frozen=True)
-class ScriptJob:
-    """The script that rank 0 runs, in the same folder, with the same variables."""
-
-    script: Script
-    folder: Path
-    variables: Mapping[str, str]
 
 
 def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
@@ -97,7 +87,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     followers.on_told = partial(_take_word, SessionHost(session))
     try:
         if run.config.script is not None:
-            return replica.script_session(run, session, partial(_tell_script, run.config.script))
+            return replica.script_session(run, session, partial(tell_script, run.config.script))
         leader = Leader()
         return replica.train_session(run, session, (leader.build, leader.manage, leader.judge))
     except RendezvousError:
@@ -105,12 +95,6 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     except Exception:
         followers.settle()
         raise
-
-
-def _tell_script(script: Script, folder: Path) -> None:
-    from diloco.outer.ranks.group import Group
-
-    Group().tell(ScriptJob(script, folder, {name: os.environ[name] for name in VARIABLES}))
 
 
 def _say_loss(session: Session, text: str) -> None:
@@ -219,28 +203,15 @@ def follow() -> int:
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
+    if (script := told_script()) is not None:
+        return follow_script(script)
     group = Group()
-    job: Job | ScriptJob = group.tell(None)
-    if isinstance(job, ScriptJob):
-        return _follow_script(job)
     try:
-        _follow_training(group, job)
+        _follow_training(group, group.tell(None))
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
         time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 says why
         return exitcodes.NO_REWARD
-    return exitcodes.DONE
-
-
-def _follow_script(job: ScriptJob) -> int:
-    from diloco.script.process import start
-
-    os.environ.update(job.variables)
-    try:
-        start(job.script, job.folder)
-    except BaseException:
-        time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and says why it ends
-        raise
     return exitcodes.DONE
 
 

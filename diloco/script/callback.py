@@ -23,6 +23,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class DiLoCoCallback(TrainerCallback):
         self.loop: OuterLoop | None = None
         self.asked_to_go = self._stepped = False
         self._handlers: dict[int, Any] = {}
-        self._on_join: Callable[[Session], object] = lambda session: None
+        self._on_join: Callable[[Session | None, Callable[[Any], Any]], object] = lambda session, tell: None
         if self.slot != AUTO and not is_slot(self.slot):
             raise OuterError(
                 f'slot = {self.slot!r} (or {SLOT}) is not the name of a slot. Use "r00", "r01", …, or "{AUTO}"'
@@ -91,9 +92,9 @@ class DiLoCoCallback(TrainerCallback):
         caller = calling_trainer()
         refuse_flat_shards(trainer["model"])
         refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
-        if self.run in LAUNCHED:  # for `diloco export`
-            processor = trainer.get("processing_class")
-            self._on_join = lambda one: publish_script_model(one.rv.store, one.clock, trainer["model"], processor)
+        self._on_join = lambda session, tell: publish_script_model(
+            session, trainer["model"], trainer.get("processing_class"), tell
+        )
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
         plan, planned = state.max_steps, lambda replicas: total_steps(args, state.max_steps, replicas)
         loader, boundary = trainer["train_dataloader"], generation_steps(args)
@@ -167,10 +168,10 @@ class DiLoCoCallback(TrainerCallback):
         self.manager = manager = lead(claim)
         self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
-        if manager.session is not None:
-            self._on_join(manager.session)
-            if self.run not in LAUNCHED:  # there, the replica's process tells its end
-                atexit.register(self._leave_after_error)
+        if tell(manager, self.run in LAUNCHED):  # rank 0 alone knows
+            self._on_join(manager.session, partial(tell, manager))  # for `diloco export`
+        elif manager.session is not None:  # a launched replica's process tells its end itself
+            atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
         self._listen()
         return steps * interval

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
+from diloco.outer.ranks.group import launched_ranks
 from diloco.process.output import asking_signals
 from diloco.run.config import OuterError
 from diloco.script.callback import ALONE, DiLoCoCallback, total_steps
@@ -71,6 +72,8 @@ def refuse_fights(trainer: Any, module: Any) -> None:
         f"it has {len(trainer.optimizers)} optimizers; a replica has one": len(trainer.optimizers) != 1,
         "the module steps its optimizer itself (automatic_optimization = False)": not module.automatic_optimization,
         f"{trainer.world_size} processes train it together. Start one for each replica": trainer.world_size > 1,
+        f"{launched_ranks()} processes run this script, and each Lightning Trainer would train alone. Start one "
+        "for each replica (one device)": launched_ranks() > 1,
         'precision = "16-mixed" skips steps. Use "bf16-mixed"': trainer.precision == "16-mixed",
         "ckpt_path would replace θ: the bucket is the checkpoint. Leave it out": trainer.global_step > 0,
         "it has no end. Set max_steps or max_epochs": trainer.estimated_stepping_batches == float("inf"),

@@ -157,7 +157,7 @@ class _Recorded(GenerationTrainer):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             if self._made is not None:
                 first = self.accelerator.process_index * len(prompts)  # TRL has gathered those of all ranks
-                own = rewards[first : first + len(prompts)]
+                own = rewards[first : first + len(prompts)].cpu()  # ranks gather them
                 self._made |= {"prompts": list(prompts), "rewards": own, "names": list(self.reward_func_names)}
                 self._made["weights"] = self.reward_weights.tolist()
                 self._made["environments"] = self._batch_environments if self._multi_environment else None

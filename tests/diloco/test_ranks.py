@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
-from diloco.outer.ranks.led import refuse_unequal
+from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main
@@ -152,12 +152,21 @@ def test_a_rank_ignores_sigterm_and_its_programs_do_not(tmp_path: Path) -> None:
     ("faults", "told"),
     [
         ("differ", "rank 1 of this replica differs from rank 0 in the outer settings: sync_every is 4 on rank 0, 8"),
+        ("apart", "the ranks of this replica do not train together: at the first sync, rank 1 has other weights than"),
         ("unled", "2 processes train this model, and each has a StoreManager of its own, so all would claim one slot"),
+        ("unled and met", "2 processes train this model, and each has a StoreManager of its own"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(faults: str, told: str, tmp_path: Path) -> None:
     assert wait(start(tmp_path, "r00", 2, faults=faults, replicas=1, steps=2, sync_every=4)) == 1
     assert told in words(tmp_path)[0]
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-6])
+def test_ranks_that_differ_by_rounding_or_have_not_moved_train_together(apart: float) -> None:
+    refuse_apart([[1e-3, -2e-3], [1e-3, -2e-3 * (1 + apart)]])
+    refuse_apart([[0.0, 0.0], [0.0, 0.0]])
+    refuse_apart([[], []])
 
 
 def test_another_model_on_a_rank_is_told() -> None:

@@ -80,6 +80,16 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
         refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
 
 
+def test_ranks_of_which_lightning_knows_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `diloco launch` on two devices, a Trainer with devices=1 has a world of one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = SimpleNamespace(
+        optimizers=[1], world_size=1, precision="32-true", global_step=0, estimated_stepping_batches=8
+    )
+    with pytest.raises(OuterError, match="cannot be a replica: 2 processes run this script, and each"):
+        refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
+
+
 def live(folder: Path, slot: str) -> None:
     """A process of a person's script, as a launcher starts it."""
     os.environ.update(DILOCO_RUN=f"file://{folder}/run", DILOCO_SLOT=slot, DILOCO_REPLICAS="2")

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from diloco.model.fetch import fetch_model
+from diloco.run.record import ModelRecord
 from diloco.runlog.reader import read_report
+from rendezvous import layout
 from rendezvous.stores.open import open_store
 from tests.support import rank_script
 from tests.support.ranks import start_ranks, wait, words
@@ -41,6 +45,77 @@ def test_a_script_on_two_ranks_is_the_script_with_batches_of_twice_the_size(
     two = weights(tmp_path / "two", 2, per_device_train_batch_size=2, **more)
     moved, apart = (one - start).norm(), (two - one).norm()
     assert moved > 0 and apart < 1e-3 * moved, (moved, apart)
+
+
+@pytest.mark.parametrize("change", ["frozen", pytest.param("peft", marks=pytest.mark.slow)])
+def test_a_launched_model_in_shards_that_is_not_all_trained_is_exported(change: str, tmp_path: Path) -> None:
+    """Rank 0 alone knows that it has to publish the model, and cannot gather it alone."""
+    act = partial(rank_script.train_launched, change, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    store = open_store(f"file://{tmp_path}/run")
+    fetch_model(store, ModelRecord.decode(store.get(layout.MODEL_MANIFEST) or b""), tmp_path / "start")
+    if change == "peft":
+        shapes = {tuple(w.shape) for w in load_file(tmp_path / "start/adapter_model.safetensors").values()}
+        assert shapes == {(4, 32), (32, 4)}
+    else:
+        found = load_file(tmp_path / "start/model.safetensors")
+        whole = load_file(Path(tiny_model_folder("llama")) / "model.safetensors")
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+BEGINS = {
+    "with its own timeout": 'dist.init_process_group("gloo", timeout=timedelta(seconds=77))',
+    "with a store of its own": """
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+dist.init_process_group("gloo", timeout=timedelta(seconds=77), store=store, rank=int(os.environ["RANK"]), world_size=2)
+""",
+    "in a trainer": """
+from transformers import TrainingArguments
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with use_cpu, transformers itself drops the timeout
+TrainingArguments("out", ddp_timeout=77, report_to=[]).device
+""",
+    "never": "",
+}
+MEETS = """
+import os
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+assert not dist.is_initialized() and os.environ["DILOCO_RUN"] == "of the run"
+{begins}
+if dist.is_initialized():
+    own = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert own.options._timeout == timedelta(seconds=77), own.options._timeout
+from diloco.outer.ranks.group import Group
+assert Group().tell(dist.get_rank() + 7) == 7
+dist.all_reduce(total := torch.ones(1))
+open("found" + os.environ["RANK"], "w").write(str(total.item()))
+"""
+
+
+@pytest.mark.parametrize("begins", BEGINS)
+def test_a_launched_script_makes_its_own_group_as_under_torchrun(begins: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEETS.format(begins=BEGINS[begins]))
+    act = partial(rank_script.run_launched, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    assert [(tmp_path / f"found{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+LEAVES = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit(4)
+time.sleep(3)
+open("found", "w").write("clean")
+"""
+
+
+def test_rank_0_has_time_to_leave_after_another_rank_has_left(tmp_path: Path) -> None:
+    """It was cut off after two seconds, as if that rank had failed."""
+    (tmp_path / "train.py").write_text(LEAVES)
+    act = partial(rank_script.run_launched, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
+    assert (tmp_path / "found").read_text() == "clean" and words(tmp_path) == ["r00.log\n"]
 
 
 @pytest.mark.slow

@@ -281,6 +281,23 @@ def test_replicas_of_two_devices_run_a_script_in_two_processes_one_killed(folder
     assert len(sums) == 4 and len(set(sums)) == 1, "each of four processes has the same weights"
 
 
+APART = """
+import os
+import torch
+from diloco import StoreManager, make_diloco
+from diloco.outer.ranks.lead import lead
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = lead(lambda: StoreManager(os.environ["DILOCO_RUN"], os.environ["DILOCO_SLOT"], steps=2))
+with make_diloco(model, optimizer, manager, sync_every=4):
+    torch.manual_seed(int(os.environ["RANK"]))
+    while not manager.done:
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "told"),
@@ -291,6 +308,7 @@ def test_replicas_of_two_devices_run_a_script_in_two_processes_one_killed(folder
             "import os\nif os.environ['RANK'] == '1': raise ValueError('no rows')",
             "rank 1 of 2 ended (exit code 1): Val",
         ),
+        (APART, "the ranks of this replica do not train together: at the first sync, rank 1 has other weights than"),
     ],
 )
 def test_a_script_that_ends_early_on_two_ranks_says_why(line: str, told: str, folder: Path) -> None:

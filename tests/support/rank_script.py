@@ -15,8 +15,54 @@ from torch.distributed.tensor import DTensor
 from diloco import DiLoCoCallback
 from diloco.outer.ranks.group import join_ranks, launched_ranks
 from diloco.process.ranks import MEET
-from tests.support.ranks import let_accelerate_shard
+from diloco.run.script import Script
+from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
+from tests.support.ranks import FAST, let_accelerate_shard
 from tests.support.tiny_models import tiny_model_folder
+
+
+def run_launched(folder: str) -> int:
+    """Run FOLDER/train.py as each rank of `diloco launch` does, without a run."""
+    from diloco.replica.ranks import follow
+    from diloco.replica.script_ranks import VARIABLES, tell_script
+    from diloco.script.process import start
+
+    if os.environ["RANK"] != "0":
+        return follow()
+    os.environ.update(dict.fromkeys(VARIABLES, "of the run"))
+    script = Script("train.py", (), False)
+    tell_script(script, Path(folder))
+    start(script, Path(folder))
+    return 0
+
+
+def train_launched(change: str, folder: str) -> int:
+    """Train in shards as a rank of `diloco launch`: rank 0 alone has claimed the slot before the script begins.
+
+    change: "frozen" or "peft"."""
+    from peft import LoraConfig, get_peft_model
+
+    from diloco.process.session import Session
+    from diloco.run.library import LAUNCHED, ensure_slot
+    from tests.diloco import test_script_callback as scripts
+
+    if os.environ["RANK"] == "0":
+        store, clock = open_store(f"file://{folder}/run"), SystemClock()
+        ensure_slot(store, clock, "r00", replicas=1, min_replicas=1, steps=None)
+        LAUNCHED[f"file://{folder}/run"] = Session(store, "r00", clock=clock, timing=FAST)
+    load = scripts.AutoModelForCausalLM.from_pretrained
+
+    def load_changed(*args: Any) -> Any:
+        model = load(*args)
+        if change == "peft":
+            return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model.get_input_embeddings().requires_grad_(False)
+        return model
+
+    scripts.AutoModelForCausalLM.from_pretrained = load_changed  # type: ignore[method-assign]
+    settings = {"max_steps": 4, "learning_rate": 1e-3, "fsdp": True}
+    return train("sft", folder, settings, {"outer_lr": 0.7, "sync_every": 2})
 
 
 def train(kind: str, folder: str, settings: dict[str, Any], outer: dict[str, Any]) -> int:

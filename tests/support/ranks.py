@@ -63,16 +63,16 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     """Be one rank of a slot.   told: file for the digests; rank 0 writes it.
 
     kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP", "wait STEP PATH", both at an inner step;
-    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "raise RANK STEP"."""
+    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "unled and met", "apart", "raise RANK STEP"."""
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
     arm(faults.split(), rank)
     if faults == "differ" and rank == "1":
         outer = {**outer, "sync_every": 2 * outer["sync_every"]}
-    if faults == "unled":
+    if faults == "unled and met":
         join_ranks()
     make = partial(StoreManager, url, slot, timing=FAST, **wishes)
-    manager = MockManager(f"unled-{rank}") if faults == "unled" else lead(make)
+    manager = MockManager(f"unled-{rank}") if faults.startswith("unled") else lead(make)
     model = Small()
     if "bfloat16" in kind:
         model.to(torch.bfloat16)
@@ -85,7 +85,7 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     with make_diloco(model, optimizer, manager, **outer) as run:
         while not manager.done:
             fail(faults, rank, at)
-            inject(model, 1000 * int(slot[1:]) + at)
+            inject(model, 1000 * int(slot[1:]) + at + (500 * int(rank) if faults == "apart" else 0))
             optimizer.step()
             at += 1
             if run.committed() > len(digests):

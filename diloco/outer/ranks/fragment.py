@@ -32,6 +32,7 @@ class SharedFragment(FlatFragment):
         size = sum(p.numel() for p in live)
         super().__init__(live, torch.empty(size if group.is_main else 0))
         self._group = group
+        self._written: list[float] | None = None  # the sums of the first θ that all ranks got
         refuse_offload(live)
         at = 0
         for p in live:
@@ -63,6 +64,14 @@ class SharedFragment(FlatFragment):
                 p.to_local().copy_(shard.to_local())
             else:
                 p.copy_(whole)
+        self._written = self._sums() if self._written is None else self._written
+
+    def moves(self) -> list[float]:
+        """Return by how much the sum of each parameter that is not in shards has changed since the first θ."""
+        return [now - before for now, before in zip(self._sums(), self._written or [], strict=False)]
+
+    def _sums(self) -> list[float]:
+        return [float(p.detach().sum(dtype=torch.float64)) for p in self.live if not isinstance(p, DTensor)]
 
 
 def refuse_offload(live: Sequence[nn.Parameter]) -> None:

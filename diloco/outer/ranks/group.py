@@ -101,7 +101,8 @@ def join_ranks(environ: Mapping[str, str] = os.environ) -> None:
     refuse_missing_gpu(int(environ.get("LOCAL_RANK", environ["RANK"])))
     where = f"file://{meet}" if meet else "env://"
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, where, rank=int(environ["RANK"]), world_size=count)
+    rank = int(environ["RANK"])
+    dist.init_process_group(backend, where, rank=rank, world_size=count, timeout=PATIENCE)  # rollouts may be slow
 
 
 def refuse_missing_gpu(rank: int) -> None:

@@ -39,8 +39,9 @@ def tell(manager: "StoreManager | Led", message: T) -> T:
 
 def refuse_unled(manager: object) -> None:
     """Raise OuterError for a manager that would claim the slot once on each of several ranks."""
-    if dist.get_world_size() > 1:
+    count = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+    if count > 1:
         raise OuterError(
-            f"{dist.get_world_size()} processes train this model, and each has a {type(manager).__name__} of its own, "
+            f"{count} processes train this model, and each has a {type(manager).__name__} of its own, "
             "so all would claim one slot. Let rank 0 lead: lead(lambda: StoreManager(…)), from diloco.outer.ranks.lead"
         )

@@ -11,7 +11,10 @@ others raise at the same call: Leaving as Leaving, which ends the loop and is sh
 
 The numbers of all ranks are in rank 0's log: their means, and the sum of "samples".
 
-Not promised: a lighthouse; Adam's moments of a session that leaves (diloco/outer/moments.py).
+At the first sync, ranks whose weights have moved apart are refused: each trains alone, and only rank 0's Δ counts.
+
+Not promised: a lighthouse; Adam's moments of a session that leaves (diloco/outer/moments.py); to notice ranks that
+train alone on the same rows, or have not moved.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +29,7 @@ from diloco.outer.ranks.group import Group
 from diloco.outer.rounds import Work
 from diloco.process.ranks import Followed
 from diloco.process.watchdog import Watchdog
-from diloco.run.config import OuterError
+from diloco.run.config import OuterConfigError, OuterError
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Leaving
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 DONE, LEAVES, FAILED = range(3)  # outcomes of a call on rank 0
 NANO = 10**9
+APART = 0.01  # part of the longer move; ranks that train together move alike, up to rounding
 NOTHING = -1  # a value: no fragment, or no missed step
 
 
@@ -73,6 +77,7 @@ class Led:
         self.why = ""
         self.round_began = 0.0  # seconds by which rank 0's round begins later, after an evaluation
         self._merged: dict[str, float] = {}
+        self._fragments: list[SharedFragment] = []  # until the first sync, which compares the ranks
         self._told: BaseException | None = None  # the other ranks know of it
         self._hear(Word())
         self._lead(lambda: self._begin(make))
@@ -94,7 +99,8 @@ class Led:
             self.leader.ask_to_leave(why)
 
     def fragment(self, live: Sequence[nn.Parameter]) -> SharedFragment:
-        return SharedFragment(live, self.group)
+        self._fragments.append(SharedFragment(live, self.group))
+        return self._fragments[-1]
 
     # ---------------------------------------------------------------- rank 0's word
 
@@ -222,8 +228,12 @@ class Led:
         self._lead(lambda: self._rounds.close(self._rounds.why if reason != "done" else reason))
 
     def _end_inner_steps(self) -> None:
-        """Take the round's numbers of all ranks to rank 0."""
+        """Take the round's numbers of all ranks to rank 0. Refuse ranks that did not train together."""
         self._merged = merged_numbers(self.group.gather(self.stats()))
+        if self._fragments:
+            moves = self.group.gather([move for fragment in self._fragments for move in fragment.moves()])
+            self._fragments = []
+            self._lead(lambda: refuse_apart(moves))
         if self.leader is not None:
             self.leader.rounds.round_began += self.round_began
         self.round_began = 0.0
@@ -245,6 +255,18 @@ def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
                     f"rank {rank} of this replica differs from rank 0 in {what}: {_difference(ours, theirs[what])}. "
                     "Start all ranks with the same script and settings"
                 )
+
+
+def refuse_apart(moves: Sequence[Sequence[float]]) -> None:
+    """Raise OuterConfigError for ranks whose weights have moved apart.   moves: of each rank's parameters."""
+    ours, *others = map(np.array, moves)
+    for rank, theirs in enumerate(others, 1):
+        if np.linalg.norm(theirs - ours) > APART * max(np.linalg.norm(ours), np.linalg.norm(theirs)):
+            raise OuterConfigError(
+                f"the ranks of this replica do not train together: at the first sync, rank {rank} has other weights "
+                "than rank 0, whose work alone would count. Let DistributedDataParallel or FSDP2 (fully_shard) hold "
+                "the model before the training, or start one process for each replica"
+            )
 
 
 def _difference(ours: Any, theirs: Any) -> str:
