@@ -189,7 +189,7 @@ def test_a_replica_of_two_ranks_killed_in_a_generation_is_replaced_in_the_same_b
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_replicas_of_two_ranks_and_of_one_train_on_what_actors_sampled(tmp_path: Path) -> None:
-    settings = {"steps": 100_000, "broadcast_weights": True, "min_replicas": 1, "check_rollouts": 1.0}
+    settings = {"steps": 100_000, "broadcast_weights": True, "min_replicas": 1, "check_rollouts": 1.0, "staleness": 2}
     fleet = a_fleet(tmp_path, {**LORA, "batch_size": 64}, fleet=settings)
     actors = {name: start_actor(fleet, name) for name in ("a01", "a02")}
     fleet.start("r00", TEST_DEVICES="2")
