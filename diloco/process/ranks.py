@@ -126,7 +126,8 @@ class Followers:
         if told[0] == LAST:
             self._said[index] = told[1:]  # type: ignore[assignment]
         else:
-            self.on_told(index, *told)
+            with suppress(Exception):  # whatever a message does, a rank that ends has to be seen
+                self.on_told(index, *told)
         return True
 
     def _end_like(self, text: str, code: int) -> None:
