@@ -50,7 +50,7 @@ class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
     on_loss: called with the words about a rank that has failed, before this process ends.
-    on_told: called with what a rank tells by `tell_leader`, in the watching thread."""
+    on_told: called in the watching thread with a rank's number and its message (`tell_leader`)."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None

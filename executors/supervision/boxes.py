@@ -37,8 +37,8 @@ def sweep_boxes(run: Run) -> Swept:
     if found.get("left") == 0:
         where = " on this machine" if provider == "local" else f" on {provider}"
         own = run.config.inner.sampling.environment is not None and provider != "local"
-        where += ", as it is without options (those of your environment file are not known here)" if own else ""
-        return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped")
+        elsewhere = ". Boxes that options of your environment file put elsewhere were not looked for" if own else ""
+        return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped{elsewhere}")
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
     return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`, or look at {provider}'s console")
 

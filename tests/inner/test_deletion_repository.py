@@ -306,8 +306,10 @@ def test_the_command_writes_prompts_and_says_what_it_passed_over(
 ) -> None:
     words = ["--repo", str(written(tmp_path / "shop")), "--packages", str(packages), "--prompts", str(tmp_path / "p")]
     monkeypatch.setattr(sys, "argv", ["generate", *words, "--tests", "pytest tests -k title", "--most", "1"])
+    (tmp_path / "p").write_text("rows of before")
     with pytest.raises(InnerError, match="no task could be made"):
         main()
+    assert (tmp_path / "p").read_text() == "rows of before"
     assert "shop: 1 tests can be hidden" in capsys.readouterr().out, "test_guessable has no 'title' in its name"
     monkeypatch.setattr(sys, "argv", ["generate", *words, "--most", "1"])
     main()

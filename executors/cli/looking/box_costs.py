@@ -50,7 +50,7 @@ def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
     """Return the sum of a run whose config names a provider; None for another one.   usd: by the heartbeats.
 
-    The price of an event is its provider's, by the options in the environment file: of another flavor, it is None.
+    An event has the price that the replica knew: none for a flavor that the environment file chose.
     """
     if (provider := provider_in(config)) is None:
         return None

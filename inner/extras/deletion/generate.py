@@ -21,11 +21,10 @@ import json
 import sysconfig
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.deletion.harbor import write_harbor
@@ -145,22 +144,22 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="write Harbor task folders here")
     parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
     asked = parser.parse_args()
-    with asked.prompts.open("w") if asked.prompts else nullcontext() as prompts:
-        made = sum(_write(task, asked.to, prompts) for task in _asked_tasks(asked))
+    made = 0
+    for made, task in enumerate(_asked_tasks(asked), 1):
+        _write(task, asked.to, asked.prompts, first=made == 1)
     if not made:
         raise InnerError("no task could be made. Give --tests more tests, or another repository.")
 
 
-def _write(task: DeletionTask, to: Path | None, prompts: TextIO | None) -> int:
-    """Tell of a task and write it. A run that is ended early leaves what it has made.   Return 1."""
+def _write(task: DeletionTask, to: Path | None, prompts: Path | None, *, first: bool) -> None:
+    """Tell of a task and write it: a run that ends early leaves what it has made, and one without a task no file."""
     kept = len(task.tests) - len(task.fail_to_pass)
     print(f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1", flush=True)
     if to is not None:
         write_harbor(task, to / task.name)
     if prompts is not None:
-        prompts.write(json.dumps(prompt_row(task)) + "\n")
-        prompts.flush()
-    return 1
+        with prompts.open("w" if first else "a") as rows:
+            rows.write(json.dumps(prompt_row(task)) + "\n")
 
 
 def _asked_tasks(asked: Any) -> Iterator[DeletionTask]:
