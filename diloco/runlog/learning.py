@@ -19,7 +19,7 @@ NAMES = {
     "reward_broken": "{:.1%} of completions broke the reward",
 }  # fmt: skip
 IF_ANY = ("reward_broken",)  # not shown if it is 0
-WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  # for troubles only
+WATCHED = ["reward_std", "equal_groups", "tool_failures", "importance_masked", "replay_accuracy", "replay_chosen_logp"]
 COUNTS = ("reward_missing",)  # summed over replicas; all others are averaged
 LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
 SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
@@ -57,7 +57,7 @@ def reckonable(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def learning_numbers(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of NAMES and WATCHED in an offer's stats or in a "step" event."""
+    """Return the numbers of NAMES and WATCHED (for troubles) in an offer's stats or in a "step" event."""
     return {name: float(stats[name]) for name in (*NAMES, *WATCHED) if isinstance(stats.get(name), int | float)}
 
 

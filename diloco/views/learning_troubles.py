@@ -1,4 +1,5 @@
-"""Detect troubles of learning: no signal, rewards that may be hacked, tools, overfitting, masked sequences.
+"""Detect troubles of learning: no signal, rewards that may be hacked, tools, overfitting, masked sequences,
+preferences that make the chosen responses unlikely.
 
     band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, and at least its floor
       ├─ outside in each of the newest 3 steps, and
@@ -35,6 +36,8 @@ TOOL_FAILURES = 0.5
 BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
 FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
+RIGHT, FALL = 0.7, 0.25  # share of pairs ranked right; least fall of the chosen responses' log-prob, of its size
+CHOSEN = "replay_chosen_logp"
 BANDS = {  # metric: (its label, least and largest multiple of the median inside the band, least width)
     "kl": ("KL", 0.0, 5.0, 0.1),
     "completion_length": ("completion length", 0.5, 2.0, 4.0),
@@ -103,7 +106,7 @@ def flagged_steps(troubles: Sequence[Trouble], head: int) -> range:
 
 def _values(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
     """Return (outer step, mean over replicas) of each step with a finite value."""
-    found = [(s.t, s.mean_reward if name == "reward" else over_replicas(s).get(name)) for s in steps]
+    found = [(s.t, s.mean_reward if name == "reward" else over_replicas(s, (name,)).get(name)) for s in steps]
     return [(t, value) for t, value in found if value is not None and math.isfinite(value)]
 
 
@@ -175,6 +178,21 @@ def masked(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     text = f"{share:.0%} of the completions of the newest {NEWEST} outer steps teach nothing: vLLM differs"
     advice = 'set inner.vllm.dtype to inner.dtype, or inner.vllm.importance_mode = "token_truncate"'
     return [trouble("masked", text, advice, step=report.steps[-NEWEST].t)]
+
+
+def replay_falls(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find pairs that are ranked right while their chosen responses become unlikely (Pal et al. 2024, DPO-Positive)."""
+    right, split = _newest_mean(report.steps, "replay_accuracy"), _first_and_later(_values(report.steps, CHOSEN))
+    if right is None or right < RIGHT or split is None:
+        return []
+    first, newest = median(split[0]), [value for _, value in split[1][-NEWEST:]]
+    scatter = WIDTH * median(abs(value - first) for value in split[0])
+    if first - max(newest) <= max(FALL * abs(first), scatter):
+        return []
+    text = f"log p of the chosen responses fell from {first:.3g} to {median(newest):.3g} (nats per response), "
+    text += f"while {right:.0%} of the pairs are ranked right: the loss makes both responses of a pair unlikely"
+    advice = "set inner.replay.nll_weight = 1, or raise it: it adds the chosen responses' own loss"
+    return [trouble("replay_falls", text, advice, step=split[1][-NEWEST][0])]
 
 
 def _newest_mean(steps: Sequence[Step], name: str) -> float | None:

@@ -34,6 +34,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "held_out_differs": learning.held_out_differs,
     "tool_failures": learning.tool_failures,
     "masked": learning.masked,
+    "replay_falls": learning.replay_falls,
     "bad_records": fleet.bad_records,
     "gated": fleet.gated,
     "waits": fleet.waits,

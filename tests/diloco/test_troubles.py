@@ -315,6 +315,21 @@ def test_a_share_that_stays_too_high_is_told(name: str, kind: str, bad: float, g
     assert kinds(Planted(2, lambda t: {name: bad})) == []
 
 
+@pytest.mark.parametrize(("first", "later", "right", "told"), [
+    (-40.0, -90.0, 0.98, True),
+    (-40.0, -46.0, 0.98, False),  # inside a quarter
+    (-40.0, -90.0, 0.5, False),  # the pairs are not ranked right: another trouble
+    (-40.0, -20.0, 0.98, False),
+])  # fmt: skip
+def test_chosen_responses_that_become_unlikely_are_told(first: float, later: float, right: float, told: bool) -> None:
+    wobble = lambda t: 1 + 0.02 * (t % 3)  # noqa: E731
+    numbers = lambda t: {"replay_chosen_logp": (later if t >= 12 else first) * wobble(t), "replay_accuracy": right}  # noqa: E731
+    assert kinds(Planted(16, numbers)) == (["replay_falls"] if told else [])
+    if told:
+        seen = found_in(Planted(16, numbers).report())["replay_falls"]
+        assert "from -40.8 to -91.8" in seen.text and "98% of the pairs" in seen.text and seen.step == 13
+
+
 def test_completions_that_break_the_reward_are_told_unless_they_become_fewer() -> None:
     rising = Planted(9, lambda t: {"reward_broken": 0.0 if t < 6 else 0.2})
     seen = found_in(rising.report())["reward_broken"]
