@@ -79,6 +79,15 @@ def test_a_new_box_that_dies_is_replaced_by_another_and_not_named_again(server: 
 
 
 @sdk
+def test_an_adopted_box_that_dies_is_not_named_again_either(server: E2bServer) -> None:
+    server.lose_replies, server.dead = 1, {"id0"}
+    starter = _starter(server)
+    box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
+    assert starter.counts["adopted"] == 1
+    assert box.read("a.txt") == b"one" and list(server.boxes) == ["id1"]
+
+
+@sdk
 def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.refuse = 1
     starter = _starter(server)

@@ -85,6 +85,12 @@ def test_a_dead_box_is_gone(hub: BoxHub) -> None:
             verb()
 
 
+def test_the_price_of_a_box_is_the_hubs_for_its_flavor(hub: BoxHub) -> None:
+    assert open_provider("hf").price_per_hour == pytest.approx(0.01, rel=0.01)  # the Hub tells it per minute
+    assert open_provider("hf", flavor="t4-small").price_per_hour == pytest.approx(0.40, rel=0.01)
+    assert open_provider("hf", flavor="unknown").price_per_hour is None
+
+
 def test_the_quota_and_a_wrong_token_are_told(hub: BoxHub, monkeypatch: pytest.MonkeyPatch) -> None:
     provider = open_provider("hf")
     hub.fault("429", method="POST", path=JOBS, times=20)

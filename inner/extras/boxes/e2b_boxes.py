@@ -61,7 +61,7 @@ class E2bBoxes:
             found = list[Any]()
             while pages.has_next:
                 found += pages.next_items()
-            return [_Listed(self._sdk, one, self._opts) for one in found]
+            return [_Listed(self._sdk, one, self._opts, self._stopped) for one in found]
 
 
 class E2bBox:
@@ -101,9 +101,11 @@ class E2bBox:
 class _Listed(E2bBox):
     """A sandbox of the server's list. It is connected to when it is used; a stop needs only its id."""
 
-    def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any]) -> None:
-        self._sdk, self._id, self._opts = sdk, told.sandbox_id, opts
-        self._folder = told.metadata["folder"]
+    def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any], stopped: Counter[str]) -> None:
+        self._sdk, self._id, self._opts, self._stopped = sdk, told.sandbox_id, opts, stopped
+        of = told.metadata
+        self._folder = of["folder"]
+        self._key = BoxOwner(of["run"], of["slot"], int(of["generation"]), of["place"]).key
 
     def __getattr__(self, name: str) -> Any:
         if name != "_made":
@@ -112,6 +114,7 @@ class _Listed(E2bBox):
         return self._made
 
     def stop(self) -> None:
+        self._stopped.update([self._key])
         with _as_ours(self._sdk, ProviderFailed):
             self._sdk.Sandbox.kill(self._id, **self._opts)
 

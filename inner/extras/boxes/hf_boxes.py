@@ -34,7 +34,7 @@ from inner.extras.boxes.box import (
 )
 
 IMAGE, FLAVOR = "python:3.12", "cpu-basic"
-FLAVOR_USD = 0.01  # per hour of cpu-basic
+PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}  # the Hub's units of a price
 FOLDER = "BOX_FOLDER"  # a variable of the job; labels have no slashes
 STARTS_S = 120.0
 LIVE = ("SCHEDULING", "RUNNING")
@@ -52,8 +52,10 @@ class HfBoxes:
             raise InnerError("boxes on Hugging Face need a token, and HF_TOKEN is not set. `hf auth login`")
         with _as_ours(ProviderFailed):
             self._namespace = namespace or str(huggingface_hub.HfApi().whoami()["name"])
+            rows = huggingface_hub.HfApi().list_jobs_hardware()
         self._sdk, self._flavor = huggingface_hub, flavor
-        self.price_per_hour = FLAVOR_USD if flavor == FLAVOR else None
+        prices = [row.unit_cost_usd * n for row in rows if row.name == flavor and (n := PER_HOUR.get(row.unit_label))]
+        self.price_per_hour = prices[0] if prices else None
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "HfBox":
         with _as_ours(ProviderFailed):
