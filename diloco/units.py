@@ -12,6 +12,8 @@ from typing import Any
 
 MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44, and the squares and sums of such numbers are finite
 
+MOST_TEXT = 2000  # most characters of a text in a log
+
 
 def is_reckonable(value: Any) -> bool:
     """Whether sums and squares of `value` are finite; False only for some floats: NaN, infinity, 1e308."""
@@ -23,6 +25,17 @@ def rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
     short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
     finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
     return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}
+
+
+def short_texts(value: Any) -> Any:
+    """Return JSON data with the middle cut out of long texts, and with "?" for half of a surrogate pair."""
+    if isinstance(value, str):
+        half = MOST_TEXT // 2
+        text = value if len(value) <= MOST_TEXT else f"{value[:half]} … {value[-half:]}"
+        return text.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {name: short_texts(item) for name, item in value.items()}
+    return [short_texts(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def duration(seconds: float) -> str:

@@ -164,7 +164,7 @@ class PatientStore:
     def __post_init__(self) -> None:
         self.url = self.store.url
         self.digests: str | None = getattr(self.store, "digests", None)  # the kind of digest that blobs need, if given
-        self._unclear = "", 0.0  # the last key whose `create` ended in StoreUnclear, and the time when it first did
+        self._undone = dict[str, float]()  # key whose `create` failed -> the time when it first did
 
     def put(self, key: str, body: Body) -> None:
         self._ask_patiently(lambda: self.store.put(key, body))
@@ -172,10 +172,12 @@ class PatientStore:
     def create(self, key: str, body: Buffer) -> None:
         try:
             self._ask_patiently(lambda: self.store.create(key, body), unclear=False)
-        except StoreUnclear as error:
-            if self._unclear[0] != key:
-                self._unclear = key, self.clock.now()
-            self._give_up_if_late(error, self._unclear[1])
+            self._undone.pop(key, None)
+        except (KeyExists, StoreUnclear) as error:  # a store may say "exists" for ever, and show no object
+            since = self._undone.get(key)
+            if since is not None or isinstance(error, StoreUnclear):
+                self._give_up_if_late(error, self.clock.now() if since is None else since)
+            self._undone[key] = self.clock.now() if since is None else since
             raise
 
     def get(self, key: str) -> bytes | None:

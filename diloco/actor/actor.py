@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.actor.places import Pace, chosen_place, filled_places, open_places, read_standings
+from diloco.actor.places import chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
@@ -81,7 +81,7 @@ class Actor:
         refuse_other_base(record.base, self._loop.model)
         self._sampler = self._new_sampler(engine, scratch / "engine")
         self._follower = WeightsFollower(run.store, session.emit)
-        self._pace = Pace(run.config.outer.sync_every, inner.gradient_accumulation_steps, self._sampler.served)
+        self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
         self._status.enter_phase("sample", 0)
@@ -100,6 +100,8 @@ class Actor:
             newest.load_into(self._loop.model)
             self._sampler.load()
             self._status.step = newest.step
+        elif self._run.record.parent.url and not self._status.step:
+            return False  # the model's files are its ancestor's start; the first broadcast has this run's weights
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
         places = open_places(

@@ -13,11 +13,14 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_claim
 from rendezvous.store import Readable
+
+if TYPE_CHECKING:
+    from diloco.run.config import RunConfig
 
 SPREAD = 8  # places of others among which an actor chooses
 
@@ -39,9 +42,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pace:
-    """The arithmetic of places.   sync_every: H.   accumulated, served: micro-batches per inner step, generation."""
+    """The arithmetic of places.   interval: inner steps per outer step, H / F.
 
-    sync_every: int
+    accumulated, served: micro-batches per inner step and per generation.
+    """
+
+    interval: int
     accumulated: int
     served: int
 
@@ -49,9 +55,13 @@ class Pace:
         return inner_step * self.accumulated // self.served
 
     def outer_step_of(self, at: Standing, generation: int) -> int:
-        """Return the outer step that will train a generation, if every round has H inner steps."""
+        """Return the outer step that will train a generation, if every round has `interval` inner steps."""
         first = generation * self.served // self.accumulated
-        return at.step + max(0, first - (at.data - at.inner)) // self.sync_every
+        return at.step + max(0, first - (at.data - at.inner)) // self.interval
+
+
+def pace_of(config: "RunConfig", served: int) -> Pace:
+    return Pace(config.outer.interval, config.inner.gradient_accumulation_steps, served)
 
 
 def open_places(

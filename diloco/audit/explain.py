@@ -23,6 +23,7 @@ from rendezvous.records.records import Claim, Commit, Listed
 
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
+YEAR_9999 = 253402300799.0  # a record's time may be anything; later ones are no dates
 OPPOSED = -0.1  # a cosine to the mean below this is reported
 
 
@@ -254,5 +255,5 @@ def _unknown(facts: StepFacts) -> list[str]:
 
 
 def _time(at: float, date: bool = False) -> str:
-    when = datetime.fromtimestamp(at, UTC)
+    when = datetime.fromtimestamp(min(max(at, 0.0), YEAR_9999), UTC)
     return f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d}{' UTC' if date else ''}"[0 if date else 11 :]

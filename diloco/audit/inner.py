@@ -252,7 +252,7 @@ class _Session:
     def finish_round(self) -> int | None:
         if self._taken is None:
             return None
-        self.alone = is_alone(self._taken, self._holder.slot, self._rules.codec)
+        self.alone = is_alone(self._taken, (self._holder.slot, self._holder.generation), self._rules.codec)
         self._taken = None
         self._step += 1
         return 0

@@ -25,12 +25,13 @@ from diloco.process.journal import read_log
 from diloco.run.config import ConfigError
 from diloco.run.record import Run, timing_for
 from rendezvous import layout
-from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import Wanted, claims_above, controls_above, read_leave
 from rendezvous.agreement.rules import Rules, Timing, is_eligible, offer_flaw
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.errors import RendezvousError
+from rendezvous.keeping.reach import newest_head
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Claim, Commit, Leave, Listed, Offer, WireError
 from rendezvous.store import VOID, PatientStore, Store
@@ -100,7 +101,7 @@ def read_step(run: Run, step: int) -> StepFacts:
     """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken."""
     store = PatientStore(run.store, SystemClock(), 10.0)
     rules = run.config.outer.rules
-    head = first_open_step(store)
+    head = newest_head(store)
     if not 0 <= step < head:
         raise ConfigError(_not_there(step, head))
     chain = Chain(store, rules.window + rules.fragments * rules.max_carry + 2)

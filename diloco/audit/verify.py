@@ -330,6 +330,8 @@ class _Verification:
         self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
+        if not self._there(blob, size):  # before memory is taken: the record may lie
+            return self._miss(t, blob)
         stored = np.empty(size, np.uint8)
         if not self._store.get_into(blob, stored.data):
             self._miss(t, blob)

@@ -19,12 +19,11 @@ from diloco.run.config import BUCKET, ConfigError
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.keeping.budget import parts_of
 from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
-from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.keeping.reach import Reach, newest_head, read_reach
 from rendezvous.records.records import Commit, Mean, Snapshot, WireError
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
@@ -85,7 +84,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
     budget = _budget(run, keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
     manifest = store.get(layout.MODEL_MANIFEST)
-    head = first_open_step(store)
+    head = newest_head(store)
     if manifest is None or head == 0:
         raise ConfigError(f"{run.url} has taken no outer step yet: there is nothing to collect")
     _refuse_live(run, store, head)

@@ -12,9 +12,9 @@ from diloco.run.config import BUCKET
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step
 from rendezvous.clock import Clock
 from rendezvous.keeping.garbage import sweep_ended_run
+from rendezvous.keeping.reach import newest_head
 from rendezvous.store import PatientStore
 
 PATIENCE_S = 10.0  # limit for an answer of the store
@@ -32,5 +32,5 @@ def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
         return 0
     rules = run.config.outer.rules
     elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
-    steps = first_open_step(store)
+    steps = newest_head(store)
     return sweep_ended_run(store, rules, emit, steps=steps, budget=budget, elements=elements)

@@ -16,7 +16,7 @@ Not promised: that the Hub keeps a commit. If your run must not depend on that, 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
@@ -31,9 +31,6 @@ from rendezvous.records.wire import as_bytes
 
 if TYPE_CHECKING:
     from inner.settings.task import LoraSettings
-
-T = TypeVar("T")
-AGAIN_S = 5.0  # between two tries; the Hub's client itself retries for half a minute
 
 
 def theta_digest(model: nn.Module, kind: str) -> str:

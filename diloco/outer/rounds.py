@@ -216,7 +216,8 @@ class StoreRounds:
         commit = self._commit
         self._commit = None
         fragment = self.session.rv.fragment
-        self.alone = is_alone(commit, self.session.rv.slot, self.session.rv.rules.codec)
+        rv = self.session.rv
+        self.alone = is_alone(commit, (rv.slot, rv.generation), rv.rules.codec)
         self.session.rv.advance(commit)
         assert self._report is not None
         self._report.emit_step(commit, self._spent)
@@ -280,6 +281,6 @@ class StoreRounds:
         return self.session.rv.h_cap
 
 
-def is_alone(commit: Commit, slot: str, codec: str) -> bool:
-    """Whether a commit's mean is the pseudogradient of this slot, without a loss."""
-    return codec == "fp32" and [(offer.slot, offer.factor) for offer in commit.offers] == [(slot, 1.0)]
+def is_alone(commit: Commit, session: tuple[str, int], codec: str) -> bool:
+    """Whether a commit's mean is the pseudogradient of this session (slot, generation), without a loss."""
+    return codec == "fp32" and [(o.slot, o.generation, o.factor) for o in commit.offers] == [(*session, 1.0)]

@@ -169,7 +169,9 @@ class ModelCheck:
     start: returns the run's first weights, of which the bucket has no bf16 copy.
     """
 
-    def __init__(self, store: Store, trainer: Any, model: nn.Module, start: Callable[[], FollowedWeights]) -> None:
+    def __init__(
+        self, store: Store, trainer: Any, model: nn.Module, start: Callable[[], FollowedWeights | None]
+    ) -> None:
         self._start = start
         self._follower = WeightsFollower(store, no_emit)
         self._newest: FollowedWeights | None = None
@@ -203,8 +205,10 @@ class ModelCheck:
         return self._newest
 
 
-def start_weights(run: "Run") -> FollowedWeights:
-    """Return the start model's weights in bf16."""
+def start_weights(run: "Run") -> FollowedWeights | None:
+    """Return the start model's weights in bf16; None for a fork, whose θ₀ is its ancestor's θ and not these files."""
+    if run.record.parent.url:
+        return None
     from inner.train.build import load_start
 
     with TemporaryDirectory() as scratch:

@@ -33,7 +33,7 @@ from diloco.runlog.learning import step_line
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.chain import has_begun
 from rendezvous.agreement.membership import BeatStatus, read_control
 from rendezvous.background import together_on
 from rendezvous.clock import Clock, SystemClock
@@ -145,7 +145,7 @@ def _is_preflight(session: Session) -> bool:
     """Whether an error may concern all replicas: no outer step is committed, and this one has not begun to train.
 
     A later error is taken for a temporary one, or one of this machine. It ends only this session (decision 025)."""
-    return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
+    return session.rv.members.status.phase == "boot" and not has_begun(session.rv.store)
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
@@ -258,14 +258,14 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     config = run.config
     build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
     if run.config.rendezvous == BUCKET:
-        at = first_open_step(session.rv.store)
+        begun = has_begun(session.rv.store)
     else:
         from diloco.outer.managers.lighthouse import latest_step
 
-        at = latest_step(session)
+        begun = latest_step(session) > 0
     before = run.record.parent
     seeds = seeds_of(run, session.rv.slot, session.rv.generation)
-    joins_late = at + before.outer_steps > 0
+    joins_late = begun or before.outer_steps > 0
     loop, model_dir = build(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
@@ -382,7 +382,7 @@ def data_position(run: Run, step: int, *, slot: str, generation: int) -> int:
     """Return the inner step from which this session, at outer step `step`, reads its slot's data."""
     config, before = run.config, run.record.parent.inner_steps
     if config.rendezvous != BUCKET:  # there are no commits to count by
-        return before + step * (config.outer.sync_every // config.outer.fragments)
+        return before + step * config.outer.interval
     if generation == 1:
         return before
     from diloco.process.data_position import counted_inner_steps, read_offers

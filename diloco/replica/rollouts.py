@@ -78,7 +78,9 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
         for places in each:
             places.door = door
     if keep_bytes(run.config.fleet.keep) is not None:
-        note = OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead).note
+        note = OldBundles(
+            bucket, session.rv.slot, Worker(session.emit), session.emit, ahead, parent=run.record.parent.outer_steps
+        ).note  # fmt: skip
         for places in each:
             places.after_put = note
     if group is None:
@@ -95,14 +97,17 @@ class OldBundles:
     """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
 
     background: runs the deletions.   emit: called for those that fail.   ahead: outer steps of actors' bundles.
+    parent: outer steps of the run that this one continues; places count them, too.
     """
 
-    def __init__(self, store: Store, slot: str, background: Background, emit: Emit, ahead: int = 0) -> None:
+    def __init__(
+        self, store: Store, slot: str, background: Background, emit: Emit, ahead: int = 0, parent: int = 0
+    ) -> None:  # fmt: skip
         self._store = store
         self._prefix = f"{layout.ROLLOUTS}{slot}/"
         self._background = background
         self._emit = emit
-        self._ahead = ahead
+        self._ahead, self._parent = ahead, parent
         self._steps: dict[str, int] = {}  # prefix of a generation's keys -> its outer step
         self._began = self._newest = -1
 
@@ -119,7 +124,7 @@ class OldBundles:
             self._began = self._newest
             others = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)} - set(self._steps)
             self._steps |= dict.fromkeys(others, self._began + self._ahead)  # a predecessor's, or an actor's
-        since = read_reach(self._store).since
+        since = self._parent + read_reach(self._store).since
         for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
             self._store.delete(self._store.list(prefix))
             del self._steps[prefix]

@@ -102,4 +102,4 @@ def refuse_engine(config: "RunConfig", typed: str) -> None:
 def staleness_of(config: "RunConfig") -> int:
     """Return the outer steps by which an actor's weights may be old: by default, about NEAR inner steps."""
     asked = config.fleet.staleness
-    return max(0, NEAR // config.outer.sync_every - 1) if asked is None else asked
+    return max(0, NEAR // config.outer.interval - 1) if asked is None else asked

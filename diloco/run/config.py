@@ -97,6 +97,11 @@ class OuterConfig(Table):
         return cls.from_dict(table)
 
     @property
+    def interval(self) -> int:
+        """The inner steps of one outer step, which steps one fragment: H / F."""
+        return self.sync_every // self.fragments
+
+    @property
     def rules(self) -> Rules:
         """The part of these settings by which the rendezvous decides commits."""
         return Rules(
@@ -303,10 +308,9 @@ def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
 
 def check_boundary(outer: OuterConfig, boundary: int) -> None:
     """Raise OuterConfigError if a sync falls inside a generation batch.   boundary: inner steps of one batch."""
-    interval = outer.sync_every // outer.fragments
-    if boundary < 1 or interval % boundary:
+    if boundary < 1 or outer.interval % boundary:
         raise OuterConfigError(
-            f"a sync every {interval} inner steps would fall inside a generation batch, which lasts {boundary} "
+            f"a sync every {outer.interval} inner steps would fall inside a generation batch, which lasts {boundary} "
             "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
             f"Make sync_every a multiple of {outer.fragments * max(1, boundary)}"
         )

@@ -130,7 +130,7 @@ def recorded_bytes(config: RunConfig, replicas: int) -> int:
     inner = config.inner
     if not config.fleet.record_rollouts or inner.loop == "supervised":
         return 0
-    rollouts = replicas * (config.outer.sync_every // inner.boundary) * inner.generation_size
+    rollouts = replicas * (config.outer.interval // inner.boundary) * inner.generation_size
     return TOKEN * rollouts * inner.completion_length
 
 

@@ -9,13 +9,11 @@
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
 """
 
-import os
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from diloco.process.processes import host_name, start_ticks
-from diloco.process.session import Session
+from diloco.process.session import Session, process_fields
 from diloco.run.config import OuterError
 from diloco.run.founding import TRAINED, found_run, refuse_another, refuse_headless
 from diloco.run.record import RunRecord, current_url, decode_run, with_script
@@ -93,8 +91,7 @@ def take_free_slot(store: Store, clock: Clock) -> tuple[str, int]:
         if held is not None and read_leave(store, slot, held.generation) is None:
             continue
         generation = 1 if held is None else held.generation + 1
-        process = {"host": host_name(), "pid": os.getpid(), "started": start_ticks(os.getpid()) or 0}
-        mine = Claim(slot, generation, nonce=new_nonce(), at=clock.wall(), **process)
+        mine = Claim(slot, generation, nonce=new_nonce(), at=clock.wall(), **process_fields())
         won, _ = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
         if won:  # else another process has claimed it at this moment
             if is_supervised:

@@ -16,7 +16,7 @@ themselves.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.runlog.evaluation import evaluation_words
 from diloco.runlog.learning import Curve, headline_curve, learning_words, newest_numbers
@@ -27,10 +27,6 @@ from diloco.runlog.steps import NUMBERS, PART_NAMES, PARTS
 from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 from rendezvous.layout import is_slot
-
-if TYPE_CHECKING:
-    from diloco.runlog.reader import Report
-
 
 NAME = 24  # most characters of a run's name in a line with other text
 

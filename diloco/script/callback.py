@@ -152,14 +152,13 @@ class DiLoCoCallback(TrainerCallback):
 
         boundary: optimizer steps that no sync interrupts."""
         outer = outer_config(self.outer)
-        interval = outer.sync_every // outer.fragments
         steps = 0
 
         def claim() -> StoreManager:
             nonlocal steps
             self.replicas = first_replicas(self.run) or self.replicas
             refuse_small_share(loader, self.replicas)
-            steps = rounds_of(planned(self.replicas), interval)
+            steps = rounds_of(planned(self.replicas), outer.interval)
             manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
             self.slot = manager.session.rv.slot
             steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
@@ -174,7 +173,7 @@ class DiLoCoCallback(TrainerCallback):
             atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
         self._listen()
-        return steps * interval
+        return steps * outer.interval
 
     def begin_at(self, used: int, seed: int, loader: Any, schedulers: Sequence[Any], scale: float) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.

@@ -21,10 +21,11 @@ from diloco.model.fetch import fetch_stored, save_below
 from diloco.process import exitcodes
 from diloco.process.session import Session
 from diloco.run.config import ConfigError
+from diloco.run.founding import is_finished
 from diloco.run.library import LAUNCHED
 from diloco.run.record import Run
 from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
-from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.chain import first_open_step, has_begun
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError
 
@@ -54,7 +55,7 @@ def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], 
     except (ConfigError, RendezvousError):
         raise
     except Exception as error:
-        if has_joined(session) or first_open_step(session.rv.store):
+        if has_joined(session) or has_begun(session.rv.store):
             raise
         traceback.print_exc()
         raise ConfigError(f"{script} raised {type(error).__name__}: {error}") from error
@@ -83,7 +84,7 @@ def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
 
     Raises ConfigError before the first outer step, if it had not joined the run."""
     told = f"{script} ended with sys.exit({exited!r})"
-    if not has_joined(session) and not first_open_step(session.rv.store):
+    if not has_joined(session) and not has_begun(session.rv.store):
         raise ConfigError(f"{told} before it joined the run. Start it without `diloco launch` to see why")
     session.emit("crashed", error=told)
     session.flush()
@@ -93,15 +94,15 @@ def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
 def code_of_end(session: Session, script: Script) -> int:
     """The exit code for a script that ended by itself.   Raises ConfigError if it never joined the run."""
     store = session.rv.store
-    steps = read_control(store).steps
-    done = first_open_step(store) if steps else 0
-    if steps and done >= steps:
+    wanted = read_control(store)
+    if is_finished(store, wanted):
         return exitcodes.DONE
     if session.rv.is_leaving:
         return exitcodes.LEFT
     if not has_joined(session):
         raise ConfigError(NEVER_JOINED.format(script=script))
-    session.emit("crashed", error=ENDED_EARLY.format(script=script, step=done, steps=steps))
+    done = first_open_step(store) if wanted.steps else 0
+    session.emit("crashed", error=ENDED_EARLY.format(script=script, step=done, steps=wanted.steps))
     session.flush()
     return exitcodes.CRASHED
 

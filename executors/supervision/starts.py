@@ -105,7 +105,7 @@ class Starts:
     def _spec_for(self, state: SlotState) -> ReplicaSpec:
         slot = state.slot
         place = place_of(self._places, slot)
-        url = self._slots.run.url
+        url = self._slots.run.store.url
         attempt = 1 + max(state.attempt, state.beat[0] if state.beat else 0)
         settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
         if slot == PUBLISH:

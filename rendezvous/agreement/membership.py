@@ -34,6 +34,7 @@ from rendezvous.store import Readable, Store, put_once
 
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
+NOTE = 1000  # most characters of a heartbeat's note
 JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
 
 # A control record overrides those of these settings that it contains.
@@ -419,9 +420,10 @@ class Membership:
 
     def _beat(self) -> None:
         self._beats += 1
+        note = self.status.note[:NOTE].encode(errors="replace").decode()  # from user code, too: half of a pair
         beat = Beat(
             slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
-            pid=self.pid, **vars(self.status),
+            pid=self.pid, **{**vars(self.status), "note": note},
         )  # fmt: skip
         self.store.put(layout.beat_key(self.slot), beat.encode())
 

@@ -69,7 +69,7 @@ def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
 def parse_blob_key(key: str) -> tuple[str, int] | None:
     """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
     found = layout.BLOB.fullmatch(key)
-    return (found[2] or "snapshot", int(found[1] or found[3])) if found else None
+    return (found[2] or "snapshot", int(found[1] or found[3])) if found and layout.is_plain(key) else None
 
 
 def can_heal_from(store: Store, snapshot: Snapshot) -> bool:

@@ -8,13 +8,16 @@
 
 They are found by GETs, one LIST and a bisection, because collectors delete in ascending order.
 
-Not promised: that an existing blob is intact.  A reader compares its digest.
+Not promised: that an existing blob is intact; a reader compares its digest.  That no mean between two kept ones is
+missing: the mean of a step whose closer was killed before it announced goes with the deltas, and the θ after it can be
+computed from the next snapshot on.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
 from rendezvous.keeping.garbage import announced_stands, blob_stands
 from rendezvous.records.records import Commit
 from rendezvous.snapshots import record as snapshots
@@ -45,6 +48,12 @@ def read_reach(store: Store) -> Reach:
     first = bisect_left(range(found[-1]), True, key=lambda t: mean_stands(store, t))  # all means from here on
     since = min((t for t in found if t >= first), default=found[-1])
     return Reach(since, tuple(t for t in found if t < since))
+
+
+def newest_head(store: Store) -> int:
+    """Return the first step without a commit, counted from the newest snapshot: all commits before it exist."""
+    steps = (s.t for s in snapshots.newest_first(store))
+    return first_open_step(store, next((t for t in steps if t and store.get(layout.commit_key(t - 1))), 0))
 
 
 def _readable_snapshots(store: Store) -> list[int]:

@@ -70,7 +70,7 @@ class Record:
         cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
 
     def encode(self) -> bytes:
-        """Return the record's bytes.   Raise WireError if they would be too long for readers."""
+        """Return the record's bytes.   Raise WireError if readers would not accept them."""
         fields = {"kind": self.kind, "wire": WIRE, **self.written_fields()}
         body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
         if len(body) > self.most:
@@ -78,6 +78,10 @@ class Record:
                 f"this {self.kind} would have {len(body)} bytes, and readers take {self.most}; nothing was written. "
                 "Report fewer statistics, or name fewer places"
             )
+        try:
+            type(self).decode(body)
+        except WireError as error:
+            raise WireError(f"this {self.kind} would be read by no reader: {error.__cause__}; not written") from None
         return body
 
     @classmethod

@@ -26,6 +26,7 @@ from rendezvous.stores.urls import plain_url
 
 T = TypeVar("T")
 
+OWN = "fsspec+"  # in front of a URL: this store, where there is another client for its scheme
 CREATES = ("S3FileSystem", "GCSFileSystem", "AzureBlobFileSystem")
 RANGE = 16 << 20
 _REFUSED = ("NoSuchBucket", "bucket does not exist", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
@@ -35,10 +36,13 @@ _PAST_THE_END = ("InvalidRange", "range is not satisfiable")
 
 class AdapterStore:
     def __init__(self, url: str, clock: Clock | None = None, **options: Any) -> None:
-        self._fs, root = _file_system(url, options)
+        bare = url.removeprefix(OWN)
+        self._fs, root = _file_system(bare, options)
         self._root, self._clock = root.rstrip("/"), clock or SystemClock()
-        parts = urlsplit(plain_url(url))
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+        parts = urlsplit(plain_url(bare))
+        user, _, host = parts.netloc.rpartition("@")
+        place = host if ":" in user else parts.netloc  # without a password; abfs://CONTAINER@ACCOUNT… has none
+        self.url = f"{url[: -len(bare)]}{parts.scheme}://{place}{parts.path.rstrip('/')}"
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
     def put(self, key: str, body: Body) -> None:

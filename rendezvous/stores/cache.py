@@ -47,7 +47,7 @@ def latest_cache(url: str) -> "Cache | None":
 
     The URL may have another run by now, so use it only to guess.
     """
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # a user without a home has no cache
         runs = [(path.stat().st_mtime, path) for path in cache_root().glob(f"{_short_hash(url)}-*")]
         return Cache(max(runs)[1]) if runs else None
     return None

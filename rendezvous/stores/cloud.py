@@ -64,7 +64,6 @@ STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream: a part
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
 BULK = 256  # the most keys in one delete request: Azure's limit, and a missing key ends the request that has it
-SCHEMES = ("s3", "gs", "az", "hf")
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
 
@@ -429,7 +428,7 @@ def _file_counts() -> bool:
     """
     try:
         written = _credentials_file().stat().st_mtime
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home
         return False
     in_environment = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     return (not in_environment or (_refusals > 0 and written > _began)) and bool(_read_profile())

@@ -54,6 +54,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
 _CACHED = 1 << 18
 _PAGE = 4096
+os.umask(_UMASK := os.umask(0))  # it can only be read by writing it
+_MODE = 0o666 & ~_UMASK  # as any program's files: another user of a shared folder may read them
 
 
 class FileStore:
@@ -192,6 +194,7 @@ class FileStore:
             self._make_tmp()
             fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=f"put-{name_in_files(os.getpid())}-")
             try:
+                os.fchmod(fd, _MODE)
                 if size >= LEAST and self._spares.reuse_file(size, tmp):
                     os.close(fd)
                     fd = os.open(tmp, os.O_WRONLY)

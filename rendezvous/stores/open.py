@@ -39,10 +39,10 @@ def open_store(url: str, *, make: bool = True) -> Store:
         from rendezvous.stores.modal.store import ModalStore
 
         return ModalStore(url)
-    from rendezvous.stores.adapter import AdapterStore, is_served
+    from rendezvous.stores.adapter import OWN, AdapterStore, is_served
 
-    if scheme.startswith("fsspec+") or is_served(scheme):
-        return AdapterStore(url.removeprefix("fsspec+"))
+    if scheme.startswith(OWN) or is_served(scheme):
+        return AdapterStore(url)
     raise ValueError(
         f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
         "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and for "

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_PER_BYTE = 4096  # the most values per byte of an anchor: deflate packs about 1000 equal bytes into one
+LATE_S = 300.0  # seconds after the last commit in which its weights may still come
 PATIENCE_S = 60.0  # seconds that the follower waits for an answer of the store
 
 
@@ -242,16 +243,19 @@ def follow_weights(
     """Yield the newest weights of a run as they appear, and wait between them.
 
     run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: without end.
+    It ends LATE_S after the commit of the last step, too: a step whose writer was killed never gets its weights.
     poll_s: seconds between two looks.   Raise RendezvousError if the store fails.
     A run writes weights if fleet.broadcast_weights = true.
     """
     clock = clock or SystemClock()
     store = PatientStore(open_signed(run) if isinstance(run, str) else run, clock, PATIENCE_S)
     follower = WeightsFollower(store, emit)
-    step = -1
-    while until is None or step < until:
+    step, quiet_s = -1, 0.0
+    while until is None or (step < until and quiet_s < LATE_S):
         if (weights := follower.poll()) is None:
+            over = until is not None and until > 0 and store.get(layout.commit_key(until - 1)) is not None
+            quiet_s += poll_s if over else 0.0
             clock.sleep(poll_s)
         else:
-            step = weights.step
+            step, quiet_s = weights.step, 0.0
             yield weights

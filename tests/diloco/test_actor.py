@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.actor import main
-from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, read_standings
+from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.combinations import prepared_for_actors, refuse_actors, staleness_of
@@ -25,7 +25,7 @@ from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
 from tests.support.fleet import Fleet
 
-H4 = Pace(sync_every=4, accumulated=1, served=1)
+H4 = Pace(interval=4, accumulated=1, served=1)
 
 
 def places(at: Standing, weights: int, staleness: int, pace: Pace = H4, there: set[int] | None = None) -> list[int]:
@@ -212,6 +212,14 @@ def test_weights_are_about_six_inner_steps_old_at_most_unless_the_run_says_other
     fleet = {} if asked is None else {"staleness": asked}
     raw = {"inner": {"model": "toolworld"}, "outer": {"sync_every": sync_every}, "fleet": {"replicas": 1, **fleet}}
     assert staleness_of(RunConfig.from_dict(raw, tmp_path)) == expected
+
+
+def test_with_fragments_an_outer_step_has_fewer_inner_steps(tmp_path: Path) -> None:
+    outer = {"sync_every": 8, "fragments": 4}
+    config = RunConfig.from_dict({"inner": {"model": "toolworld"}, "outer": outer}, tmp_path)
+    assert staleness_of(config) == 2, "six inner steps are three outer ones, of which one is the present"
+    pace = pace_of(config, served=1)
+    assert pace.outer_step_of(Standing("r00", step=10, data=20, inner=0), 26) == 13
 
 
 # ---------------------------------------------------------------------- a fleet with actors

@@ -12,7 +12,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.records.records import Control
+from rendezvous.records.records import Control, WireError
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,3 +194,14 @@ def test_an_integer_that_no_float_holds_is_refused_or_kept_and_never_a_traceback
         assert f"{table}.{name}" in str(refused) and len(str(refused)) < 300
     else:
         assert (table, name, value > 0) == ("fleet", "steps", True)
+
+
+def test_a_long_system_prompt_founds_a_run_and_one_that_no_reader_takes_founds_none(tmp_path: Path) -> None:
+    """Before, run.json was written and never read again, so that its URL was lost."""
+    text = '[inner.data]\nprompts = "data.txt"\nsystem = "{}"\n[inner.rewards]\nfunction = "data.txt:f"\n'
+    run = founded(tmp_path, text.format("x" * 20_000))
+    assert read_run(run.url).config.inner.data.system == "x" * 20_000
+    (tmp_path / "other").mkdir()
+    with pytest.raises(WireError, match=r"would be read by no reader: its config is 100000 characters long"):
+        founded(tmp_path / "other", text.format("x" * 100_000))
+    assert not list((tmp_path / "other").rglob("run.json"))

@@ -6,15 +6,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
-from diloco.replica.door import Check, DoorFinding, ModelCheck, RolloutDoor, turns_of
-from diloco.run.record import read_run
+from diloco.replica.door import Check, DoorFinding, ModelCheck, RolloutDoor, start_weights, turns_of
+from diloco.run.record import Parent, read_run
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, TooFar
@@ -381,3 +382,9 @@ def test_a_fleet_finds_the_liar_among_its_actors_and_an_audit_agrees(tmp_path: P
     assert doubted
     found = recompute_offers(read_run(fleet.url))
     assert not found.off and not found.close and not found.unchecked and found.equal > 2, found
+
+
+def test_a_fork_has_no_start_weights_to_check_with() -> None:
+    """Its θ₀ is a snapshot of its ancestor's θ; the files of its model are the ancestor's start model."""
+    record = SimpleNamespace(parent=Parent(url="memory://old", outer_steps=500))
+    assert start_weights(cast("Any", SimpleNamespace(record=record))) is None

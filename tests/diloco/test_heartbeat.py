@@ -468,3 +468,14 @@ def test_a_slots_next_session_goes_on_with_the_dollars_of_its_boxes(monkeypatch:
     second, _ = gone(store, monkeypatch)
     second.end()
     assert second.rv.members.status.box_usd == first.rv.members.status.box_usd == 1.25
+
+
+def test_a_beat_is_read_whatever_its_note(clock: ManualClock) -> None:
+    """A leader's reasons name each slot that it waits for, and a reward's error is the user's own text."""
+    store = run()
+    mine = member(store, Told())
+    for note in ("r100 should offer in 12.3 s; " * 400, "\ud800", ""):
+        mine.status.note = note
+        mine._beat()
+        beat = read_beat(store, mine.slot)
+        assert beat is not None and beat.n == mine._beats and len(beat.note) <= 1000

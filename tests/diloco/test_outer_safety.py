@@ -15,12 +15,14 @@ import torch
 from diloco.model.export import state_at
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import MockManager
+from diloco.outer.rounds import is_alone
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import summary
 from executors.cli.looking.status import status_dict, status_table
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.errors import BadCommit
+from rendezvous.records.records import Commit, Listed
 from rendezvous.store import Store
 from tests.rendezvous.test_engine import Seat, bucket
 from tests.support.audit import check_run
@@ -179,3 +181,11 @@ def test_bf16_weights_that_do_not_move_are_told() -> None:
             optimizer.step()
     assert any("bf16_stuck only 0.024 % of the 16-bit weights moved" in text for text in told), told
     manager.shutdown()
+
+
+def test_a_session_is_not_alone_with_an_offer_of_its_predecessor() -> None:
+    """The predecessor's inner steps are in the mean and not in this session's model, which is then written anew."""
+    listed = Listed(3, "r00", 1, "n", layout.delta_blob(3, "r00", 1, "n"), 12, "d", 4, 1.0)
+    commit = Commit(3, "p", "base", (listed,), {"r00": 1}, 2, 1.5, 0, "r00-2", "n", 9.0)
+    assert is_alone(commit, ("r00", 1), "fp32") and not is_alone(commit, ("r00", 2), "fp32")
+    assert not is_alone(commit, ("r00", 1), "int8") and not is_alone(commit, ("r01", 1), "fp32")

@@ -321,3 +321,14 @@ def test_old_bundles_go_a_predecessors_too() -> None:
             reach[0] = since
             old.note(BundlePlace(step, generation, 0))
     assert [key.split("/")[2] for key in store.list("rollouts/")] == ["0000000006", "0000000007"]
+
+
+def test_the_bundles_of_a_fork_go_by_its_own_steps() -> None:
+    """Its places count its ancestor's outer steps, and its snapshots do not."""
+    (made, _), store = a_bundle(), MemoryStore("memory://x")
+    old = OldBundles(store, "r01", Inline(), no_emit, parent=500)
+    with patch("diloco.replica.rollouts.read_reach", lambda _: Reach(2)):
+        for step in (500, 501, 502):
+            places(store).put(BundlePlace(step, step, 0), made, FITS)
+            old.note(BundlePlace(step, step, 0))
+    assert [key.split("/")[2] for key in store.list("rollouts/")] == ["0000000502"]

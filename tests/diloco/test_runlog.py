@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.process.journal import Journal, read_log
 from diloco.run.record import Run, RunRecord, Superseded, read_run
 from diloco.runlog import steps
 from diloco.runlog.look import CONTROLS, Rounds
@@ -600,3 +601,14 @@ def test_the_picture_of_a_long_run_has_no_artist_per_outer_step(long) -> None:
 @given(st.floats(width=64, allow_nan=False, min_value=-3.4e38, max_value=3.4e38))
 def test_rounding_to_fp32_without_numpy_is_numpys(x) -> None:
     assert round_to_fp32(x) == float(np.float32(x))
+
+
+def test_an_event_with_a_text_of_any_length_is_read() -> None:
+    """The error of a crash may be a whole page, and a progress bar is one line of tens of kilobytes."""
+    store = MemoryStore("memory://x")
+    journal = Journal(store, FixedClock(), "r00", 1)
+    journal.emit("crashed", error="size mismatch: " + "x" * 100_000)
+    journal.emit("lost", slot="r01", tail=["y" * 100_000, "\udcff"])
+    journal.flush()
+    log = read_log(store, layout.log_key("r00", 1, 0))
+    assert [e["event"] for e in log.events] == ["crashed", "lost"] and log.passed_over == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.units import byte_size, dollars, duration
+from diloco.units import byte_size, dollars, duration, short_texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +50,9 @@ def test_no_other_module_of_diloco_or_executors_defines_its_own() -> None:
         if isinstance(node, ast.FunctionDef) and node.name in names and path.name != "units.py"
     }
     assert found == {"executors/cli/typed.py": "duration"}
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+    cut = short_texts({"error": "a" * 5000 + "z" * 5000, "tail": ["b" * 9000, "\ud800", 3], "rate": 0.5})
+    assert cut["error"].startswith("a" * 1000) and cut["error"].endswith("z" * 1000) and len(cut["error"]) < 2010
+    assert len(cut["tail"][0]) < 2010 and cut["tail"][1:] == ["?", 3] and cut["rate"] == 0.5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,13 @@ def test_a_flipped_bit_is_found_by_name(run: Path, pattern: str, step: int, slot
     assert [(d.step, Path(d.blob).name, d.slot) for d in found.differences] == [(step, name, slot)], found.lines()
     assert found.thetas == list(range(STEPS + 1)), "the replay goes on past it"
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before, "nothing is put back"
+
+
+def test_an_announcement_of_an_absurd_size_is_a_difference_and_takes_no_memory(run: Path) -> None:
+    path = the_one(run, "steps/0000000002/mean/*.json")
+    path.write_text(re.sub(r'"size":\d+', f'"size":{1 << 53}', path.read_text()))
+    found = verified(run)
+    assert {d.step for d in found.differences} == {2} and found.thetas == list(range(STEPS + 1)), found.lines()
 
 
 def test_a_replica_that_held_another_theta_is_named(run: Path) -> None:

@@ -707,3 +707,17 @@ class Supervising(Beating):
             if (outcome := self.world.outcome) is not None:
                 self.world.supervisor.emit("stopped", code=outcome.code, text=outcome.text)
                 self.world.supervisor.lease.beat("left")
+
+
+@pytest.mark.parametrize("typed", ["memory://{}/run/", "memory://./{}/run"])
+def test_a_run_has_one_name_at_the_platforms_however_its_url_was_typed(tmp_path, typed):
+    """`stop` knows the store alone; jobs under another name would be none of its."""
+    world = World(tmp_path)
+    world.supervisor.lease.beat("left")
+    world.run = replace(world.run, url=typed.format(tmp_path))
+    world.another()
+    world.started()
+    assert {job.spec.run for job in world.cloud.jobs.values()} == {world.run.store.url}
+    world.supervisor.lease.beat("left")
+    ends = stop_run(world.run.store, Beating(world), 5.0, lambda text: None, CloudExecutor(world.cloud))
+    assert {e.name for e in ends} == {"r00-1", "r01-1"} and not any(e.live for e in ends)

@@ -26,6 +26,7 @@ from rendezvous.keeping.garbage import (
     announced_stands,
     blobs_before,
     look_again,
+    parse_blob_key,
     refuse_collected,
     sweep_ended_run,
     two_newest,
@@ -521,3 +522,8 @@ def test_the_promises_hold_while_everybody_collects() -> None:
     assert not red, "\n".join(red)
     fired = sum((r.fired for r in results), Counter[str]())
     assert fired["collected"] > 1500 and fired["ends: Collected"] > 0 and fired["kill at delete"] > 0, fired
+
+
+def test_an_object_with_a_name_that_is_no_key_does_not_stop_the_collection() -> None:
+    assert parse_blob_key("steps/0000000003/delta/a\\b.bin") is None
+    assert parse_blob_key("steps/0000000003/delta/r00-1-ab.bin") == ("delta", 3)

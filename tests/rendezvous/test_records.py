@@ -13,6 +13,7 @@ from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import ChainBroken
+from rendezvous.keeping.reach import newest_head
 from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import (
     WIRE,
@@ -31,6 +32,7 @@ from rendezvous.records.records import (
     WireError,
     new_nonce,
 )
+from rendezvous.snapshots import record as snapshots
 from rendezvous.stores.memory import MemoryStore
 from tests.support.fakes import Fault, FaultyStore, ManualClock
 
@@ -239,3 +241,15 @@ def test_desired_states_that_mean_nothing_are_refused(wish: dict[str, Any]) -> N
     with pytest.raises(ValueError):
         write_control(MemoryStore(), ManualClock(), **wish)
     assert Wanted().min_replicas == 1
+
+
+def test_the_head_is_counted_from_the_newest_snapshot_that_has_its_commit() -> None:
+    """So a replica that joins step 5000 reads a few commits and not all of them."""
+    commits = line(9)
+    store = written(*commits)
+    clock = ManualClock()
+    for t in (4, 60):  # the second one's commit is missing: a foreign object
+        snapshots.write(store, clock, t, {"a": np.zeros(1, np.float32)}, base="", prev=None)
+    counted = FaultyStore(store)
+    assert newest_head(counted) == 9
+    assert not {("get", layout.commit_key(t)) for t in range(3)} & set(counted.calls)

@@ -380,3 +380,50 @@ def test_a_folder_that_cannot_create_once_is_refused_in_words(tmp_path: Path, mo
     monkeypatch.setattr(files, "_rename_new", lambda *_: errno.EINVAL)
     with pytest.raises(StoreRefused, match=r"no hard links .* Use a folder of another file system, or a bucket"):
         FileStore(tmp_path / "run").create("control/000000.json", b"x")
+
+
+# ---------------------------------------------------------------------- patience with `create`
+
+
+class SaysExists(MemoryStore):
+    """A store that refuses every create because the key exists, and shows no object."""
+
+    def create(self, key: str, body: Buffer) -> None:
+        raise KeyExists("409")
+
+
+def test_a_store_that_says_exists_for_ever_and_shows_nothing_is_given_up() -> None:
+    clock, heard = ManualClock(), list[float]()
+    store = PatientStore(SaysExists(), clock, 30.0, before_pause=lambda: heard.append(clock.now()))
+    with pytest.raises(GaveUp, match=r"no usable answer for 30 s.*409"):
+        put_once(store, clock, "r", b"mine")
+    assert len(heard) > 10, "a replica that is asked to leave hears it there"
+
+
+def test_the_patience_with_two_keys_in_turns_is_that_of_each() -> None:
+    clock = ManualClock()
+    store = PatientStore(FaultyStore(MemoryStore(), [Fault("create", times=10**6)]), clock, 30.0)
+    with pytest.raises(GaveUp):
+        for _ in range(40):
+            for key in ("offer", "mean"):
+                with pytest.raises(StoreUnclear):
+                    store.create(key, b"x")
+            clock.sleep(1.0)
+    assert clock.now() < 40
+
+
+def test_a_lost_race_reads_the_winner_and_does_not_hear_of_patience() -> None:
+    clock = ManualClock()
+    inner = FaultyStore(MemoryStore())
+    inner.faults = [Fault("create", error=None, before=lambda: inner.inner.put("r", b"rival"))]
+    store = PatientStore(inner, clock, 30.0, before_pause=lambda: pytest.fail("the winner is there: nothing waits"))
+    assert put_once(store, clock, "r", b"mine") == (False, b"rival")
+
+
+def test_another_user_may_read_the_objects_of_a_folder_where_the_umask_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "run")
+    store.put("a", b"x")
+    store.create("b", b"x")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {(tmp_path / "run" / name).stat().st_mode & 0o777 for name in "ab"} == {0o666 & ~umask}

@@ -142,3 +142,13 @@ def test_another_process_must_open_it_again(tmp_path: Path) -> None:
     store._pid -= 1
     with pytest.raises(RuntimeError, match="spawn"):
         store.get("k")
+
+
+def test_the_url_of_a_store_opens_the_same_store_again() -> None:
+    """`diloco stop` and the names of jobs know a run by the URL of its store alone."""
+    pytest.importorskip("fsspec")
+    assert AdapterStore("fsspec+memory://a/b/").url == "fsspec+memory://a/b"
+    assert AdapterStore("memory://container@account/run").url == "memory://container@account/run"
+    store = open_store("fsspec+memory://a/b")
+    again = open_store(store.url)
+    assert type(store) is type(again) is AdapterStore and store.url == again.url

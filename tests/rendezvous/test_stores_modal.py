@@ -452,3 +452,8 @@ def test_a_missing_token_is_said_in_one_sentence_with_what_to_run() -> None:
         "Modal does not know who you are (Token missing). Run `modal token new`, or set MODAL_TOKEN_ID and "
         "MODAL_TOKEN_SECRET"
     )
+
+
+def test_the_url_of_a_store_has_its_environment() -> None:
+    assert ModalStore("modal://runs/first/?environment=dev").url == "modal://runs/first?environment=dev"
+    assert ModalStore("modal://runs").url == "modal://runs"

@@ -25,7 +25,7 @@ from rendezvous.weights import patch, writer
 from rendezvous.weights.follower import FollowedWeights, WeightsFollower
 from rendezvous.weights.writer import ANCHOR_EVERY, WeightsWriter, read_weights
 from tests.rendezvous.test_engine import TIMING
-from tests.support.fakes import Fault, FaultyStore, ManualClock, VectorState
+from tests.support.fakes import Fault, FaultyStore, ManualClock, VectorState, unchecked
 
 SIZE = 12
 LAYOUT = [["a.weight", [2, 4], "float32"], ["b", [4], "float32"]]
@@ -419,5 +419,12 @@ def test_an_anchor_names_the_parameters_and_a_wrong_layout_is_no_record() -> Non
     manifest = fleet.manifest(1)
     assert manifest.layout == LAYOUT and writer.ANCHOR_EVERY == 30
     for layout_ in ([["a", [2, 4], "float32"]], [["a", [-12], "float32"]], [["a"]], [[1, [12], "float32"]]):
-        fleet.store.put(layout.weights_key(1), replace(manifest, layout=layout_).encode())
+        fleet.store.put(layout.weights_key(1), unchecked(replace(manifest, layout=layout_)))
         assert read_weights(fleet.store, 1) is None
+
+
+def test_a_follower_up_to_a_step_ends_when_the_run_is_over_and_its_weights_never_came() -> None:
+    clock, store = ManualClock(), MemoryStore()
+    store.put(layout.commit_key(7), b"{}")
+    assert list(follow_weights(store, until=8, clock=clock)) == []
+    assert 300 <= clock.now() < 400

@@ -4,6 +4,7 @@ ManualClock()                                    time passes only by sleeping
 FaultyStore(store, [Fault("create", "/commit", lost=True)])     the next create of a commit loses its answer
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rendezvous.errors import StoreUnclear
+from rendezvous.records.records import WIRE, Record
 from rendezvous.store import Body, Buffer, Store
 
 
@@ -116,3 +118,9 @@ class VectorState:
 
     def _of(self, fragment: int) -> np.ndarray:
         return self.theta[fragment * self._size : (fragment + 1) * self._size]
+
+
+def unchecked(record: Record) -> bytes:
+    """The bytes of a record that no reader accepts, as a faulty or hostile writer writes them."""
+    fields = {"kind": record.kind, "wire": WIRE, **record.written_fields()}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=vars).encode()

@@ -9,7 +9,8 @@
 The rendezvous cannot step θ here (θ is inside torchft and your optimizer). So a session that heals from an older
 state repeats the rounds since then. Each of them ends with the mean that was committed for it.
 
-Not promised: a check that replicas started from equal θ (there is no flat θ to digest).
+Not promised: a check that replicas started from equal θ (there is no flat θ to digest); that old objects are deleted:
+`keep` has no effect here, and each step leaves its deltas, its mean and its states in the bucket.
 """
 
 import io

@@ -112,8 +112,8 @@ def detach(run: Run, executor: FleetExecutor) -> Detached:
     """Start a supervisor that outlives this process and its terminal, or return the one that runs on the platform."""
     if not executor.hosts_supervisor:
         return _start_process(run)
-    there = {h.native for h in executor.find(run.url) if h.slot == SUPERVISOR}
-    handle = start_hosted(executor, run.url)
+    there = {h.native for h in executor.find(run.store.url) if h.slot == SUPERVISOR}
+    handle = start_hosted(executor, run.store.url)
     return Detached(
         f"{handle.executor} ({handle.native or 'not started'})",
         native=handle.native,

@@ -115,9 +115,9 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
 
 
 def _head(run: "Run") -> int:
-    from rendezvous.agreement.chain import first_open_step
+    from rendezvous.keeping.reach import newest_head
 
-    return first_open_step(run.store)
+    return newest_head(run.store)
 
 
 def _file(name: str | None) -> Path | None:

@@ -112,7 +112,7 @@ class Slots:
         """Log processes that the log does not name, so that they are billed from their launch, and end them."""
         own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
         newest = {t.slot: t.attempt for t in self.all()}
-        alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
+        alive = [h for h in self.executor.orphans(self.run.store.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
             if handle not in self.duplicates:
                 self.book("found", handle, "the log does not name it: a second process of one launch, or one given up")
@@ -141,12 +141,12 @@ class Slots:
 
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
-        before = past(report.events, self.run.url)
+        before = past(report.events, self.run.store.url)
         opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
         launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the older one
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}
-        found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.store.url) if h.slot != SUPERVISOR}
         launches |= found
         self.duplicates = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
         statuses = self.outages.poll(self.executor, list(launches.values()))

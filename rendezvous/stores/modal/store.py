@@ -62,7 +62,8 @@ class ModalStore:
 
     def __init__(self, url: str, clock: Clock | None = None, wire: Callable[[str, str], Wire] = Wire) -> None:
         self._name, self._prefix, self._environment = parse_url(url)
-        self.url = f"modal://{self._name}" + (f"/{self._prefix.rstrip('/')}" if self._prefix else "")
+        self._place = f"modal://{self._name}" + (f"/{self._prefix.rstrip('/')}" if self._prefix else "")
+        self.url = self._place + (f"?environment={self._environment}" if self._environment else "")
         self._clock, self._make, self._opening = clock or SystemClock(), wire, threading.Lock()
         self._opened: tuple[Wire, Mirror] | None = None
         self._listed: tuple[float, set[str]] = -LISTED_S, set()
@@ -77,7 +78,7 @@ class ModalStore:
         if body_bytes(body) > INLINE:
             raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// a register has at most {INLINE}")
         if not self._write_entry(key, REGISTER + bytes(body), if_absent=True):
-            raise KeyExists(f"{self.url}/{key} exists")
+            raise KeyExists(f"{self._place}/{key} exists")
 
     def get(self, key: str) -> bytes | None:
         entry = self._read_entry(key)
