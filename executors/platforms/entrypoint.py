@@ -30,8 +30,10 @@ from diloco.process.own_files import APPENDED, open_own, part_of, read_json, wri
 from diloco.process.processes import DEVICE_ENV, is_named_alive, mark_run, start_ticks
 from executors.platforms.base import REPLICA, load_name
 from executors.platforms.machine import gpu
+from rendezvous.layout import is_actor
 
 LAUNCHERS = ".launchers"
+ACTOR_NICE = 10
 LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from SIGTERM to SIGKILL
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
@@ -58,6 +60,8 @@ def settle(request: Mapping[str, Any]) -> bool:
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
+    if is_actor(request["slot"]):  # it takes what the replicas of this machine leave: a round waits for replicas alone
+        os.nice(ACTOR_NICE)
     mark_run(request["run"])  # before the process file says that we are here
     log = open_own(request["files"] + ".log", APPENDED)
     nothing = os.open(os.devnull, os.O_RDONLY)

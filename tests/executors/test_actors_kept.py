@@ -95,10 +95,12 @@ def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, exec
     monkeypatch.setattr(starts, "ACTOR", f"{HERE}:toy_actor")
     run = found(tmp_path, steps=ENDLESS)
     write_control(run.store, CLOCK, actors=2)
+    priorities = list[tuple[int, int]]()
 
     def kill_one(supervisor: Supervisor, report: Report) -> None:
         beat, handle = report.beats.get("a00"), supervisor.handle("a00")
         if handle and beat and beat.pid == handle.pid and beat.inner > 2 and not report.of_kind("lost"):
+            priorities.append((os.getpriority(os.PRIO_PROCESS, handle.pid), os.getpriority(os.PRIO_PROCESS, 0)))
             os.kill(handle.pid, signal.SIGKILL)
         again = beat is not None and beat.generation == 2 and beat.inner > 2
         if again and report.head >= 2 and report.wanted.steps == ENDLESS:
@@ -107,6 +109,7 @@ def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, exec
     outcome = supervised(run, executor, each_tick=kill_one).supervise()
     report = read_report(run.store)
     assert outcome.code == exitcodes.DONE, outcome
+    assert all(actor > mine for actor, mine in priorities) and priorities, "a round waits for replicas alone"
     assert kept_by(report, "a00") == ["lost", "ended"] and len(kept_by(report, "a01")) == 1
     assert {x.slot for x in report.sessions} == {"r00", "r01", "a00", "a01"} and report.slots == ["r00", "r01"]
     assert {e["slot"] for e in report.of_kind("ended")} == {"r00", "r01", "a00", "a01"}
