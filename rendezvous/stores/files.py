@@ -194,7 +194,8 @@ class FileStore:
             self._make_tmp()
             fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=f"put-{name_in_files(os.getpid())}-")
             try:
-                os.fchmod(fd, _MODE)
+                with suppress(OSError):  # a mount without modes
+                    os.fchmod(fd, _MODE)
                 if size >= LEAST and self._spares.reuse_file(size, tmp):
                     os.close(fd)
                     fd = os.open(tmp, os.O_WRONLY)
