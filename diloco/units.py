@@ -21,21 +21,20 @@ def is_reckonable(value: Any) -> bool:
 
 
 def rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Round to seven digits; a Unix time keeps its milliseconds.  NaN and infinity are left out."""
+    """Round to seven digits; a Unix time keeps its milliseconds.  Leave NaN and infinity out; cut long texts."""
     short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
     finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
-    return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}
+    return {k: short(v) if isinstance(v, float) else _short_texts(v) for k, v in finite.items()}
 
 
-def short_texts(value: Any) -> Any:
-    """Return JSON data with the middle cut out of long texts, and with "?" for half of a surrogate pair."""
-    if isinstance(value, str):
-        half = MOST_TEXT // 2
-        text = value if len(value) <= MOST_TEXT else f"{value[:half]} … {value[-half:]}"
-        return text.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {name: short_texts(item) for name, item in value.items()}
-    return [short_texts(item) for item in value] if isinstance(value, list | tuple) else value
+def _short_texts(value: Any) -> Any:
+    """Cut the middle out of long texts, also in lists; half of a surrogate pair becomes "?"."""
+    if isinstance(value, list | tuple):
+        return [_short_texts(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = value if len(value) <= MOST_TEXT else f"{value[: MOST_TEXT // 2]} … {value[-MOST_TEXT // 2 :]}"
+    return text.encode(errors="replace").decode()
 
 
 def duration(seconds: float) -> str:

@@ -12,9 +12,10 @@ from diloco.run.config import BUCKET
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import Clock
 from rendezvous.keeping.garbage import sweep_ended_run
-from rendezvous.keeping.reach import newest_head
 from rendezvous.store import PatientStore
 
 PATIENCE_S = 10.0  # limit for an answer of the store
@@ -32,5 +33,6 @@ def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
         return 0
     rules = run.config.outer.rules
     elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
-    steps = newest_head(store)
+    wanted = read_control(store).steps
+    steps = first_open_step(store, wanted if wanted and store.get(layout.commit_key(wanted - 1)) else 0)
     return sweep_ended_run(store, rules, emit, steps=steps, budget=budget, elements=elements)

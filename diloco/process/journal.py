@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.events import KINDS, WARNINGS
-from diloco.units import is_reckonable, rounded, short_texts
+from diloco.units import is_reckonable, rounded
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
@@ -46,8 +46,7 @@ class Journal:
         """Add an event to the log.   Raises ValueError for a kind that diloco/events.py does not have."""
         if event not in KINDS:
             raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
-        fields = rounded(short_texts(fields))
-        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **fields}, default=str)
+        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **rounded(fields)}, default=str)
         if event in WARNINGS:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:

@@ -33,7 +33,6 @@ from diloco.runlog.learning import step_line
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout
-from rendezvous.agreement.chain import has_begun
 from rendezvous.agreement.membership import BeatStatus, read_control
 from rendezvous.background import together_on
 from rendezvous.clock import Clock, SystemClock
@@ -145,7 +144,7 @@ def _is_preflight(session: Session) -> bool:
     """Whether an error may concern all replicas: no outer step is committed, and this one has not begun to train.
 
     A later error is taken for a temporary one, or one of this machine. It ends only this session (decision 025)."""
-    return session.rv.members.status.phase == "boot" and not has_begun(session.rv.store)
+    return session.rv.members.status.phase == "boot" and session.rv.store.get(layout.commit_key(0)) is None
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
@@ -258,7 +257,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     config = run.config
     build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
     if run.config.rendezvous == BUCKET:
-        begun = has_begun(session.rv.store)
+        begun = session.rv.store.get(layout.commit_key(0)) is not None
     else:
         from diloco.outer.managers.lighthouse import latest_step
 

@@ -66,7 +66,8 @@ def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
     name = "reward" if any(step.reward for step in steps) else "loss"
     of = lambda step: step.reward if name == "reward" else _by_slot(step, "loss")  # noqa: E731
     by_slot = {slot: [of(step).get(slot) for step in steps] for slot in slots}
-    means = [_mean_or_none([of(step)[slot] for slot in step.fresh if slot in of(step)]) for step in steps]
+    fresh = [[of(step)[slot] for slot in step.fresh if slot in of(step)] for step in steps]
+    means = [fmean(values) if values else None for values in fresh]
     return Curve(name, {slot: values for slot, values in by_slot.items() if any(v is not None for v in values)}, means)
 
 
@@ -107,7 +108,3 @@ def step_line(name: str, event: Mapping[str, Any], steps: int) -> str:
 
 def _by_slot(step: Measured, name: str) -> dict[str, float]:
     return {slot: numbers[name] for slot, numbers in step.learned.items() if name in numbers}
-
-
-def _mean_or_none(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None

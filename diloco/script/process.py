@@ -25,7 +25,8 @@ from diloco.run.founding import is_finished
 from diloco.run.library import LAUNCHED
 from diloco.run.record import Run
 from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
-from rendezvous.agreement.chain import first_open_step, has_begun
+from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError
 
@@ -55,7 +56,7 @@ def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], 
     except (ConfigError, RendezvousError):
         raise
     except Exception as error:
-        if has_joined(session) or has_begun(session.rv.store):
+        if has_joined(session) or _has_begun(session):
             raise
         traceback.print_exc()
         raise ConfigError(f"{script} raised {type(error).__name__}: {error}") from error
@@ -84,7 +85,7 @@ def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
 
     Raises ConfigError before the first outer step, if it had not joined the run."""
     told = f"{script} ended with sys.exit({exited!r})"
-    if not has_joined(session) and not has_begun(session.rv.store):
+    if not has_joined(session) and not _has_begun(session):
         raise ConfigError(f"{told} before it joined the run. Start it without `diloco launch` to see why")
     session.emit("crashed", error=told)
     session.flush()
@@ -105,6 +106,11 @@ def code_of_end(session: Session, script: Script) -> int:
     session.emit("crashed", error=ENDED_EARLY.format(script=script, step=done, steps=wanted.steps))
     session.flush()
     return exitcodes.CRASHED
+
+
+def _has_begun(session: Session) -> bool:
+    """Whether the run's first outer step is committed."""
+    return session.rv.store.get(layout.commit_key(0)) is not None
 
 
 def has_joined(session: Session) -> bool:

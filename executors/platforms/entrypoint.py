@@ -33,7 +33,6 @@ from executors.platforms.machine import gpu
 from rendezvous.layout import is_actor
 
 LAUNCHERS = ".launchers"
-ACTOR_NICE = 10
 LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from SIGTERM to SIGKILL
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
@@ -61,7 +60,7 @@ def settle(request: Mapping[str, Any]) -> bool:
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
     if is_actor(request["slot"]):  # it takes what the replicas of this machine leave: a round waits for replicas alone
-        os.nice(ACTOR_NICE)
+        os.nice(10)
     mark_run(request["run"])  # before the process file says that we are here
     log = open_own(request["files"] + ".log", APPENDED)
     nothing = os.open(os.devnull, os.O_RDONLY)

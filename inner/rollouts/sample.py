@@ -109,11 +109,9 @@ def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]]
     found: dict[str, float] = {}
     for i, turn in enumerate(own):
         if turn.get("role") == "assistant":
-            there = [
-                s
-                for s in siblings
-                if len(s) > i and s[i].get("role") == "assistant" and _is_same_context(s[:i], own[:i])
-            ]
+            context = [_message_key(turn) for turn in own[:i]]
+            there = [s for s in siblings if len(s) > i and s[i].get("role") == "assistant"]
+            there = [s for s in there if [_message_key(turn) for turn in s[:i]] == context]
             counts = Counter(action_key(action_text(s[i])) for s in there)
             total = sum(counts.values())
             found[str(first + i)] = round(-sum(c / total * log(c / total) for c in counts.values()) + 0.0, 4)
@@ -140,10 +138,6 @@ def _as_messages(turns: Any, role: str) -> list[Message]:
 def _without_nones(message: Mapping[str, Any]) -> Message:
     """Remove the keys that a dataset fills with None."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
-
-
-def _is_same_context(there: Sequence[Message], here: Sequence[Message]) -> bool:
-    return list(map(_message_key, there)) == list(map(_message_key, here))
 
 
 def _message_key(message: Message) -> str:

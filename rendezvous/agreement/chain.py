@@ -127,11 +127,6 @@ def refuse_gap(store: Readable, t: int) -> None:
         )
 
 
-def has_begun(store: Readable) -> bool:
-    """Whether the first outer step is committed."""
-    return store.get(layout.commit_key(0)) is not None
-
-
 def first_open_step(store: Readable, known: int = 0) -> int:
     """Return the first step without a commit.   known: a step up to which all are known to be decided, or 0."""
     while store.get(layout.commit_key(known)) is not None:

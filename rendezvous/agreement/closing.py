@@ -247,7 +247,9 @@ class Committer:
         offers = [o for _, o in sorted(fresh.items())]
         for age in range(1, r.max_carry + 1):
             offers += self._late_offers(t - age * r.fragments, wanted)
-        listed = rules.with_weights([_as_listed(o) for o in offers], t, r)
+        names = {f.name for f in fields(Listed)}
+        unweighted = [Listed(weight=0.0, **{k: v for k, v in vars(o).items() if k in names}) for o in offers]
+        listed = rules.with_weights(unweighted, t, r)
         return Commit(
             t=t, prev=self.chain.commit_digest(t - 1), base=self.offers.base, offers=listed,
             fence=self._raise_fence(listed, wanted), m=wanted.min_replicas,
@@ -269,9 +271,3 @@ class Committer:
             if known:
                 fence[slot] = known
         return fence
-
-
-def _as_listed(offer: Offer) -> Listed:
-    """Return the offer in the form that a commit lists, still without its weight."""
-    names = {f.name for f in fields(Listed)}
-    return Listed(weight=0.0, **{name: value for name, value in vars(offer).items() if name in names})

@@ -496,10 +496,7 @@ class Membership:
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
     def _look_for_control(self) -> None:
-        self._do_every(CONTROL_BEATS * self.timing.beat, self._read_control)
-
-    def _read_control(self) -> None:
-        self.hear_control(self.store)
+        self._do_every(CONTROL_BEATS * self.timing.beat, lambda: self.hear_control(self.store))
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:

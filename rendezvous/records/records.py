@@ -73,15 +73,13 @@ class Record:
         """Return the record's bytes.   Raise WireError if readers would not accept them."""
         fields = {"kind": self.kind, "wire": WIRE, **self.written_fields()}
         body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
-        if len(body) > self.most:
-            raise WireError(
-                f"this {self.kind} would have {len(body)} bytes, and readers take {self.most}; nothing was written. "
-                "Report fewer statistics, or name fewer places"
-            )
         try:
             type(self).decode(body)
         except WireError as error:
-            raise WireError(f"this {self.kind} would be read by no reader: {error.__cause__}; not written") from None
+            raise WireError(
+                f"readers would refuse this {self.kind}, so nothing was written: {error.__cause__}. Use shorter texts, "
+                "fewer statistics or fewer places"
+            ) from None
         return body
 
     @classmethod

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.units import byte_size, dollars, duration, short_texts
+from diloco.units import byte_size, dollars, duration, rounded
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +53,6 @@ def test_no_other_module_of_diloco_or_executors_defines_its_own() -> None:
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    cut = short_texts({"error": "a" * 5000 + "z" * 5000, "tail": ["b" * 9000, "\ud800", 3], "rate": 0.5})
+    cut = rounded({"error": "a" * 5000 + "z" * 5000, "tail": ["b" * 9000, "\ud800", 3], "rate": 0.5})
     assert cut["error"].startswith("a" * 1000) and cut["error"].endswith("z" * 1000) and len(cut["error"]) < 2010
     assert len(cut["tail"][0]) < 2010 and cut["tail"][1:] == ["?", 3] and cut["rate"] == 0.5

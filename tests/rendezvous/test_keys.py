@@ -23,7 +23,7 @@ from rendezvous.stores.adapter import AdapterStore
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from tests.support.fakes import ManualClock
+from tests.support.fakes import ManualClock, unchecked
 from tests.support.s3_server import S3Server
 
 LEADS_OUT = [
@@ -164,7 +164,7 @@ def test_a_record_that_names_another_object_than_its_own_is_none(kind: str) -> N
         f"{own}/../x.bin",
     ):
         with pytest.raises(WireError, match="its blob is called"):
-            type(record).decode(naming(key).encode())
+            type(record).decode(unchecked(naming(key)))
 
 
 def test_a_forged_leave_record_deletes_nothing_but_a_residual() -> None:
@@ -182,7 +182,7 @@ def test_a_forged_mean_puts_nothing_back_over_another_object() -> None:
     store, clock = MemoryStore(), ManualClock()
     store.put(layout.RUN, b"{}")
     forged = Mean(0, layout.RUN, 0, digest(b""), "n")
-    store.put(layout.mean_key(0, 0), forged.encode())
+    store.put(layout.mean_key(0, 0), unchecked(forged))
     import numpy as np
 
     empty = replace(NAMING["commit"][0], t=0, offers=(), prev=None)  # type: ignore[type-var]
@@ -203,9 +203,9 @@ def model_record(name: str, key: str = "model/n/x", sum_: str = HEX) -> ModelRec
 def test_a_model_manifest_that_writes_elsewhere_is_none(name: str) -> None:
     assert ModelRecord.decode(model_record("vocab/merges.txt").encode()).files
     with pytest.raises(WireError):
-        ModelRecord.decode(model_record(name).encode())
+        ModelRecord.decode(unchecked(model_record(name)))
     with pytest.raises(WireError):
-        ModelRecord.decode(model_record("config.json", key=name).encode())
+        ModelRecord.decode(unchecked(model_record("config.json", key=name)))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_model_manifest_that_writes_elsewhere_is_none(name: str) -> None:
 )
 def test_a_model_manifest_names_nothing_but_files_of_the_model(key: str) -> None:
     with pytest.raises(WireError):
-        ModelRecord.decode(model_record("config.json", key=key).encode())
+        ModelRecord.decode(unchecked(model_record("config.json", key=key)))
 
 
 OUTER = {"codec": "fp32"}
@@ -235,7 +235,7 @@ def test_a_run_record_names_its_users_files_by_what_they_are(key: str, sum_: str
     good = run_record(layout.code_key(HEX[7:], "my reward.py"))
     assert RunRecord.decode(good.encode()) == good
     with pytest.raises(WireError):
-        RunRecord.decode(run_record(key, sum_).encode())
+        RunRecord.decode(unchecked(run_record(key, sum_)))
 
 
 def test_what_is_downloaded_stays_in_its_folder_also_where_links_lead(outside: Path) -> None:

@@ -24,7 +24,7 @@ from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_engine import Seat, pair, together
 from tests.rendezvous.test_shards import commit_of
-from tests.support.fakes import FaultyStore, ManualClock
+from tests.support.fakes import FaultyStore, ManualClock, unchecked
 
 ODD = [np.nan, np.inf, -np.inf]
 
@@ -43,7 +43,7 @@ def offered(store: FaultyStore, seat: Seat, body: bytes, **fields: Any) -> Offer
     store.put(blob, body)
     plain = Offer(step, "r02", 1, "n", seat.rv.base, 2, blob, len(body), digest(body), 1.0, 0.0, norm=1.0)
     record = replace(plain, **fields)
-    store.put(layout.offer_key(step, "r02", 0), record.encode())
+    store.put(layout.offer_key(step, "r02", 0), unchecked(record))
     return record
 
 
@@ -98,7 +98,7 @@ def test_if_nobody_is_sound_nothing_moves(clock: ManualClock) -> None:
         body = vector(np.nan, np.nan, np.nan)
         store.put(blob, body)
         record = replace(seat.rv.last_offer, digest=digest(body))  # type: ignore[type-var]
-        store.put(layout.offer_key(0, seat.rv.slot, 0), record.encode())
+        store.put(layout.offer_key(0, seat.rv.slot, 0), unchecked(record))
     late = Seat(store, "r00", clock).join()  # the first that sees what stands there now
     assert late.rv.step == 1 and late.state.theta.tolist() == [100.0] * 3
 

@@ -23,7 +23,7 @@ from rendezvous.store import VOID, put_once
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import Seal, SignedStore, open_signed, run_key, sign_record, under_key, verify_record
 from tests.rendezvous.test_engine import Seat, together
-from tests.support.fakes import ManualClock
+from tests.support.fakes import ManualClock, unchecked
 
 SECRET = b"a key that nobody guesses"
 
@@ -50,7 +50,7 @@ class Sealed:
 
     def forge(self, key: str, record: Record) -> None:
         """An outsider's: well-formed, but without the key."""
-        self.bucket.put(key, sign_record(record.encode(), b"the outsider's own key", "", key))
+        self.bucket.put(key, sign_record(unchecked(record), b"the outsider's own key", "", key))
 
     def offered(self, value: float, **fields: Any) -> Offer:
         """An outsider's offer for the open step in the place of r01, blob and all; `value` everywhere."""

@@ -173,7 +173,7 @@ class SimActor(Actor):
         outer = SimpleNamespace(sync_every=world.plan.rules.sync_every)
         self._run: Any = SimpleNamespace(
             store=store, config=SimpleNamespace(fleet=fleet, outer=outer, seed=0),
-            record=SimpleNamespace(nonce=RUN, parent=SimpleNamespace(outer_steps=0)),
+            record=SimpleNamespace(nonce=RUN, parent=SimpleNamespace(outer_steps=0, url="")),
         )  # fmt: skip
         self._status: Any = SimpleNamespace(step=0, inner=0, data=0, rate=0.0, note="")
         self._session: Any = SimpleNamespace(
