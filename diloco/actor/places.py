@@ -105,7 +105,7 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
 
 
 def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
-    """Return where these slots are, by their heartbeats; without those that do not train.
+    """Return where these slots are, by their heartbeats; skip slots that do not train.
 
     ranks: (slot, generation of the session) -> processes of its replica; what is missing is read from its claim.
     """

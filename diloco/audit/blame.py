@@ -43,7 +43,7 @@ NOISE = 0.1  # share of the number's change from θ_a to θ_b, or of an average 
 
 @dataclass(frozen=True)
 class Without:
-    """One omission.   measured: without it; None with no metric.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
+    """One omission.   measured: the metric without it, or None.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
 
     cosine: mean cosine of the left-out pseudogradients to the mean of the others; None for steps or without others.
     inseparable: steps whose deltas are gone, so that nothing was left out of their means.
@@ -59,7 +59,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: θ_first's, θ_last's."""
 
     first: int
     last: int

@@ -127,14 +127,14 @@ def late_rewards(store: Readable, listed: Iterable[str]) -> dict[str, list[LateR
 
 
 def count_late_rewards(store: Readable) -> dict[str, dict[str, Any]]:
-    """Return by name: how many rollouts, their mean late reward, and the mean of those that were trained on."""
+    """Return name -> number of rollouts, mean late reward, mean of the rewards that were trained on."""
     records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS)).values() for one in some]
     names = sorted({one.name for one in records})
     return {name: _counted([one for one in records if one.name == name]) for name in names}
 
 
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
-    """Write the pairs that late rewards make of a file of states.   name: whose; None: the only one's.
+    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only one.
 
     Return their number.   Raise ConfigError if there are none, or several names to choose from.
     """

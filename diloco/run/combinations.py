@@ -2,7 +2,7 @@
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
-Not promised: that the lighthouse answers; a replica tells when it connects.
+Not promised: that the lighthouse answers; a replica reports this when it connects.
 """
 
 import re

@@ -281,7 +281,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Do the same with the OPENING records in `answers`.   Raises ConfigError if there is no run."""
+    """Return these stores, with `answers` to the OPENING requests.   Raises ConfigError if there is no run."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: "

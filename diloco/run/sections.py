@@ -1,4 +1,4 @@
-"""[fleet], [log] and [eval] of a run.toml: the settings of which no weight depends.  This file does not import torch.
+"""[fleet], [log] and [eval] of a run.toml: the settings on which no weight depends.  This file does not import torch.
 
     [fleet] ──▶ control/000000.json     the operator's desired state; it may change later
     [log]   ──▶ the supervisor          trackers

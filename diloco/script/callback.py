@@ -58,7 +58,7 @@ LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learnin
 class DiLoCoCallback(TrainerCallback):
     """Make a trainer a replica.   run: a URL.   slot: "r00", …, or "auto".   replicas: how many a new run starts with.
 
-    The environment gives the missing ones.   outer: settings of make_diloco, for example sync_every.
+    Environment variables replace missing arguments.   outer: settings of make_diloco, for example sync_every.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def few_bits(config: RunConfig, place: Place) -> str:
 
 
 def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that needs bitsandbytes, and what does without it; None if no setting does."""
+    """Return the setting that needs bitsandbytes, and an alternative; None if no setting needs it."""
     if config.inner.optimizer == "adamw8bit":
         without = 'set inner.optimizer = "adamw" (AdamW\'s moments of an adapter are small anyway)'
         return 'inner.optimizer = "adamw8bit"', without

@@ -10,8 +10,8 @@
     calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
     a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
-One tool call is right in many states, so the rules for prose, by which `chosen` is unique, keep one of them. If fewer
-than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
+One tool call is right in many states. The rules for prose keep only one of these pairs, as they make `chosen` unique.
+If fewer than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
 
 Each pair keeps both forms: the strings, and message lists for a chat template.
 

@@ -146,7 +146,7 @@ def pair_outcome(
 def count_votes(
     actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None, key: Key = action_key
 ) -> list[Vote]:
-    """Return the votes: most support first, then in order of the answers. Of each teacher the last answer counts."""
+    """Return the votes: most support first, then in order of the answers. Each teacher's last answer counts."""
     last = {a["teacher"]: a["action"] for a in actions if key(a["action"])}
     groups: dict[str, list[str]] = {}
     for teacher, action in last.items():

@@ -198,7 +198,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
 
 def is_truncated(trainer: Any) -> bool:
-    """Whether a trainer samples otherwise than from the softmax of all tokens."""
+    """Whether a trainer does not sample from the softmax of all tokens."""
     args = trainer.args
     kept = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0
     return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)

@@ -288,7 +288,7 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class GrpoSettings(Table):
-    """The policy gradient: an objective of the menu, and what of it a run changes."""
+    """The policy gradient: an objective of the menu, and the run's changes to it."""
 
     path: ClassVar[str] = "inner.grpo"
 

@@ -1,4 +1,4 @@
-"""The channels on one of K ranks: together they are one process with K times the batch.
+"""The channels on one of K ranks: together the ranks act as one process with K times the batch.
 
     lessons     of this rank's own rollouts: a group of rollouts lies on one rank, so a rollout's siblings do, too
                 (the scores of turns are compared in a group, too)

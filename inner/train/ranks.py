@@ -109,7 +109,7 @@ class RankLoop(GrpoLoop):
             self._theta = None  # evaluations follow an outer step of the whole model, so the live weights are θ
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
-        """Score on all ranks, each its part. Return the scores of all rows on each of them."""
+        """Score a part of the rows on each rank. Return the scores of all rows on every rank."""
         state = PartialState()
         part = -(-len(rows) // state.num_processes)
         padded = [*rows, *[rows[-1]] * (part * state.num_processes - len(rows))]

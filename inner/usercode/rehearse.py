@@ -163,7 +163,7 @@ def main(asked: Mapping[str, Any]) -> None:
 
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
-    """Add what the rows' own answers show about the reward."""
+    """Add the findings about the reward from the rows' own answers."""
     from inner.usercode.check import SilentReward, constant_reward
 
     try:

@@ -119,7 +119,7 @@ class Window:
 
 
 def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
-    """Return the outer steps from one snapshot to the next with which the window fits into the budget.
+    """Return the number of outer steps between two snapshots with which the window fits into the budget.
 
     snapshot: bytes of a snapshot.   step: bytes that each step leaves.
     At most `every`, and at least 1, even if nothing fits; `every` without a budget.

@@ -43,7 +43,7 @@ class Announcements:
         put_once(self.store, self.clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """Return whether the register is taken, and its announcement, None if it has none.  Report other contents."""
+        """Return whether the register is taken, and its announcement or None. Report other contents."""
         register = self.store.get(layout.mean_key(t, j))
         if register is None:
             return False, None

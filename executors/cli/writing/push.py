@@ -3,10 +3,10 @@
     DIR ─▶ model or adapter + README.md (the card) + report.html + rollouts.jsonl ─▶ one commit of OWNER/NAME
            --dry-run ends here ┘
 
-The card is made of the run's log alone: base model, curve, held-out rewards, sessions and their ends, price, versions,
+The card comes from the run's log alone: base model, curve, held-out rewards, sessions and their ends, price, versions,
 and the digest by which `diloco verify` knows the weights.  A new repository is private unless --public says otherwise.
 
-Not promised: a licence; the card names none, and the base model's counts.
+Not promised: a licence. The card names none; the base model's licence counts.
 """
 
 from contextlib import suppress

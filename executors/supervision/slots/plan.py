@@ -76,7 +76,7 @@ class Limits:
         return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
 
     def reward_pause(self, failures: int) -> float:
-        """Return the same after the latest of `failures` ends in a row by the reward."""
+        """Return seconds between the latest of `failures` ends in a row by the reward and the next start."""
         return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
 
 

@@ -8,7 +8,7 @@
 Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of it
 fill no memory.
 
-Not promised: to tell a command that itself exits with 124 or 137 from the time limit. A process that stays in the
+Not promised: a distinction between the time limit and a command's own exit code 124 or 137. A process that stays in the
 background and keeps the output open is waited for until the limit.
 """
 
@@ -115,7 +115,7 @@ def wrapped_command(command: str, timeout_s: float) -> list[str]:
 
 
 def as_user(user: str) -> tuple[str, ...]:
-    """Return the words in front of a command where all commands are root's: any user but root is uid 1000."""
+    """Return the words in front of a command in a box whose commands run as root: any other user is uid 1000."""
     return () if user == "root" else USER
 
 

@@ -7,7 +7,7 @@
 
 Files go through commands, so that a box needs nothing but bash, coreutils and util-linux.
 
-Not promised: a price, which is that of what a box uses; a quick notice of a lost box, because the SDK tries again for
+Not promised: a price, which depends on a box's use; a quick notice of a lost box, because the SDK tries again for
 five minutes. Tested with modal 1.6.4 and a server of the tests, not with Modal.
 """
 

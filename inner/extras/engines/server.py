@@ -6,8 +6,8 @@
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --logprobs-mode processed_logprobs
 
-The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs have
-the temperature inside only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
+The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs
+include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
 1 (fleet.check_rollouts).
 
 A server that is silent is asked again for PATIENCE_S seconds.  Not promised: an API key.

@@ -80,7 +80,7 @@ def composer_fields(
 
 
 def weights_in(algorithm: Mapping[str, Any]) -> tuple[float, float]:
-    """Return (α, β) of verl's `algorithm` table.   Raises ValueError for other alpha_… and beta_… keys, and values."""
+    """Return (α, β) of verl's `algorithm` table.   Raises ValueError for unknown alpha_…, beta_… keys or bad values."""
     found = {key: algorithm[key] for key in algorithm if str(key).startswith(("alpha_", "beta_"))}
     if unknown := sorted(set(found) - set(WEIGHTS)):
         raise ValueError(
