@@ -73,7 +73,7 @@ def _place(rollout: str) -> tuple[str, int, int]:
     if found is None:
         raise ConfigError(
             f"{rollout!r:.100} is not a recorded rollout, such as r00/42/7/0.0.3. `diloco traces RUN --to FILE` writes "
-            "them as state_id; those of a run without fleet.record_rollouts are a sample, and take no reward"
+            "the names as state_id. Without fleet.record_rollouts, a run's rollouts cannot get late rewards"
         )
     generation, step, bundle, attempt, index = map(int, found.groups()[1:6])
     return layout.bundle_key(found[1], generation, bundle, attempt), step, index
@@ -96,7 +96,7 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written")
     if record.step != step or index >= len(rollouts):
-        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, from 0 on")
+        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 
@@ -143,7 +143,7 @@ def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
     if not names:
         raise ConfigError("no rollout of this run has a late reward, so there is no pair. Give some with diloco reward")
     if (name is None and len(names) > 1) or (name is not None and name not in names):
-        raise ConfigError(f"late rewards are by {', '.join(names)}. Choose one with --by")
+        raise ConfigError(f"late rewards were given by {', '.join(names)}. Choose one with --by")
     pairs = reward_pairs(found, name or names[0])
     if not pairs:
         raise ConfigError(

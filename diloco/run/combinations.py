@@ -24,18 +24,18 @@ def check_lighthouse(outer: "OuterConfig", usual: "OuterConfig") -> None:
     usual: the defaults."""
     if outer.codec != "fp32":
         raise OuterConfigError(
-            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
+            f'outer.codec = {outer.codec!r} works only with the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
         )
     if outer.weighting == "samples":
         raise OuterConfigError(
-            'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
+            'outer.weighting = "samples" works only with the bucket. Use "steps" or "uniform" with a lighthouse'
         )
     for name in ("norm_gate", "max_carry", "age_discount"):
         value = getattr(outer, name)
         if value not in (getattr(usual, name), 0):  # with a lighthouse, each acts as 0
             raise OuterConfigError(
-                f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
-                "counts. Leave the line away, or use the bucket"
+                f"outer.{name} = {value:g} works only with the bucket: a lighthouse damps nothing, and drops late "
+                "work. Leave the line out, or use the bucket"
             )
 
 

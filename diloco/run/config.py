@@ -185,7 +185,7 @@ class RunConfig:
             return self.gathered[kind]
         if not is_one_file(name):
             raise ConfigError(
-                f"{setting_of(kind, name)} = {name!r} is not a single file yet: config = gather_data(config)"
+                f"{setting_of(kind, name)} = {name!r} is not a single file yet. Call gather_data(config) first"
             )
         return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
 

@@ -197,8 +197,8 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
         return
     head = first_open_step(store, steps + 1)
     raise ConfigError(
-        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts those of the whole "
-        f"run: --steps {head + steps} for {steps} more"
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts from the start, "
+        f"so write --steps {head + steps} for {steps} more"
     )
 
 

@@ -101,7 +101,7 @@ class RunRecord(Record):
     def check_consistency(self) -> None:
         outer = self.mathematics.get("outer")
         if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
-            raise ValueError("it says nothing of outer steps")
+            raise ValueError("it has no settings of the outer step")
         if not isinstance(outer.get("codec", ""), str):
             raise ValueError("its codec has no name")
         for setting, stored in self.files.items():

@@ -179,7 +179,7 @@ class EvalConfig(Table):
         check_sources("eval.prompts", self.prompts)
         check_task("eval", self.prompts, self.task)
         if self.task is None and (unread := [name for name in TASK_ONLY if getattr(self, name) != TASK_ONLY[name]]):
-            raise EvalError(f"eval.{unread[0]} does nothing without eval.task. Set that, or leave it out.")
+            raise EvalError(f"eval.{unread[0]} does nothing without eval.task. Set eval.task, or leave this out.")
         if not (self.samples or self.greedy):
             raise EvalError("eval.samples = 0 with eval.greedy = false measures nothing. Set one of them.")
 

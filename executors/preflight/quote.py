@@ -84,7 +84,7 @@ class FleetRequest:
         """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
-            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
+            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them out")
         return FleetRequest(self.replicas or named or None, self.steps, self.min_replicas)
 
 

@@ -202,7 +202,7 @@ def load_recipe(recipe: str | Path) -> Process:
         raise InnerError(f"recipe {path} has no `process` list of data-juicer operators ({error!r}).") from error
     good = isinstance(process, list) and process and all(isinstance(op, dict) and len(op) == 1 for op in process)
     if not good:
-        raise InnerError(f"recipe {path}: `process` is {process!r:.80}. One `- operator: {{arguments}}` per line.")
+        raise InnerError(f"recipe {path}: `process` is {process!r:.80}. Put one `- operator: {{arguments}}` per line.")
     return process
 
 

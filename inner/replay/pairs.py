@@ -170,7 +170,7 @@ def training_pairs(path: str | Path) -> list[DPOPair]:
         try:
             return [checked_pair(row)]
         except ValueError as error:
-            raise InnerError(f"pairs: {path}, line {number}: {error}. Mend the line, or take it out.") from error
+            raise InnerError(f"pairs: {path}, line {number}: {error}. Correct the line, or take it out.") from error
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", TraceWarning)  # a line that is not JSON

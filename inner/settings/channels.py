@@ -112,7 +112,7 @@ class SdpoSettings(Table):
             raise ChannelError(
                 'inner.sdpo.wrapper = "eopd" adds forward KL where the teacher\'s entropy is above '
                 "inner.sdpo.eopd_threshold, which is not set. Set it, in nats: a high quantile of the teacher's "
-                "entropies, 0.8 say."
+                "entropies, for example 0.8."
             )
         clip = self.token_clip
         highest = highest_jsd_entry(self.jsd_beta)

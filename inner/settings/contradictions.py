@@ -110,7 +110,7 @@ def _check_boxes(config: "InnerConfig") -> None:
     task, boxes = config.data.task, config.sampling.boxes
     is_harbor = task is not None and task.startswith(f"{HARBOR}:")
     if is_harbor and boxes is None:
-        raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set inner.sampling.boxes = "local", say.')
+        raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set, e.g., inner.sampling.boxes = "local".')
     if boxes is not None and config.sampling.environment is None and not (is_harbor or config.data.prompts):
         raise InnerError(
             f'inner.sampling.boxes = {boxes!r} has no Harbor tasks. Set inner.data.task = "harbor:FOLDER", or leave '

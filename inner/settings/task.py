@@ -65,12 +65,12 @@ class ScheduleSettings(Table):
             raise InnerError(
                 f'inner.schedule.lr_shape = "{self.lr_shape}" ends after inner.schedule.lr_steps = '
                 f"{self.lr_steps} outer steps, which must be more than inner.schedule.lr_warmup = {self.lr_warmup}. "
-                "Set it to the run's fleet.steps, say."
+                "Set it, for example, to the run's fleet.steps."
             )
         if self.lr_shape == "constant" and (self.lr_steps is not None or self.lr_end != 0):
             raise InnerError(
                 f"inner.schedule.lr_steps = {self.lr_steps} and lr_end = {self.lr_end} do nothing with "
-                'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
+                'inner.schedule.lr_shape = "constant". Set "linear" or "cosine", or leave the other two out.'
             )
 
     def lr_factor(self, step: int) -> float:
@@ -310,7 +310,7 @@ class LoraSettings(Table):
         if names != ALL_LINEAR and not listed:
             raise InnerError(
                 f'inner.lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets '
-                'to ["q_proj", "v_proj"], say.'
+                'to ["q_proj", "v_proj"], for example.'
             )
 
     @property

@@ -123,7 +123,7 @@ class Led:
         if self._word.outcome == LEAVES:
             raise Leaving("rank 0 of this replica leaves")
         if self._word.outcome == FAILED:
-            raise Followed("rank 0 of this replica has ended; its words are above")
+            raise Followed("rank 0 of this replica has ended; its error is above")
         return self._word.value
 
     def _now(self, outcome: int, value: int) -> Word:

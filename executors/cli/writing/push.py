@@ -102,6 +102,6 @@ def push(folder: Path, name: str, *, public: bool) -> str:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"the Hub did not take {name}: {why}. {folder} is written; log in with a token that may write "
-            "(`hf auth login`) or mend the connection, and type the command again"
+            "(`hf auth login`) or repair the connection, and type the command again"
         ) from None
     return str(found)

@@ -124,7 +124,7 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
     try:
         yield
     except sdk.AuthenticationException as error:
-        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to a key of it.") from error
+        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to another.") from error
     except sdk.FileNotFoundException as error:
         raise FileNotFoundError(str(error)) from error
     except sdk.RateLimitException as error:

@@ -84,14 +84,14 @@ class ModalBox:
         with _as_ours(self._sdk, BoxGone):
             code, raw = self._run(["bash", "-c", READ, self._place(path)], int(ANSWER_S))
         if code:
-            raise FileNotFoundError(f"{path!r} is no file of the box.")
+            raise FileNotFoundError(f"{path!r} is not a file in the box.")
         return raw
 
     def write(self, path: str, data: bytes) -> None:
         with _as_ours(self._sdk, BoxGone):
             code, _ = self._run(["bash", "-c", WRITE, self._place(path)], int(3 * ANSWER_S), data)
         if code:
-            raise FileExistsError(f"{path!r} is no plain file in the box, or may not be one. Remove it.")
+            raise FileExistsError(f"{path!r} is not a regular file in the box, or cannot become one. Remove it.")
 
     def stop(self) -> None:
         with _as_ours(self._sdk, ProviderFailed):

@@ -140,7 +140,7 @@ def _parse(proof: str) -> Any:
     except Exception as error:
         raise ValueError(f"{proof[:40]!r} is not a proof of TOPLOC: {error}") from error
     if len(found) != TOPK or not found.modulus:
-        raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; {TOPK} are due")
+        raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; needed: {TOPK}")
     return found
 
 

@@ -115,8 +115,8 @@ class ComposerAdvantage:
         self._weights = weights_in(config.algorithm)
         if self._weights[0] and (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
             raise ValueError(
-                "algorithm.alpha_sdpo with rollout_correction.bypass_mode: log π_old is the engine's there, and the "
-                "teacher's is the trainer's, so their difference would hold that of two kernels. Set bypass_mode=false"
+                "algorithm.alpha_sdpo with rollout_correction.bypass_mode: there the engine computes log π_old, and "
+                "the trainer the teacher's log-prob, so their difference would be noise. Set bypass_mode=false"
             )
         if config.algorithm.adv_estimator == "grpo_composer":
             raise ValueError(
