@@ -51,13 +51,13 @@ class SdpoSettings(Table):
     context: str = setting(
         "hint",
         '"hint": a hint stands in front of each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
-        "\"rollout\": the SDPO paper's: the whole response again, behind a sibling's success and the errors.",
+        '"rollout": as in the SDPO paper, the whole response after the success of a sibling and the errors.',
         one_of=CONTEXTS,
     )
     teacher: str = setting(
         "round",
-        'Whose weights teach: "round" θ_t as committed, the same on every replica (without a run: as they came in), '
-        '"frozen" θ₀, "ema" this session\'s own average, "live" those of this very step.',
+        'Weights of the teacher: "round" θ_t as committed, the same on every replica (without a run: θ₀), '
+        '"frozen" θ₀, "ema" this session\'s own average, "live" those of the current step.',
         one_of=TEACHERS,
     )
     ema_rate: float = setting(
@@ -144,7 +144,7 @@ class ReplaySettings(Table):
         False, "Leave out pairs that the model's chat template cannot write, or that are too long."
     )
     dpo_beta: float = setting(0.1, "β of DPO.", above=0)
-    label_smoothing: float = setting(0.0, "Anchor of DPO: how likely a pair is the wrong way round.", least=0)
+    label_smoothing: float = setting(0.0, "Anchor of DPO: the probability that a pair is reversed.", least=0)
     nll_weight: float = setting(0.0, "Anchor of DPO: the chosen's NLL; 1 where pairs share most words.", least=0)
     dpop_lambda: float = setting(0.0, "Anchor of DPO: λ of DPO-Positive.", least=0)
     simpo_beta: float = setting(2.0, "β of SimPO.", above=0)
