@@ -227,7 +227,7 @@ MISTAKES = (
     ),
     Mistake(
         "a prompt that is not a JSON",
-        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
+        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "one JSON object"),
         (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
     ),
     Mistake(
