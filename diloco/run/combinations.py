@@ -61,7 +61,7 @@ def prepared_for_actors(config: "RunConfig") -> "RunConfig":
 def refuse_actors(config: "RunConfig") -> None:
     """Raise ConfigError for a run that has no use for actors."""
     if config.script is not None or config.inner.loop != "grpo":
-        raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
+        raise ConfigError('this run has no rollouts for actors; start actors for a run with inner.loop = "grpo"')
     if config.rendezvous != "bucket":
         raise ConfigError(
             f"actors and replicas meet in the bucket, and this run has rendezvous = {config.rendezvous!r}. Start no "

@@ -48,7 +48,7 @@ class Footprint:
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
     floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
-    back: bytes per further step whose mean stays.   rollouts: the most bytes of one outer step's recorded tokens.
+    back: bytes of each older step that is kept.   rollouts: the most bytes of one outer step's recorded tokens.
     """
 
     parameters: int

@@ -259,7 +259,7 @@ def decode_run(url: str, body: bytes) -> RunRecord:
         return RunRecord.decode(body)
     except WireError as error:
         raise WireError(
-            f"{url}/{layout.RUN} cannot be read, and without it nothing of the run: {error}. If it is damaged, "
+            f"{url}/{layout.RUN} cannot be read, so the run cannot be read: {error}. If it is damaged, "
             "restore it from a backup; nothing was written"
         ) from error
 

@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml
 
 The command `python -m diloco.run.reference` makes this page from the code. A key that you leave out has its default.
-The mark – means no default, or a default that depends on the model. TOML takes dotted keys: `sdpo.weight = 0.1`
+A dash (–) means no default, or a default that depends on the model. TOML takes dotted keys: `sdpo.weight = 0.1`
 below `[inner]` is `weight = 0.1` below `[inner.sdpo]`. Paths are relative to the folder of run.toml. The guides are
 [channels.md](channels.md) and [operations.md](operations.md).
 

@@ -123,7 +123,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
     raise InnerError(
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
-        f"{package}` (a module of your own, like {package}.py, goes along where it lies beside the code)."
+        f"{package}` (a module of your own, like {package}.py, is sent if it is beside the code)."
     )
 
 

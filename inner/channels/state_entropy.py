@@ -1,4 +1,4 @@
-"""How unsure a model is at the states of recorded traces, for traces whose student is not at hand.
+"""How unsure a model is at the states of recorded traces, for traces without their student.
 
     state_messages (+ tools) │ the recorded action     one forward per state, without gradient
                              └─ H(π(· | tokens before)), at each of the action's tokens ──▶ mean, in nats per token

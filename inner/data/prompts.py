@@ -114,7 +114,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as missing:
-        raise InnerError(f"{name} needs {missing.name} to be read: pip install 'serverless-diloco[train]'") from missing
+        raise InnerError(f"reading {name} needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     try:
         batches = ParquetFile(path).iter_batches()
         yield from _numbered(row for batch in batches for row in batch.to_pylist())

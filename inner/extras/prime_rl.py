@@ -21,7 +21,7 @@ changed before, so set them in yours.
 α > 0 needs samples with a reference in the `rl` component.  PRIME-RL's `opsd` and `opd` send their samples to its fixed
 `ref_kl`, which calls no custom loss, and its `grpo` has no reference (docs/backends.md).
 
-Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21). This module imports nothing of it.
+Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21). This module does not import it.
 
 Not promised: the divergence over the whole vocabulary (PRIME-RL passes only log-probs of sampled tokens); preference
 pairs (a loss of one sample has no pair).

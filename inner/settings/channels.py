@@ -224,7 +224,7 @@ class ChannelSettings:
         moving += ['inner.sdpo.wrapper = "taid"'] if self.sdpo.wrapper == "taid" else []
         if moving and self.weight_steps is None:
             raise ChannelError(
-                f"{moving[0]} moves with the committed outer steps, and nothing says over how many. Set "
+                f"{moving[0]} moves with the committed outer steps, and their number is not set. Set "
                 "inner.schedule.weight_steps to the number of outer steps of the run, or to fewer."
             )
         if self.weight_steps is not None and not moving:
@@ -282,7 +282,7 @@ def refuse_unread(
         if value != default_of(type(owner).__dataclass_fields__[key]):
             raise error(
                 f"inner.{name} = {value!r} does nothing here: it is read only where {condition}. Leave inner.{name} "
-                "out, or make that so."
+                "out, or change the other setting."
             )
 
 

@@ -144,7 +144,7 @@ def is_one_file(prompts: str | list[str]) -> bool:
 def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
     """Raise InnerError for a task that has no name, or that is set beside or in `prompts`.   table: "inner.data"."""
     if task is not None and prompts:
-        raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
+        raise InnerError(f"{table}.task = {task!r} is set beside {table}.prompts = {prompts!r}. Leave one of them out.")
     check_spelling(f"{table}.task", task)
     if is_task(prompts):
         raise InnerError(f'{table}.prompts = "{prompts}" is a task. Write {table}.task = "{prompts}".')

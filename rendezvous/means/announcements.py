@@ -65,7 +65,7 @@ class Announcements:
         return trouble
 
     def put_back(self, record: Mean, body: np.ndarray) -> bool:
-        """Upload a damaged copy again from a computed mean.   Return False if `body` has not the announced digest."""
+        """Upload a damaged copy again from a computed mean.   Return False if `body` has another digest."""
         if not has_digest(as_bytes(body), record.digest, required_digest_kind(self.store)):
             return False
         self.store.put(record.blob, as_bytes(body))

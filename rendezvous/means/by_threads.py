@@ -6,7 +6,7 @@
              all bodies as they should be ──▶ the mean
              a body is missing, damaged or poisoned, or there is a sample to keep ──▶ again, in one thread (reduce.py)
 
-So one thread alone reports events, retries, and decides which bodies count for nothing.  This is for stores where a
+So one thread alone reports events, retries, and leaves out bodies.  This is for stores where a
 request costs a copy.  Each thread holds one shard, at most a 64th, of every body.
 
 Not promised: a gain if a body is bad; the pass is then made twice.

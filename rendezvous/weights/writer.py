@@ -153,7 +153,7 @@ class WeightsWriter:
         for at in range(0, len(flat), CHUNK):
             chunk = flat[at : at + CHUNK]
             if not fits_bf16(chunk):
-                raise NotFinite("θ has values that are NaN or infinite in bf16; no weights are written of it")
+                raise NotFinite("θ has values that are NaN or infinite in bf16, so its weights are not written")
             new = bf16_bits(chunk)
             old = self._bits[offset + at : offset + at + len(new)]
             if found is not None:

@@ -328,7 +328,7 @@ def test_a_turned_sign_is_found_by_asking_explain(tmp_path: Path, capfd: pytest.
         (["bisect", "--", "sh", "-c", "kill -9 $$"], "ended with code -9 on θ_0"),
         (["bisect", "--", "true"], "finds θ_0 good and θ_3 good, too"),
         (["bisect", "--from", "2", "--to", "2", "--", "true"], "there is nothing to search: this range has 1 θ"),
-        (["bisect", "--to", "9", "--", "true"], "step 9 has not been taken yet: the run stands at 3"),
+        (["bisect", "--to", "9", "--", "true"], "step 9 has not been taken yet: the run is at step 3"),
         (["bisect", "--merge", "--", "true"], "this run has no [inner.lora]"),
         (["blame", "--", "echo", "no number"], "printed 'number' last on θ_0; it has to be a number"),
         (["blame", "--", "false"], "ended with code 1 on θ_0; it has to print a number"),

@@ -120,7 +120,7 @@ def as_user(user: str) -> tuple[str, ...]:
 
 
 def read_output(raw: bytes) -> str:
-    """Return the text of what left the box, with a mark where its middle is missing."""
+    """Return a command's output as text, with a mark in place of a missing middle."""
     if len(raw) < 2 * HALF_OUTPUT:
         return raw.decode(errors="replace")
     return CUT.join(half.decode(errors="replace") for half in (raw[:HALF_OUTPUT], raw[-HALF_OUTPUT:]))

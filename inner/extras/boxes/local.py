@@ -66,7 +66,7 @@ class LocalBoxes:
         self._wrap, self._clock = wrap, clock
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
-        """Make the box's folder.   timeout_s: not used, for nothing here waits."""
+        """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
         if recipe.image:
             raise InnerError(

@@ -120,7 +120,7 @@ def _read_choice(choice: Any, ends: frozenset[int]) -> tuple[list[int], list[flo
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")
     if not all(type(token) is int for token in ids):
-        raise ValueError("token ids that are no whole numbers")
+        raise ValueError("token ids that are not whole numbers")
     if choice["finish_reason"] == "stop" and ids[-1] not in ends:
         raise ValueError("the token that ended a completion is left out")
     return ids, [float(logprob) for logprob in logprobs]

@@ -84,7 +84,7 @@ def weights_in(algorithm: Mapping[str, Any]) -> tuple[float, float]:
     found = {key: algorithm[key] for key in algorithm if str(key).startswith(("alpha_", "beta_"))}
     if unknown := sorted(set(found) - set(WEIGHTS)):
         raise ValueError(
-            f"algorithm.{unknown[0]} is no setting of this trainer; it has {' and '.join(WEIGHTS)}. Correct its name"
+            f"algorithm.{unknown[0]} is not a setting of this trainer; it has {' and '.join(WEIGHTS)}. Correct its name"
         )
     for key, value in found.items():
         if not isinstance(value, int | float) or not isfinite(value) or value < 0:
