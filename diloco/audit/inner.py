@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 
 @dataclass
 class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: what could not be computed."""
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that could not be."""
 
     equal: int = 0
     close: list[float] = field(default_factory=list[float])

@@ -5,7 +5,7 @@
         ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
           rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name stands
 
-No replica, actor or audit reads these records, so what was trained stays as it was, and so does `verify --inner`.  The
+No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The
 record has the reward that was trained on beside the late one.  Readers: `diloco traces` (and its pairs), `report`.
 
 Not promised: that a judge is the person whose name it uses; that the bundle outlives its step (`fleet.keep`).

@@ -164,7 +164,7 @@ def _bounded(number: float) -> float:
 
 
 class ModelCheck:
-    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: of the weights.
+    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: has the weights.
 
     start: returns the run's first weights, of which the bucket has no bf16 copy.
     """

@@ -80,7 +80,7 @@ def run_member(
 ) -> int:
     """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
 
-    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: 0 is one.
+    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: 0 means 1.
     """
     survive_lost_output()
     try:
@@ -221,7 +221,7 @@ def fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's files.   scratch: for the loop."""
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's files.   scratch: a folder."""
 
     model_dir: Path
     files: dict[str, Path]

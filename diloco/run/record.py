@@ -81,7 +81,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """The record run.json.   files: setting -> {"key", "digest"} of the user's files.   why_codec: if it was "auto".
+    """The record run.json.   files: setting -> {"key", "digest"} of the user's files.   why_codec: "" unless "auto".
 
     parent: the step of another run that this run continues.
     """
@@ -179,7 +179,7 @@ class StoredConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Run:
-    """An open run.   resumed: it existed before it was opened."""
+    """An open run.   resumed: whether the run existed before."""
 
     url: str
     store: Store

@@ -285,7 +285,7 @@ def generation_steps(args: Any) -> int:
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Return the optimizer steps of one replica.   planned: by the trainer, whose epochs have all rows."""
+    """Return the optimizer steps of one replica.   planned: the trainer's number, for epochs of all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 

@@ -6,7 +6,7 @@
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
 Paths are those of the current folder, where `python train.py` would read them.  A file that git ignores is not sent
-unless --file names it; one whose name is that of a secret never is.
+unless --file names it; a file with the name of a secret is never sent.
 
 Not promised: files that the script finds by other means than a name in a string; name them with --file.
 """

@@ -4,7 +4,7 @@
                                               a process of its own: the core imports no provider, and none may hang us
 
 Not promised: boxes of the provider "local" on other machines; these are folders without processes once the replica
-has ended.  Boxes of a replica that still runs: it starts new ones.
+has ended.  Boxes of a replica that still runs, because it starts new ones.
 """
 
 import json

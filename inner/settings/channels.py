@@ -7,8 +7,8 @@
     β(t)   replay.weight ──▶ replay.weight_end      ▏ steps, then constant; without an end, constant from the start
     TAID   sdpo.taid_t_start ──▶ sdpo.taid_t_end   ╱
 
-They depend on t alone. So all replicas at step t optimise the same loss, and a new session continues with the weights
-of the run's step.
+The weights depend on t alone. So all replicas at step t optimise the same loss, and a new session continues with the
+weights of the run's step.
 
 Not promised: that a weight has the same effect with another kernel. The divergence's scale jumps at sdpo.jsd_beta = 0
 and 1, and DPO's gradient grows with the length of the responses.

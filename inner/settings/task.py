@@ -40,7 +40,7 @@ EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Table):
-    """Settings that move with the committed outer step, so that a replica that comes later is where the others are."""
+    """Settings that move with the committed outer step, so that a replica that joins late has the others' values."""
 
     path: ClassVar[str] = "inner.schedule"
 

@@ -7,7 +7,7 @@
 A slot of K ranks reads the prompts, in the order, that one rank with K times the batch reads.  Ranks draw their noise
 from seeds of their own, so completions differ from that one rank's.
 
-What is known on one rank alone reaches the others before it counts: failed rewards, completions that broke a judge.
+A fact that one rank alone knows reaches the others before it counts: failed rewards, completions that broke a judge.
 
 [inner.sdpo], [inner.replay] and [inner.process]: rank_channels.py, which is imported where they are used.
 

@@ -189,7 +189,7 @@ def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
 
     typical    the larger of two: the median norm, and the median norm per inner step times the offer's h.  So neither
                a short nor a long round is an outlier
-    zeros      zero pseudogradients are left out of the medians.  With fewer than three nonzero ones all factors are 1:
+    zeros      zero pseudogradients are left out of the medians.  With fewer than three others all factors are 1: there
                are too few to find an outlier
     small      a norm below `limit` × 1 % of ‖θ‖ is never an outlier.  If rewards are rare, most pseudogradients are
                almost zero, and the long one comes from the replica that learned

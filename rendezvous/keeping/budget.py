@@ -292,8 +292,8 @@ class SnapshotPace:
     def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
         """Whether this replica must write θ_t.
 
-        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: it gave up the
-        last snapshot that it began.   stands(step): whether that snapshot exists (a request).
+        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: this replica gave
+        up the last snapshot that it began.   stands(step): whether that snapshot exists (a request).
 
         If there was no snapshot for 2·every steps, every replica writes one.
         """

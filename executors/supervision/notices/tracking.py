@@ -34,7 +34,7 @@ COMMAND = "import sys; from executors.cli.main import main; sys.exit(main(sys.ar
 
 
 def pause_after(code: int, failures: int) -> float | None:
-    """Return seconds until the next start; None for never.   failures: in a row, with this one."""
+    """Return seconds until the next start; None for never.   failures: number in a row, with this one."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR):
         return None
     return min(RETRY_MOST_S, RETRY_S * 2 ** (failures - 1))

@@ -40,7 +40,7 @@ WRITE = '{ [ -f "$0" ] || [ ! -e "$0" ]; } && mkdir -p -- "$(dirname -- "$0")" &
 
 
 class ModalBoxes:
-    """The provider.   app: of the account.   more: keywords of modal.Sandbox.create, such as cpu, memory, region."""
+    """The provider.   app: the account's app.   more: keywords of modal.Sandbox.create, such as cpu, memory, region."""
 
     price_per_hour = None
 

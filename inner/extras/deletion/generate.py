@@ -52,7 +52,7 @@ def make_tasks(repo: Path) -> list[DeletionTask]:
         features = [(f["name"], list(f["functions"])) for f in told["feature"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InnerError(
-            f"{repo}/feature.toml cannot be read ({error!r}). It has [[feature]] name, functions and [[test]] name, "
+            f"{repo}/feature.toml cannot be read ({error!r}). It needs [[feature]] name, functions and [[test]] name, "
             "run, expect (JSON)."
         ) from error
     _refuse_weak_tests(repo.name, tests)

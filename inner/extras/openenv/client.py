@@ -323,7 +323,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
     A call failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
-    tools: the server's tools; one of these cannot be unknown"""
+    tools: the server's tools, which are never unknown"""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")

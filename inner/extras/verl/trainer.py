@@ -56,7 +56,7 @@ def composer_fields(
     turns: Sequence[tuple[int, int]] = (),
     scores: Sequence[float | None] = (),
 ) -> dict[str, Any]:
-    """Return what an agent loop puts into `extra_fields["composer"]` for one output.   Raises ValueError.
+    """Return the value that an agent loop puts into `extra_fields["composer"]` for one output.   Raises ValueError.
 
     hinted_ids: prompt and response with the hint in them, up to the last token that the hint is about.
     at: for each response token its place in `hinted_ids`; -1 for tokens that the hint is not about.
