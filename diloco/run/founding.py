@@ -84,7 +84,7 @@ def found_run(
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
-    key: script.json's, where the run was launched with a script.
+    key: script.json's, if the run was launched with a script.
     codec = "auto" becomes the existing run's codec. If there is no run, it is chosen.
     """
     auto = mine.codec == AUTO

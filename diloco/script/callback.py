@@ -233,7 +233,7 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def refuse_other_names(run: str | None, slot: str | None) -> None:
-    """Raise OuterError where the script names another run or slot than its environment, as `diloco launch` sets it."""
+    """Raise OuterError if the script names another run or slot than its environment, which `diloco launch` sets."""
     for name, asked, variable in (("run", run, URL), ("slot", slot, SLOT)):
         stands = os.environ.get(variable)
         if asked and stands and asked not in (stands, AUTO):
@@ -270,7 +270,7 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
 
 
 def refuse_flat_shards(model: Any) -> None:
-    """Raise OuterError for FSDP 1, which `accelerate launch` may ask for where the trainer's settings do not."""
+    """Raise OuterError for FSDP 1, which `accelerate launch` may select although the trainer's settings do not."""
     if type(model).__name__ == "FullyShardedDataParallel":
         raise OuterError(
             "this trainer cannot be a replica: accelerate uses FSDP 1, whose parameters are flat. Set fsdp_version: 2 "

@@ -17,8 +17,8 @@ that did X.
 Late rewards (reward_pairs): where rollouts of one bundle stood in one state, the value of an action is the mean late
 reward of those that took it; chosen has the highest value, rejected the lowest.
 
-Not promised: that `chosen` is better than `rejected`. It is the action that most of the teachers chose, or after which
-the rewards were higher, by luck perhaps.
+Not promised: that `chosen` is better than `rejected`. It is the action that most teachers chose, or that had higher
+late rewards, perhaps by luck.
 """
 
 import json

@@ -29,7 +29,7 @@ class Rollouts(Record):
     run: the run's nonce.   place: generation of the slot's samples, and the bundle's number in it.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
     actor: its name; "" if the slot's own session sampled.
-    threads: of its process; bits of sums depend on them.   digest: of the payload.
+    threads: their number in its process, on which bits of sums depend.   digest: of the payload.
     """
 
     kind = "rollouts"

@@ -94,7 +94,7 @@ class VerifiedStore:
             return VOID
         raise Forged(
             f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
-            "Another program can write to this bucket: take that right away, restore the object from a backup (or "
+            "Another program can write to this bucket: remove its right, restore the object from a backup (or "
             "delete it, if it never was one of the run's), and run the same command again"
         )
 

@@ -93,7 +93,7 @@ class Box(Protocol):
 
 
 class BoxProvider(Protocol):
-    """Where boxes run.   price_per_hour: dollars for one box; None where it depends on the account."""
+    """Where boxes run.   price_per_hour: dollars for one box; None if it depends on the account."""
 
     @property
     def price_per_hour(self) -> float | None: ...
