@@ -1,4 +1,4 @@
-"""Reports of an inner loop about failures of the user's code, and its waits, for the replica that drives it.
+"""An inner loop reports failures of the user's code, and its waits, to the replica that drives it.
 
     inner loop ── note("reward failed: 429 (64 of 64 completions, try 2 of 4)") ──▶ heartbeat ──▶ `diloco status`
                ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang

@@ -58,7 +58,7 @@ class Threads:
 
 
 def threads_here(environ: Mapping[str, str]) -> Threads:
-    """Return OMP_NUM_THREADS threads, which says how many of the cores are ours; else one for each usable core."""
+    """Return OMP_NUM_THREADS threads, the number of cores that are ours; else one for each usable core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     told = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": OpenMP's nested levels
     return Threads(min(int(told) if told.isdecimal() and int(told) else cores, cores, MOST_THREADS))

@@ -1,3 +1,3 @@
-"""Actors: processes that sample rollouts ahead of the replicas.   places.py: which.   actor.py: how."""
+"""Actors: processes that sample rollouts ahead of the replicas.   places.py: the choice.   actor.py: the process."""
 
 from diloco.actor.actor import main as main  # launchers start `diloco.actor:main`

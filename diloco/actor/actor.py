@@ -191,7 +191,7 @@ def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
     wanted = read_control(run.store)
     if name and int(name[1:]) >= wanted.most_actors + MOST_AHEAD:
         raise ConfigError(
-            f"--name {name}: this run has had {wanted.most_actors} actors, and views look for all names before it. "
+            f"--name {name}: this run has had {wanted.most_actors} actors, and actors' names have no gap. "
             f"Leave --name out, and the actor is called {layout.actor_name(wanted.most_actors)}"
         )
     generation = 0 if name else 1

@@ -79,8 +79,8 @@ def open_places(
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
-    takes_s: seconds that the actor needs for one.   distance: generations after those that the slot will have reached
-    by then; below 0 for places that it will probably fill itself, which come last.
+    takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position at that time to the
+    place; below 0: the slot will probably fill the place itself, so it comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness
@@ -115,9 +115,9 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
 
 
 def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
-    """Return where these slots are, by their heartbeats; without those that do not train.
+    """Return where these slots are, by their heartbeats; skip slots that do not train.
 
-    ranks: (slot, generation of the session) -> processes of its replica; what is missing is read from its claim.
+    ranks: (slot, generation of the session) -> processes of its replica; missing ones are read from claims.
     """
     found = list[Standing]()
     for beat in (read_beat(store, slot) for slot in slots):

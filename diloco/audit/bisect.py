@@ -146,7 +146,7 @@ class Judge:
         code = self._call(at, state, stdout=STDERR).returncode
         if code >= COULD_NOT_RUN or code < 0:
             raise ConfigError(
-                f"{self._name} ended with code {code} on θ_{step}; 0 says good, 125 cannot say, 1 to 124 bad"
+                f"{self._name} ended with code {code} on θ_{step}; 0 means good, 1 to 124 bad, 125 unknown"
             )
         return Judgement.GOOD if code == 0 else Judgement.UNCLEAR if code == UNCLEAR else Judgement.BAD
 

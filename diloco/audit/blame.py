@@ -9,8 +9,8 @@ A replica's late work is left out in the step that counted it.  If a mean has no
 metrics.py has a number for a θ.
 
 Not promised: the result of a real run: from another θ, the other replicas would have computed other pseudogradients.
-The recorded ones are used, so the approximation is worse if b is far from a.  Shares that add up; the cause if two
-replicas do the same harm, because leaving out one changes little.
+The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Shares that add up; the cause
+if two replicas do the same harm, because leaving out one changes little.
 """
 
 import math
@@ -43,7 +43,7 @@ NOISE = 0.1  # share of the number's change from θ_a to θ_b, or of an average 
 
 @dataclass(frozen=True)
 class Without:
-    """One omission.   measured: without it; None with no metric.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
+    """One omission.   measured: the metric without it, or None.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
 
     cosine: mean cosine of the left-out pseudogradients to the mean of the others; None for steps or without others.
     inseparable: steps whose deltas are gone, so that nothing was left out of their means.
@@ -59,7 +59,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: θ_first's, θ_last's."""
 
     first: int
     last: int

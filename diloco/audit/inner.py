@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 
 @dataclass
 class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: what could not be computed."""
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that could not be."""
 
     equal: int = 0
     close: list[float] = field(default_factory=list[float])
@@ -221,7 +221,7 @@ class _Session:
             emit=no_emit, theta_0=lambda: start_arrays(self._run, model_record(self._run)), mends=False,
         )  # fmt: skip
         if not self._replay.load_snapshot(upto=self._step):
-            raise RendezvousError(f"no snapshot from which θ of step {self._step} follows is left")
+            raise RendezvousError(f"no snapshot is left from which θ of step {self._step} can be computed")
         for _ in self._replay.commits(self._step):
             pass
 

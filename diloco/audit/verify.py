@@ -149,7 +149,7 @@ class _Verification:
 
     def _refuse_step(self, step: int, head: int) -> None:
         if not 0 <= step <= head:
-            raise ConfigError(f"step {step} has not been taken: the run stands at {head}. Use --step {head} or less")
+            raise ConfigError(f"step {step} has not been taken: the run is at step {head}. Use --step {head} or less")
         refuse_gone(self._run, step)
 
     def _snapshot_before(self, step: int) -> int:

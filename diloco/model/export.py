@@ -119,7 +119,7 @@ def state_at(
         pass
     if step is not None and replay.step < step:
         raise ConfigError(
-            f"step {step} has not been taken yet: the run stands at {replay.step}. Use --step {replay.step} or less"
+            f"step {step} has not been taken yet: the run is at step {replay.step}. Use --step {replay.step} or less"
         )
     return replay.step, state
 

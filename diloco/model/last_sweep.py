@@ -1,4 +1,4 @@
-"""Delete a run's old blobs a last time, by its supervisor, which has the credentials and ends after all replicas.
+"""The last deletion of a run's old blobs, by its supervisor, which has the credentials and ends after all replicas.
 
     replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
                                                                 └ killed before it did: no replica sweeps after it

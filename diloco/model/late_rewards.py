@@ -5,7 +5,7 @@
         ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
           rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name stands
 
-No replica, actor or audit reads these records, so what was trained stays as it was, and so does `verify --inner`.  The
+No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The
 record has the reward that was trained on beside the late one.  Readers: `diloco traces` (and its pairs), `report`.
 
 Not promised: that a judge is the person whose name it uses; that the bundle outlives its step (`fleet.keep`).
@@ -73,7 +73,7 @@ def _place(rollout: str) -> tuple[str, int, int]:
     if found is None:
         raise ConfigError(
             f"{rollout!r:.100} is not a recorded rollout, such as r00/42/7/0.0.3. `diloco traces RUN --to FILE` writes "
-            "them as state_id; those of a run without fleet.record_rollouts are a sample, and take no reward"
+            "the names as state_id. Without fleet.record_rollouts, a run's rollouts cannot get late rewards"
         )
     generation, step, bundle, attempt, index = map(int, found.groups()[1:6])
     return layout.bundle_key(found[1], generation, bundle, attempt), step, index
@@ -96,7 +96,7 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written")
     if record.step != step or index >= len(rollouts):
-        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, from 0 on")
+        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 
@@ -127,14 +127,14 @@ def late_rewards(store: Readable, listed: Iterable[str]) -> dict[str, list[LateR
 
 
 def count_late_rewards(store: Readable) -> dict[str, dict[str, Any]]:
-    """Return by name: how many rollouts, their mean late reward, and the mean of those that were trained on."""
+    """Return name -> number of rollouts, mean late reward, mean of the rewards that were trained on."""
     records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS)).values() for one in some]
     names = sorted({one.name for one in records})
     return {name: _counted([one for one in records if one.name == name]) for name in names}
 
 
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
-    """Write the pairs that late rewards make of a file of states.   name: whose; None: the only one's.
+    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only one.
 
     Return their number.   Raise ConfigError if there are none, or several names to choose from.
     """
@@ -143,7 +143,7 @@ def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
     if not names:
         raise ConfigError("no rollout of this run has a late reward, so there is no pair. Give some with diloco reward")
     if (name is None and len(names) > 1) or (name is not None and name not in names):
-        raise ConfigError(f"late rewards are by {', '.join(names)}. Choose one with --by")
+        raise ConfigError(f"late rewards were given by {', '.join(names)}. Choose one with --by")
     pairs = reward_pairs(found, name or names[0])
     if not pairs:
         raise ConfigError(

@@ -66,8 +66,8 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
         return ModelRecord.decode(body)
     if run.record.parent.url:
         raise ConfigError(
-            f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Type the command "
-            f"again that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
+            f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Repeat the command "
+            f"that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
         )
     import inner
 

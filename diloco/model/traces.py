@@ -1,4 +1,4 @@
-"""Export rollouts from a run's log as states, about which stronger models can be asked.
+"""Export rollouts from a run's log as states, for questions to stronger models.
 
     log/{slot}-{generation}/{n}.rollouts.jsonl       line 1: outer step, tools; then one rollout a line
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}

@@ -212,7 +212,7 @@ class OuterLoop:
     def scatter(self, fragment: int) -> None:
         """Write model ← this fragment after torchft's step (θ, or θ merged by α).
 
-        With one replica and a plain average, θ is the model's values but for a rounding, so they stay: the replica
+        With one replica and a plain average, θ equals the model's values except for rounding, so they stay: the replica
         takes the steps of a loop without this context, bit for bit.
         """
         if self.outer.lr == 1 and self.outer.momentum == 0 and self.rounds.alone and not self.overlaps:

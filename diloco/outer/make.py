@@ -44,7 +44,7 @@ def make_diloco(
     `Leaving` (see `manager.left`).
     """
     if outer is not None and settings:
-        raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into the former")
+        raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into outer")
     return OuterLoop(model, optimizer, as_outer_manager(manager), outer or outer_config(settings), boundary)
 
 

@@ -267,5 +267,5 @@ class Tracker:
 
 
 def is_due(n: int) -> bool:
-    """Whether to warn again of what has lasted for n steps."""
+    """Whether to warn again about a finding that has lasted for n steps."""
     return n in (3, 6, 12, 24) or (n > 0 and n % 50 == 0)

@@ -165,7 +165,7 @@ def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
 
 def _reach(text: str) -> float:
     if not is_reckonable(value := float(text)):
-        raise ValueError(f"{text} is not a number to reckon with")
+        raise ValueError(f"{text} is not a finite number of a normal size")
     return value
 
 

@@ -199,7 +199,7 @@ def _end_with_parent() -> None:
 
 
 def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return why this process cannot start ranks: a launcher has started it as one already; or ""."""
+    """Return why this process cannot start ranks (a launcher has already started it as a rank), or ""."""
     if (size := environ.get("WORLD_SIZE", "1")) == "1":
         return ""
     launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "a launcher that sets WORLD_SIZE"

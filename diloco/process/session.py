@@ -48,7 +48,7 @@ class Session:
 
     hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
-    generation: which this process has claimed already, 0: claim the next one.
+    generation: the one that this process has claimed; 0: claim the next one.
     ranks: processes of its replica, 0: one.
     broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """

@@ -14,7 +14,7 @@ sums on another machine could differ, and the first verdict stands.
 
 Not promised: that a liar is found (inner/extras/rollout_check/check.py says what is not seen).  An actor that puts a
 bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
-checked: only what may write to the bucket can claim that, and a run key keeps others out.
+checked: only a writer of the bucket can say that, and a run key keeps others out.
 """
 
 import hashlib
@@ -164,7 +164,7 @@ def _bounded(number: float) -> float:
 
 
 class ModelCheck:
-    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: of the weights.
+    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: has the weights.
 
     start: returns the run's first weights, of which the bucket has no bf16 copy.
     """
@@ -223,7 +223,7 @@ def start_weights(run: "Run") -> FollowedWeights | None:
 
 @contextmanager
 def standing_at(model: nn.Module, weights: FollowedWeights) -> Iterator[None]:
-    """Give the model other weights, and evaluation mode, inside a `with`; then the same bits as before.
+    """Give the model other weights, and evaluation mode, inside a `with`; then restore its bits.
 
     The model's own values wait in host memory.   Raise WrongRun, and change nothing, for weights that do not fit.
     """

@@ -9,8 +9,8 @@
 
 So an actor samples for one rank at a time, and a bundle is as large as with one process.
 
-All ranks train on rollouts of actors, or none, and all read bundles, or none: TRL gathers over the ranks in both.  An
-own bundle then stands in a later attempt beside the actor's, and a replacement decides as its predecessor did.
+Either all ranks train on actors' rollouts, or none does; either all read bundles, or none: TRL gathers over the ranks
+in both. A rank's own bundle then stands in a later attempt beside the actor's, and a replacement decides alike.
 
 Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the others.
 """
@@ -83,7 +83,7 @@ class LeadingPlaces:
         return self._group.tell(dealt).bundles[0] or made
 
     def tell(self) -> None:
-        """Tell of the last outer step's bundles."""
+        """Log the counts of the last outer step's bundles."""
         for places in self._places:
             places.tell()
 

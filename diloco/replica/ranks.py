@@ -129,7 +129,7 @@ class FollowingHost:
 
 
 class Leader:
-    """Rank 0's way to build the loop, the manager and the evaluator, which tells the other ranks."""
+    """Builder of rank 0's loop, manager and evaluator. It tells the other ranks what to build."""
 
     def __init__(self) -> None:
         from diloco.outer.ranks.group import Group

@@ -79,7 +79,7 @@ def run_member(
 ) -> int:
     """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
 
-    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: or 0, one.
+    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: 0 means 1.
     """
     survive_lost_output()
     try:
@@ -220,7 +220,7 @@ def fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's files.   scratch: for the loop."""
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's files.   scratch: a folder."""
 
     model_dir: Path
     files: dict[str, Path]
@@ -371,7 +371,7 @@ def evaluator_of(
 
 
 def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
-    """Return the seeds: of the data order by (run, slot), of the noise by session, or by slot if rollouts are kept."""
+    """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are kept."""
     seed = run.config.seed
     noise = derive_seed(seed, slot, 1 if run.config.fleet.record_rollouts else generation)
     return Seeds(derive_seed(seed, slot), noise, share=share_of(run.config, slot))
@@ -402,8 +402,8 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
 
 
 def share_of(config: RunConfig, slot: str) -> "Share":
-    """Return the slot's share of the rows: one of as many as the run had replicas at first.  Slots that were added
-    later share all rows again, in another order."""
+    """Return the slot's share of the rows, which are divided by the run's first number of replicas.  Slots that were
+    added later share all rows again, in another order."""
     from inner.data.order import Share
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)

@@ -172,7 +172,7 @@ class BucketPlaces:
         return found
 
     def pass_over(self, found: Bundle) -> None:
-        """Count what `find` returned as not trained on, because another rank has none like it."""
+        """Count the bundle that `find` returned as not trained on, because another rank has no such bundle."""
         self._found -= 1
         self._expired += found.logprobs is not None
 
@@ -182,7 +182,7 @@ class BucketPlaces:
         self._outer = outer
 
     def tell(self) -> None:
-        """Tell how many bundles the newest outer step found, and how many of actors' were too old or too far."""
+        """Log how many bundles the newest outer step found, and how many actors' bundles were too old or too far."""
         if self._found or self._expired:
             self._emit("rollouts_found", step=self._outer, bundles=self._found, expired=self._expired)
             self._found = self._expired = 0

@@ -2,7 +2,7 @@
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
-Not promised: that the lighthouse answers; a replica tells when it connects.
+Not promised: that the lighthouse answers; a replica reports this when it connects.
 """
 
 import re
@@ -24,18 +24,18 @@ def check_lighthouse(outer: "OuterConfig", usual: "OuterConfig") -> None:
     usual: the defaults."""
     if outer.codec != "fp32":
         raise OuterConfigError(
-            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
+            f'outer.codec = {outer.codec!r} works only with the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
         )
     if outer.weighting == "samples":
         raise OuterConfigError(
-            'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
+            'outer.weighting = "samples" works only with the bucket. Use "steps" or "uniform" with a lighthouse'
         )
     for name in ("norm_gate", "max_carry", "age_discount"):
         value = getattr(outer, name)
         if value not in (getattr(usual, name), 0):  # with a lighthouse, each acts as 0
             raise OuterConfigError(
-                f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
-                "counts. Leave the line away, or use the bucket"
+                f"outer.{name} = {value:g} works only with the bucket: a lighthouse damps nothing, and drops late "
+                "work. Leave the line out, or use the bucket"
             )
 
 
@@ -61,7 +61,7 @@ def prepared_for_actors(config: "RunConfig") -> "RunConfig":
 def refuse_actors(config: "RunConfig") -> None:
     """Raise ConfigError for a run that has no use for actors."""
     if config.script is not None or config.inner.loop != "grpo":
-        raise ConfigError('this run has no rollouts of [inner]; start actors for a run with inner.loop = "grpo"')
+        raise ConfigError('this run has no rollouts for actors; start actors for a run with inner.loop = "grpo"')
     if config.rendezvous != "bucket":
         raise ConfigError(
             f"actors and replicas meet in the bucket, and this run has rendezvous = {config.rendezvous!r}. Start no "

@@ -44,37 +44,37 @@ class OuterConfig(Table):
     error: ClassVar[type[Exception]] = OuterConfigError
 
     sync_every: int = setting(10, "H: inner steps inside a full pseudogradient.", least=1)
-    fragments: int = setting(1, "F: the model travels in that many parts, one of them every H/F inner steps.", least=1)
+    fragments: int = setting(1, "F: parts of the model; replicas sync one part every H/F inner steps.", least=1)
     fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.", least=0)
     fragment_update_alpha: float = setting(
         0.0, "α: how much of the local value a fragment keeps when it is applied (0: none).", least=0, most=1
     )
     lr: float | str = setting(
         0.7,
-        'Learning rate η of the outer Nesterov step; "auto": as large as the likeness of successive means allows.',
+        'Learning rate η of the outer Nesterov step; "auto": larger if successive means are less alike.',
         above=0,
     )
     momentum: float = setting(0.5, "Momentum μ of the outer Nesterov step.", least=0, below=1)
     max_carry: int = setting(2, "Syncs that a late pseudogradient may wait to be listed.", least=0)
     age_discount: float = setting(
-        0.5, "What a late pseudogradient is worth, per sync that it is late.", least=0, most=1
+        0.5, "Factor of a late pseudogradient's weight, for each sync that it is late.", least=0, most=1
     )
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        "How pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback; "
+        "Format of pseudogradients: fp32, bf16, int8, int4, topk or bf16-gate, lossy ones with error feedback; "
         "auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(
-        "steps", 'What a pseudogradient counts by: its inner "steps", its "samples", or "uniform".', one_of=WEIGHTINGS
+        "steps", 'Weight of a pseudogradient: by inner "steps", by "samples", or "uniform".', one_of=WEIGHTINGS
     )
     norm_gate: float = setting(
         10.0, "A pseudogradient longer than norm_gate × the typical length is scaled to the typical length; 0: off.",
         least=0,
     )  # fmt: skip
     sync_seconds: float | None = setting(
-        None, "A sync is due after that many seconds, if not sync_every inner steps come first.", above=0
+        None, "A sync is due after that many seconds, or after sync_every inner steps, whichever is first.", above=0
     )
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class RunConfig:
     overrides: dotted name -> value of `--set`, which replaces the file's value; run.json lists them.
     """
 
-    name: str = setting("run", "What `status` and the report call the run.")
+    name: str = setting("run", "Name of the run in `status` and in the report.")
     seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own from it.")
     rendezvous: str = setting(
         "bucket",
@@ -190,7 +190,7 @@ class RunConfig:
             return self.gathered[kind]
         if not is_one_file(name):
             raise ConfigError(
-                f"{setting_of(kind, name)} = {name!r} is not a single file yet: config = gather_data(config)"
+                f"{setting_of(kind, name)} = {name!r} is not a single file yet. Call gather_data(config) first"
             )
         return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
 

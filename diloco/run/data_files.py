@@ -137,7 +137,7 @@ def _gather_task(
     """Write a .jsonl of the task's rows, except prompts in `known`, and return its path."""
     setting = setting_of(kind, spec.task)
     if spec.package == HARBOR and not boxes:
-        raise ConfigError(f'{setting} = {spec.task!r} runs in boxes. Set inner.sampling.boxes = "local", say')
+        raise ConfigError(f'{setting} = {spec.task!r} runs in boxes. Set, e.g., inner.sampling.boxes = "local"')
     try:
         refuse_absent(setting, spec.task)
         say(f"{setting}: makes {spec.size:,} rows of {spec.task}, seed {spec.seed}")

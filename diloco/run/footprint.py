@@ -48,7 +48,7 @@ class Footprint:
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
     floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
-    back: bytes per further step whose mean stays.   rollouts: the most bytes of one outer step's recorded tokens.
+    back: bytes of each older step that is kept.   rollouts: the most bytes of one outer step's recorded tokens.
     """
 
     parameters: int
@@ -76,8 +76,8 @@ def footprint(
 ) -> Footprint:  # fmt: skip
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
-    trained: number of the adapter's parameters; None if the whole model is trained.   quantised: of the base's
-    parameters those in 4 bits on the device (inner.lora.base).   devices: of one replica."""
+    trained: number of the adapter's parameters; None if the whole model is trained.   quantised: how many of the base's
+    parameters have 4 bits on the device (inner.lora.base).   devices: of one replica."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -118,8 +118,8 @@ def footprint(
 
 
 def states_on_device(width: int, devices: int, base: int) -> float:
-    """Return the bytes per trained parameter on one of a replica's devices.   width: of one number.   base: of an
-    adapter, which each device has whole; 0 for a whole model, which is in shards (diloco/outer/ranks)."""
+    """Return the bytes per trained parameter on one of a replica's devices.   width: bytes of a number.   base: an
+    adapter's base, which each device has whole; 0 for a whole model, which is in shards (diloco/outer/ranks)."""
     if devices == 1 or base:
         return STATES * width
     return width * max(STATES / devices, 1 + (STATES - 1) / devices)  # no gradients while it generates

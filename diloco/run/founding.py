@@ -84,7 +84,7 @@ def found_run(
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
-    key: script.json's, where the run was launched with a script.
+    key: script.json's, if the run was launched with a script.
     codec = "auto" becomes the existing run's codec. If there is no run, it is chosen.
     """
     auto = mine.codec == AUTO
@@ -197,8 +197,8 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
         return
     head = first_open_step(store, steps + 1)
     raise ConfigError(
-        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts those of the whole "
-        f"run: --steps {head + steps} for {steps} more"
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts from the start, "
+        f"so write --steps {head + steps} for {steps} more"
     )
 
 

@@ -48,7 +48,7 @@ def open_session(
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     """Return the session that `diloco launch` claimed for this process; None for a script that you started by hand.
 
-    steps: outer steps that the script asks for, which hold where the operator has asked for none.
+    steps: outer steps that the script asks for, used if the operator has asked for none.
     """
     session = LAUNCHED.get(url)
     if session is None or slot not in (AUTO, session.rv.slot):

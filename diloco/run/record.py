@@ -81,7 +81,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """The record run.json.   files: setting -> {"key", "digest"} of the user's files.   why_codec: if it was "auto".
+    """The record run.json.   files: setting -> {"key", "digest"} of the user's files.   why_codec: "" unless "auto".
 
     parent: the step of another run that this run continues.
     """
@@ -101,7 +101,7 @@ class RunRecord(Record):
     def check_consistency(self) -> None:
         outer = self.mathematics.get("outer")
         if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
-            raise ValueError("it says nothing of outer steps")
+            raise ValueError("it has no settings of the outer step")
         if not isinstance(outer.get("codec", ""), str):
             raise ValueError("its codec has no name")
         for setting, stored in self.files.items():
@@ -179,7 +179,7 @@ class StoredConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Run:
-    """An open run.   resumed: it existed before it was opened."""
+    """An open run.   resumed: whether the run existed before."""
 
     url: str
     store: Store
@@ -259,7 +259,7 @@ def decode_run(url: str, body: bytes) -> RunRecord:
         return RunRecord.decode(body)
     except WireError as error:
         raise WireError(
-            f"{url}/{layout.RUN} cannot be read, and without it nothing of the run: {error}. If it is damaged, "
+            f"{url}/{layout.RUN} cannot be read, so the run cannot be read: {error}. If it is damaged, "
             "restore it from a backup; nothing was written"
         ) from error
 
@@ -281,7 +281,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Do the same with the OPENING records in `answers`.   Raises ConfigError if there is no run."""
+    """Return these stores, with `answers` to the OPENING requests.   Raises ConfigError if there is no run."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: "

@@ -23,13 +23,13 @@ from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml
 
-Made from the code (`python -m diloco.run.reference`); a test keeps it so. A key that is left out has the default; –
-means that there is none, or that it depends on the model. TOML takes dotted keys, too: `sdpo.weight = 0.1` below
-`[inner]` is `weight = 0.1` below `[inner.sdpo]`. Paths start at the run.toml. The guides: [channels.md](channels.md),
-[operations.md](operations.md).
+The command `python -m diloco.run.reference` makes this page from the code. A key that you leave out has its default.
+A dash (–) means no default, or a default that depends on the model. TOML takes dotted keys: `sdpo.weight = 0.1`
+below `[inner]` is `weight = 0.1` below `[inner.sdpo]`. Paths are relative to the folder of run.toml. The guides are
+[channels.md](channels.md) and [operations.md](operations.md).
 
-Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: a run that works may become better, cheaper or
-larger with it. *Expert*: leave it out, unless a page or a message of this project names it.
+Each key has a mark. *First run*: `diloco init` writes it. *Tuning*: it may make a run that works better, cheaper or
+larger. *Expert*: leave it out, unless a page or a message of this project names it.
 
 ## First run
 """
@@ -100,7 +100,7 @@ def _trl_section() -> str:
     for name, instead in OWNED.items():
         owned.setdefault(instead, []).append(f"`{name}`")
     others = [f"- {_instead(key)}: {', '.join(names)}" for key, names in owned.items()]
-    about = f"Handed through to GRPOConfig of TRL {TRL_VERSION}, whose documentation says what each does."
+    about = f"The run passes these to GRPOConfig of TRL {TRL_VERSION}. TRL's documentation explains them."
     table = ["| key | type |", "|---|---|", *rows]
     return "\n".join(
         [

@@ -4,7 +4,7 @@
     the first replica whose script meets DiLoCoCallback or make_diloco
                       script.json    outer settings and layout of the parameters; the others compare theirs
 
-Readers take both as one record, so H, codec and the rest are where they are in every other run.
+Readers take both as one record, so H, codec and other settings are in the same place as in every other run.
 
 Not promised: that two sessions of a script do the same; its arguments and files are the same bytes for all.
 """

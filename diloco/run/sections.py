@@ -1,4 +1,4 @@
-"""[fleet], [log] and [eval] of a run.toml: the settings of which no weight depends.  This file does not import torch.
+"""[fleet], [log] and [eval] of a run.toml: the settings on which no weight depends.  This file does not import torch.
 
     [fleet] ──▶ control/000000.json     the operator's desired state; it may change later
     [log]   ──▶ the supervisor          trackers
@@ -45,7 +45,7 @@ class FleetConfig(Table):
     path: ClassVar[str] = "fleet"
     error: ClassVar[type[Exception]] = ConfigError
 
-    replicas: int = setting(3, "How many to keep running.", least=1)
+    replicas: int = setting(3, "Number of replicas that the supervisor keeps running.", least=1)
     steps: int = setting(10, "Outer steps in all.", least=1)
     min_replicas: int | None = setting(
         None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1
@@ -68,15 +68,15 @@ class FleetConfig(Table):
         least=0,
     )
     log_rollouts: int = setting(
-        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none).", least=0, most=64
+        4, "Number of rollouts that each replica logs per outer step, for `diloco traces` (0: none).", least=0, most=64
     )
     record_rollouts: bool = setting(
         False,
         "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
         "--inner` computes pseudogradients again.",
     )
-    staleness: int | None = setting(None, "Outer steps of an actor's weights' age: 6 inner steps.", least=0, most=64)
-    actor_engine: str = setting("", "What samples for a supervisor's actors, as `--engine`.")
+    staleness: int | None = setting(None, "Age limit of actors' weights, in outer steps (~6 inner).", least=0, most=64)
+    actor_engine: str = setting("", "Engine of a supervisor's actors, written as for `--engine`.")
     check_rollouts: float = setting(0.02, "Share of actors' bundles that replicas check.", least=0, most=1)
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class EvalConfig(Table):
     task_seed: int = setting(1, "Seed of the task's rows.", least=0, most=4000)
     every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
     samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
-    greedy: bool = setting(True, "And one completion of the likeliest tokens.")
+    greedy: bool = setting(True, "Also one completion per prompt with the likeliest tokens.")
 
     def check(self) -> None:
         if not self.prompts and not self.task:
@@ -179,7 +179,7 @@ class EvalConfig(Table):
         check_sources("eval.prompts", self.prompts)
         check_task("eval", self.prompts, self.task)
         if self.task is None and (unread := [name for name in TASK_ONLY if getattr(self, name) != TASK_ONLY[name]]):
-            raise EvalError(f"eval.{unread[0]} does nothing without eval.task. Set that, or leave it out.")
+            raise EvalError(f"eval.{unread[0]} does nothing without eval.task. Set eval.task, or leave this out.")
         if not (self.samples or self.greedy):
             raise EvalError("eval.samples = 0 with eval.greedy = false measures nothing. Set one of them.")
 

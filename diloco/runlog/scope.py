@@ -23,7 +23,7 @@ from dataclasses import dataclass
 class Scope:
     """The records of a view.   commits: read them, or only count them.   newest: how many outer steps' offers, and how
     many objects of a replica's log, are read; None for all.   spread: steps over the whole run with `each` offers read
-    for a curve.   generations: newest ones of each slot, whose logs are read if `newest` is not None."""
+    for a curve.   generations: number of newest generations per slot whose logs are read, unless `newest` is None."""
 
     commits: bool = True
     newest: int | None = None

@@ -1,4 +1,4 @@
-"""Outer steps as views show them: what their commits say, and what replicas log of them.
+"""Outer steps as views show them: the facts of their commits, and the numbers that replicas log.
 
     bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records/records.py)
     bytes from the cache ── kept_commit ──▶  the same without checks, because the cache has only checked bytes: a
@@ -131,7 +131,7 @@ class Step:
 
 
 def apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) -> None:
-    """Add to each step what replicas logged of it."""
+    """Add the replicas' logged numbers to each step."""
     for e in events:
         t = e.get("step", -1)
         if e["event"] == "step" and 0 <= t < len(steps):

@@ -33,7 +33,7 @@ ALIKE = 0.8  # above it, replicas make nearly the same step; at their best lr, t
 
 @dataclass(frozen=True)
 class Worth:
-    """Use and gain.   hours: of all devices.   first, newest: of the headline `name`; None if no step has one.
+    """Use and gain.   hours: of all devices.   first, newest: values of the headline `name`, or None.
 
     unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
     cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.

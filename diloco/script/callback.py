@@ -58,7 +58,7 @@ LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learnin
 class DiLoCoCallback(TrainerCallback):
     """Make a trainer a replica.   run: a URL.   slot: "r00", …, or "auto".   replicas: how many a new run starts with.
 
-    The environment gives the missing ones.   outer: settings of make_diloco, for example sync_every.
+    Environment variables replace missing arguments.   outer: settings of make_diloco, for example sync_every.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class DiLoCoCallback(TrainerCallback):
 
 
 def refuse_other_names(run: str | None, slot: str | None) -> None:
-    """Raise OuterError where the script names another run or slot than its environment, as `diloco launch` sets it."""
+    """Raise OuterError if the script names another run or slot than its environment, which `diloco launch` sets."""
     for name, asked, variable in (("run", run, URL), ("slot", slot, SLOT)):
         stands = os.environ.get(variable)
         if asked and stands and asked not in (stands, AUTO):
@@ -269,7 +269,7 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
 
 
 def refuse_flat_shards(model: Any) -> None:
-    """Raise OuterError for FSDP 1, which `accelerate launch` may ask for where the trainer's settings do not."""
+    """Raise OuterError for FSDP 1, which `accelerate launch` may select although the trainer's settings do not."""
     if type(model).__name__ == "FullyShardedDataParallel":
         raise OuterError(
             "this trainer cannot be a replica: accelerate uses FSDP 1, whose parameters are flat. Set fsdp_version: 2 "
@@ -284,7 +284,7 @@ def generation_steps(args: Any) -> int:
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Return the optimizer steps of one replica.   planned: by the trainer, whose epochs have all rows."""
+    """Return the optimizer steps of one replica.   planned: the trainer's number, for epochs of all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 

@@ -81,7 +81,7 @@ def start(script: Script, folder: Path) -> None:
 
 
 def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
-    """Return the exit code for a script that called sys.exit(exited); its own numbers are not those of a replica.
+    """Return the exit code for a script that called sys.exit(exited); scripts and replicas have different codes.
 
     Raises ConfigError before the first outer step, if it had not joined the run."""
     told = f"{script} ended with sys.exit({exited!r})"

@@ -90,7 +90,7 @@ class SessionRow:
 class Overview:
     """A live view's numbers.   state: "not begun", "running", "done" or "stopped".
 
-    step: number of committed outer steps.   steps: number of wanted ones, 0 if unlimited.   step_s: seconds per step.
+    step: number of committed outer steps.   steps: number of wanted steps, 0 if unlimited.   step_s: seconds per step.
     eta_s: until the end.   open_s: since the newest commit.   snapshot_age_s: since the newest snapshot's step.
     """
 

@@ -6,7 +6,7 @@
 Users type the first URL of a run that was founded again.  A view finds the present URL with its first requests
 (diloco/runlog/opening.py); all other commands call `present_url`.
 
-Not promised: that the bucket answers later requests; each of them is repeated as long.
+Not promised: that the bucket answers later requests; each request is repeated as long.
 """
 
 import shlex

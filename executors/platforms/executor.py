@@ -306,7 +306,7 @@ def total_price(prices: Iterable[float | None]) -> float | None:
 
 
 def _whose(handle: Handle) -> str:
-    return f"{handle.slot} runs on {handle.executor}, which is not one of the run's places; name it again to reach it"
+    return f"{handle.slot} runs on {handle.executor}, which is not one of the run's places; add the place to reach it"
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:

@@ -64,7 +64,7 @@ class Mixed(FleetExecutor):
         if not named:
             raise ExecutorError(
                 f"{handle.slot} runs on {handle.executor}, which is not one of the run's places "
-                f"({', '.join(e.name for e in self._all)}); name it again to reach it"
+                f"({', '.join(e.name for e in self._all)}); add the place to reach it"
             )
         return named[0]
 

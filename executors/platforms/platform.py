@@ -192,7 +192,7 @@ def room_for(folder: Path) -> None:
 
 @contextmanager
 def launches_wait(what: str) -> Iterator[None]:
-    """Raise Unavailable if a launch finds no space for `what`.  It is launched later, and no replica is blamed."""
+    """Raise Unavailable if a launch finds no space for `what`.  The launch is tried later, and counts as no failure."""
     try:
         yield
     except OSError as error:
@@ -204,4 +204,4 @@ def launches_wait(what: str) -> Iterator[None]:
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
     """Return the error that says why nothing is launched now.   folder: the full one, if `error` names no file."""
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
-    return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")
+    return Unavailable(f"{words}. Free some space. Until then, no replica is started; running replicas go on")

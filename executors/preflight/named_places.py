@@ -33,7 +33,7 @@ def _named_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) 
     named = request.places or ((Place(request.executor),) if request.executor else places_of(before))
     if request.refines and not (request.places or request.executor or before):
         options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
-        raise UsageError(f"{options} are for a place: add --executor NAME")
+        raise UsageError(f"{options} need a place: add --executor NAME")
     return named
 
 

@@ -110,7 +110,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
 
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
-    """Return the model's number of parameters, from its files' headers, here or on the Hub; None if it is too late."""
+    """Return the model's number of parameters, from its files' headers, here or on the Hub; None after `seconds`."""
     from diloco.run.sizing import parameters_in, parameters_of
 
     if model is not None:

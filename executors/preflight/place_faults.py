@@ -103,7 +103,7 @@ def few_bits(config: RunConfig, place: Place) -> str:
 
 
 def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that needs bitsandbytes, and what does without it; None if no setting does."""
+    """Return the setting that needs bitsandbytes, and an alternative; None if no setting needs it."""
     if config.inner.optimizer == "adamw8bit":
         without = 'set inner.optimizer = "adamw" (AdamW\'s moments of an adapter are small anyway)'
         return 'inner.optimizer = "adamw8bit"', without
@@ -123,7 +123,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
     raise InnerError(
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
-        f"{package}` (a module of your own, like {package}.py, goes along where it lies beside the code)."
+        f"{package}` (a module of your own, like {package}.py, is sent if it is beside the code)."
     )
 
 

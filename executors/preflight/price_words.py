@@ -8,7 +8,7 @@ from executors.supervision.costs import Budget
 
 
 def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget) -> str:
-    """Return the price per hour, what was spent so far, and where the run ends.   usd_per_hour: None if unknown."""
+    """Return the price per hour, the costs so far, and the run's limit.   usd_per_hour: None if unknown."""
     spent = f"{dollars(spent_usd)} spent so far, " if spent_usd else ""
     limit = _limit_words(usd_per_hour, spent_usd, budget)
     if usd_per_hour is None:

@@ -84,7 +84,7 @@ class FleetRequest:
         """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
-            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them away")
+            raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them out")
         return FleetRequest(self.replicas or named or None, self.steps, self.min_replicas)
 
 
@@ -190,7 +190,7 @@ class Quote:
 def quote_start(
     asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
 ) -> Quote:
-    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read the run."""
+    """Return the quote of a start.   replicas: used if the request has none.   wanted, spent: None: read the run."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):

@@ -59,7 +59,7 @@ def refuse_foreign_files(url: str) -> None:
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
         own = shlex.quote(f"{url.rstrip('/')}/runs/first")
         raise UsageError(
-            f"{url} holds {found}, which belong to no run, and a run would write its own files between them. Name a "
+            f"{url} holds {found}, which belong to no run, and a run would mix its own files with them. Name a "
             f"folder of its own: --run {own}"
         )
 

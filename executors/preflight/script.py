@@ -6,7 +6,7 @@
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
 Paths are those of the current folder, where `python train.py` would read them.  A file that git ignores is not sent
-unless --file names it; one whose name is that of a secret never is.
+unless --file names it; a file with the name of a secret is never sent.
 
 Not promised: files that the script finds by other means than a name in a string; name them with --file.
 """
@@ -113,7 +113,7 @@ def _source(path: Path) -> str:
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"{path}{line}: {getattr(error, 'msg', error)}. Mend the line") from None
+        raise UsageError(f"{path}{line}: {getattr(error, 'msg', error)}. Correct the line") from None
     return text
 
 
@@ -192,7 +192,7 @@ def _refuse_large(files: dict[str, Path]) -> None:
         large = sorted(sizes, key=lambda name: -sizes[name])[:3]
         told = ", ".join(f"{name} ({byte_size(sizes[name])})" for name in large)
         raise UsageError(
-            f"the script has {byte_size(total)} of files, and a run takes {byte_size(MOST_BYTES)} with it: {told}. Put "
+            f"the script has {byte_size(total)} of files, and a run takes {byte_size(MOST_BYTES)} at most: {told}. Put "
             "data on the Hub or into a bucket, and let the script read it there"
         )
 

@@ -79,7 +79,7 @@ def error_kind(error: str) -> str:
 
 
 def failed_tool(error: str, student_action: str = "") -> str | None:
-    """Return the failed tool's name: the one the error calls missing, else the call's, else the function's."""
+    """Return the failed tool's name: the tool that the error calls missing, else the call's, else the function."""
     if missing := _TOOL_NAME.search(error):
         return next(name for name in missing.groups() if name)
     function = found.group(1) if (found := _ARGUMENTS.search(error)) else None

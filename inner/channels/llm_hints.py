@@ -21,8 +21,8 @@ that is down costs little time, and one that works again is noticed.
 An answer in the ledger is never paid for again. All sessions with one ledger together stay under the ceiling. A
 replica that starts again takes the first free file, with the answers in it.
 
-Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N of
-them may spend N times max_total_usd. The endpoint reads the rollout's last messages: use one that may read them.
+Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N
+replicas may spend N times max_total_usd. The endpoint reads the rollout's last messages: use one that may read them.
 """
 
 import asyncio

@@ -66,7 +66,7 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
     try:
         from datasets import disable_progress_bars, load_dataset
     except ModuleNotFoundError as missing:
-        raise InnerError(f"{what} needs {missing.name} to be read: pip install 'serverless-diloco[train]'") from missing
+        raise InnerError(f"reading {what} needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     disable_progress_bars()
     try:
         rows: Any = load_dataset(

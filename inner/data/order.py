@@ -61,7 +61,7 @@ def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) 
 
 def step_in_generation(micro: int, accumulated: int, per_generation: int, served: int) -> list[int]:
     """Return the micro-batches that share `micro`'s inner step and generation, as indices 0 … per_generation - 1. There
-    is one per forward pass; a second iteration uses the same ones again."""
+    is one micro-batch per forward pass; a second iteration uses the same micro-batches."""
     step = micro // accumulated * accumulated
     generation = micro // served * served
     first = max(step, generation)

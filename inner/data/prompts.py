@@ -89,7 +89,7 @@ def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
                     yield f"line {number}", json.loads(line)
                 except ValueError as error:
                     raise InnerError(
-                        f"{name}, line {number} is not JSON: {error}. One JSON object per line."
+                        f"{name}, line {number} is not JSON: {error}. Write one JSON object per line."
                     ) from error
 
 
@@ -97,9 +97,9 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
     try:
         found = json.loads(path.read_text(encoding=ENCODING))
     except ValueError as error:
-        raise InnerError(f"{name} is not JSON: {error}. One list of objects; or name it .jsonl.") from error
+        raise InnerError(f"{name} is not JSON: {error}. Write one list of objects, or name it .jsonl.") from error
     if not isinstance(found, list):
-        raise InnerError(f"{name} holds a {type(found).__name__}. One list of objects; or name it .jsonl.")
+        raise InnerError(f"{name} holds a {type(found).__name__}. Write one list of objects, or name it .jsonl.")
     return _numbered(found)
 
 
@@ -114,7 +114,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as missing:
-        raise InnerError(f"{name} needs {missing.name} to be read: pip install 'serverless-diloco[train]'") from missing
+        raise InnerError(f"reading {name} needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     try:
         batches = ParquetFile(path).iter_batches()
         yield from _numbered(row for batch in batches for row in batch.to_pylist())
@@ -173,7 +173,7 @@ def _check_columns(name: str, where: str, row: Row) -> None:
     """Raise InnerError for columns that TRL cannot pass to rewards under their own names."""
     if BEYOND in row:
         raise InnerError(
-            f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."
+            f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Put quotes around texts with commas."
         )
     if own := [column for column in TRL_OWN if column in row]:
         raise InnerError(
@@ -206,7 +206,7 @@ def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: st
     if type(prompt) is not type(first):
         kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
         raise InnerError(
-            f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one way; "
+            f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one form; "
             "inner.data.system makes messages of texts."
         )
 

@@ -21,7 +21,7 @@ changed before, so set them in yours.
 α > 0 needs samples with a reference in the `rl` component.  PRIME-RL's `opsd` and `opd` send their samples to its fixed
 `ref_kl`, which calls no custom loss, and its `grpo` has no reference (docs/backends.md).
 
-Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21). This module imports nothing of it.
+Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21). This module does not import it.
 
 Not promised: the divergence over the whole vocabulary (PRIME-RL passes only log-probs of sampled tokens); preference
 pairs (a loss of one sample has no pair).
@@ -112,14 +112,14 @@ def _gap(inputs: LossInputs) -> Tensor:
     mask = inputs.loss_mask
     if reference is None:
         raise ValueError(
-            "alpha_sdpo > 0 needs ref_logprobs, and this batch has none. PRIME-RL's grpo scores with no reference; its "
-            "opsd and opd do, for their own ref_kl loss. Use an algorithm that leaves such samples to the rl loss, or "
+            "alpha_sdpo > 0 needs ref_logprobs, and this batch has none. PRIME-RL's grpo has no reference; its opsd "
+            "and opd have one, for their own ref_kl loss. Use an algorithm that leaves such samples to the rl loss, or "
             "alpha_sdpo = 0"
         )
     if mask.any() and not reference[mask].any():
         raise ValueError(
-            "alpha_sdpo > 0, and each of this sample's ref_logprobs is 0: that is PRIME-RL's filling for a sample "
-            "without a reference that is packed beside one with it, and would pull each token to probability 1. Use "
+            "alpha_sdpo > 0, and each of this sample's ref_logprobs is 0: PRIME-RL fills in zeros if it packs a "
+            "sample without a reference beside one with a reference. They would pull each token to probability 1. Use "
             "one algorithm with a reference for all environments, or alpha_sdpo = 0"
         )
     return torch.where(mask, reference - inputs.trainer_logprobs, 0.0).detach()

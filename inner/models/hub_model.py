@@ -92,7 +92,7 @@ def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
         raise HubError(
             f"{name} of {model.name} at commit {model.commit} has other bits here than when the run was founded: "
             f"SHA-256 {found[:16]}…, the run has {model.files[name][:16]}…. The Hub, or a mirror of it (HF_ENDPOINT = "
-            f"{_hub_endpoint() or 'not set'}), gave them twice",
+            f"{_hub_endpoint() or 'not set'}), gave two different files under one commit",
             final=True,
         )
 

@@ -127,7 +127,7 @@ def refuse_towers(config: Any, model: str) -> None:
     if towers:
         raise InnerError(
             f"model = {model!r} is a multimodal checkpoint: its config.json has {', '.join(towers)}. A run trains "
-            "language models on text. The run would count, send and step the other parts, which never see an input, or "
+            "language models on text. The run would count, send and update parts that never see an input, or "
             "`diloco export` would omit them. Use the family's text-only checkpoint, or save only the language model "
             "(docs/faq.md has the lines). Then set inner.model to that folder."
         )

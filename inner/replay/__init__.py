@@ -1,4 +1,4 @@
-"""Ask stronger models for their actions in recorded states of the student, and make preference pairs of them.
+"""Ask stronger models for their actions in recorded states of the student, and make preference pairs from them.
 
     rollouts ──▶ TraceState ──▶ replay_trace ──▶ TeacherAction ──▶ extract_dpo_pairs ──▶ DPOPair ──▶ DJNormalizer
      states.py                   ask.py           on disk as it      pairs.py                         normalize.py

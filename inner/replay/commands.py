@@ -46,7 +46,7 @@ _INPUT = re.compile(r"^Action Input:[^\S\n]*", re.M)
 
 
 def key_of(name: str | Key | None, form: str | None = None) -> Key:
-    """Return the function for a `key=`.   None: the one of the state's form, or "action" without a form."""
+    """Return the function for a `key=`.   None: the key of the state's form, or "action" if it has no form."""
     if callable(name):
         return name
     chosen = name or form or "action"

@@ -10,8 +10,8 @@
     calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
     a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
-One tool call is right in many states, so the rules for prose, by which `chosen` is unique, keep one of them. If fewer
-than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
+One tool call is right in many states. The rules for prose keep only one of these pairs, as they make `chosen` unique.
+If fewer than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
 
 Each pair keeps both forms: the strings, and message lists for a chat template.
 
@@ -202,7 +202,7 @@ def load_recipe(recipe: str | Path) -> Process:
         raise InnerError(f"recipe {path} has no `process` list of data-juicer operators ({error!r}).") from error
     good = isinstance(process, list) and process and all(isinstance(op, dict) and len(op) == 1 for op in process)
     if not good:
-        raise InnerError(f"recipe {path}: `process` is {process!r:.80}. One `- operator: {{arguments}}` per line.")
+        raise InnerError(f"recipe {path}: `process` is {process!r:.80}. Put one `- operator: {{arguments}}` per line.")
     return process
 
 

@@ -17,8 +17,8 @@ that did X.
 Late rewards (reward_pairs): where rollouts of one bundle stood in one state, the value of an action is the mean late
 reward of those that took it; chosen has the highest value, rejected the lowest.
 
-Not promised: that `chosen` is better than `rejected`. It is the action that most of the teachers chose, or after which
-the rewards were higher, by luck perhaps.
+Not promised: that `chosen` is better than `rejected`. It is the action that most teachers chose, or that had higher
+late rewards, perhaps by luck.
 """
 
 import json
@@ -146,7 +146,7 @@ def pair_outcome(
 def count_votes(
     actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None, key: Key = action_key
 ) -> list[Vote]:
-    """Return the votes: most support first, then in order of the answers. Of each teacher the last answer counts."""
+    """Return the votes: most support first, then in order of the answers. Each teacher's last answer counts."""
     last = {a["teacher"]: a["action"] for a in actions if key(a["action"])}
     groups: dict[str, list[str]] = {}
     for teacher, action in last.items():
@@ -170,7 +170,7 @@ def training_pairs(path: str | Path) -> list[DPOPair]:
         try:
             return [checked_pair(row)]
         except ValueError as error:
-            raise InnerError(f"pairs: {path}, line {number}: {error}. Mend the line, or take it out.") from error
+            raise InnerError(f"pairs: {path}, line {number}: {error}. Correct the line, or take it out.") from error
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", TraceWarning)  # a line that is not JSON

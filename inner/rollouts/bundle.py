@@ -33,7 +33,7 @@ Ids = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of torch, numpy, python and the GPU, as tensors and two numbers each."""
+    """The random states of torch, numpy, python and the GPU: tensors, and a few numbers for numpy and python."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]

@@ -9,8 +9,8 @@ A bundle with log-probs was sampled elsewhere, by an actor (acting.py), perhaps 
 correction counts: each token's loss times π_now / π_sampled, at most CLIP.
 
 Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages, lessons and metrics are computed as
-always, and the random states go on as they were after the recorded generation.  So the gradients are equal, bit for
-bit, where the weights are, and generations after it are those that the first process would have made.
+always, and the random states go on as they were after the recorded generation.  So if the weights are equal, the
+gradients are equal, bit for bit, and later generations are those that the first process would have made.
 
 Nothing is recorded in an evaluation.  Not promised: images; vLLM's random numbers; what an environment of the user's
 keeps between episodes.
@@ -198,7 +198,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
 
 def is_truncated(trainer: Any) -> bool:
-    """Whether a trainer samples otherwise than from the softmax of all tokens."""
+    """Whether a trainer does not sample from the softmax of all tokens."""
     args = trainer.args
     kept = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0
     return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)

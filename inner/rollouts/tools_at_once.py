@@ -3,8 +3,8 @@
     completions: every rollout whose newest message calls tools ──▶ a thread each, `workers` at once ──▶ results by row
                                                                      └ then its async calls, tasks of TRL's event loop
 
-TRL's loop calls tools rollout by rollout.  Its first call of a turn starts those of all rollouts here, and each later
-call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
+TRL's loop calls tools rollout by rollout.  Here the first call of a turn starts the calls of all rollouts, and each
+later call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
 rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,

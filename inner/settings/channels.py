@@ -7,8 +7,8 @@
     β(t)   replay.weight ──▶ replay.weight_end      ▏ steps, then constant; without an end, constant from the start
     TAID   sdpo.taid_t_start ──▶ sdpo.taid_t_end   ╱
 
-They depend on t alone. So all replicas at step t optimise the same loss, and a new session continues with the weights
-of the run's step.
+The weights depend on t alone. So all replicas at step t optimise the same loss, and a new session continues with the
+weights of the run's step.
 
 Not promised: that a weight has the same effect with another kernel. The divergence's scale jumps at sdpo.jsd_beta = 0
 and 1, and DPO's gradient grows with the length of the responses.
@@ -51,13 +51,13 @@ class SdpoSettings(Table):
     context: str = setting(
         "hint",
         '"hint": a hint stands in front of each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
-        "\"rollout\": the SDPO paper's: the whole response again, behind a sibling's success and the errors.",
+        '"rollout": as in the SDPO paper, the whole response after the success of a sibling and the errors.',
         one_of=CONTEXTS,
     )
     teacher: str = setting(
         "round",
-        'Whose weights teach: "round" θ_t as committed, the same on every replica (without a run: as they came in), '
-        '"frozen" θ₀, "ema" this session\'s own average, "live" those of this very step.',
+        'Weights of the teacher: "round" θ_t as committed, the same on every replica (without a run: θ₀), '
+        '"frozen" θ₀, "ema" this session\'s own average, "live" those of the current step.',
         one_of=TEACHERS,
     )
     ema_rate: float = setting(
@@ -112,7 +112,7 @@ class SdpoSettings(Table):
             raise ChannelError(
                 'inner.sdpo.wrapper = "eopd" adds forward KL where the teacher\'s entropy is above '
                 "inner.sdpo.eopd_threshold, which is not set. Set it, in nats: a high quantile of the teacher's "
-                "entropies, 0.8 say."
+                "entropies, for example 0.8."
             )
         clip = self.token_clip
         highest = highest_jsd_entry(self.jsd_beta)
@@ -144,7 +144,7 @@ class ReplaySettings(Table):
         False, "Leave out pairs that the model's chat template cannot write, or that are too long."
     )
     dpo_beta: float = setting(0.1, "β of DPO.", above=0)
-    label_smoothing: float = setting(0.0, "Anchor of DPO: how likely a pair is the wrong way round.", least=0)
+    label_smoothing: float = setting(0.0, "Anchor of DPO: the probability that a pair is reversed.", least=0)
     nll_weight: float = setting(0.0, "Anchor of DPO: the chosen's NLL; 1 where pairs share most words.", least=0)
     dpop_lambda: float = setting(0.0, "Anchor of DPO: λ of DPO-Positive.", least=0)
     simpo_beta: float = setting(2.0, "β of SimPO.", above=0)
@@ -224,7 +224,7 @@ class ChannelSettings:
         moving += ['inner.sdpo.wrapper = "taid"'] if self.sdpo.wrapper == "taid" else []
         if moving and self.weight_steps is None:
             raise ChannelError(
-                f"{moving[0]} moves with the committed outer steps, and nothing says over how many. Set "
+                f"{moving[0]} moves with the committed outer steps, and their number is not set. Set "
                 "inner.schedule.weight_steps to the number of outer steps of the run, or to fewer."
             )
         if self.weight_steps is not None and not moving:
@@ -282,7 +282,7 @@ def refuse_unread(
         if value != default_of(type(owner).__dataclass_fields__[key]):
             raise error(
                 f"inner.{name} = {value!r} does nothing here: it is read only where {condition}. Leave inner.{name} "
-                "out, or make that so."
+                "out, or change the other setting."
             )
 
 

@@ -1,5 +1,5 @@
-"""Settings of what a plain run leaves out, against each other: loop = "supervised", rewards, sdpo, process, vllm,
-boxes.
+"""Contradictions between optional settings, of which a plain run has none: loop = "supervised", rewards, sdpo, process,
+vllm, boxes.
 
 Not promised: contradictions inside one table (but [inner.rewards]), which its own class finds.  No torch here.
 """
@@ -110,7 +110,7 @@ def _check_boxes(config: "InnerConfig") -> None:
     task, boxes = config.data.task, config.sampling.boxes
     is_harbor = task is not None and task.startswith(f"{HARBOR}:")
     if is_harbor and boxes is None:
-        raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set inner.sampling.boxes = "local", say.')
+        raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set, e.g., inner.sampling.boxes = "local".')
     if boxes is not None and config.sampling.environment is None and not (is_harbor or config.data.prompts):
         raise InnerError(
             f'inner.sampling.boxes = {boxes!r} has no Harbor tasks. Set inner.data.task = "harbor:FOLDER", or leave '
@@ -122,7 +122,7 @@ def _check_boxes(config: "InnerConfig") -> None:
 
 
 def check_rewards(function: str | None, functions: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
-    """Raise InnerError for names of rewards that are none, or weights without effect.   name_of: task.reward_name."""
+    """Raise InnerError for a value that names no reward, or for weights without effect.   name_of: task.reward_name."""
     if function is not None and function.startswith("hub:"):
         raise InnerError(
             f"inner.rewards.function = {function!r} is a reward model. Write it as a line of "

@@ -288,7 +288,7 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class GrpoSettings(Table):
-    """The policy gradient: an objective of the menu, and what of it a run changes."""
+    """The policy gradient: an objective of the menu, and the run's changes to it."""
 
     path: ClassVar[str] = "inner.grpo"
 
@@ -299,7 +299,7 @@ class GrpoSettings(Table):
         1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
     )
     loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
-    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
+    scale_rewards: str | None = setting(None, '"group", "batch" or "none": the divisor of advantages.')
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
     dynamic_sampling: int | None = setting(
@@ -311,7 +311,7 @@ class GrpoSettings(Table):
     steps_per_generation: int | None = setting(
         None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
     )
-    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
+    num_iterations: int = setting(1, "Number of updates from each generation.", above=0)
 
     def check(self) -> None:
         find_objective(self.objective)

@@ -40,24 +40,24 @@ EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Table):
-    """Settings that move with the committed outer step, so that a replica that comes later is where the others are."""
+    """Settings that move with the committed outer step, so that a replica that joins late has the others' values."""
 
     path: ClassVar[str] = "inner.schedule"
 
-    lr_shape: str = setting("constant", "How inner.lr goes to `lr_end` of itself, once it has risen.", one_of=LR_SHAPES)
+    lr_shape: str = setting("constant", "How inner.lr falls to lr_end × inner.lr after its rise.", one_of=LR_SHAPES)
     lr_warmup: int = setting(0, "Outer steps over which inner.lr rises in equal parts.", least=0)
     lr_steps: int | None = setting(
         None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
     )
     lr_replicas: str | None = setting(
         None,
-        "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1 "
-        '("constant"), √n ("sqrt") or n ("linear").  Left out: √n.',
+        "inner.lr is the rate for one machine. With n replicas in an outer step, replicas multiply it by 1 "
+        '("constant"), √n ("sqrt") or n ("linear"). Default: √n.',
         one_of=tuple(LR_REPLICAS),
     )
-    lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
+    lr_end: float = setting(0.0, 'Share of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
     weight_steps: int | None = setting(
-        None, "Outer steps over which `weight_end` of the channels and TAID's t are reached.", above=0
+        None, "Outer steps until the channels' weights reach `weight_end`, and TAID's t its end.", above=0
     )
 
     def check(self) -> None:
@@ -65,12 +65,12 @@ class ScheduleSettings(Table):
             raise InnerError(
                 f'inner.schedule.lr_shape = "{self.lr_shape}" ends after inner.schedule.lr_steps = '
                 f"{self.lr_steps} outer steps, which must be more than inner.schedule.lr_warmup = {self.lr_warmup}. "
-                "Set it to the run's fleet.steps, say."
+                "Set it, for example, to the run's fleet.steps."
             )
         if self.lr_shape == "constant" and (self.lr_steps is not None or self.lr_end != 0):
             raise InnerError(
                 f"inner.schedule.lr_steps = {self.lr_steps} and lr_end = {self.lr_end} do nothing with "
-                'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
+                'inner.schedule.lr_shape = "constant". Set "linear" or "cosine", or leave the other two out.'
             )
 
     def lr_factor(self, step: int) -> float:
@@ -100,7 +100,7 @@ class DataSettings(Table):
         '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`; or a folder of Harbor tasks, `"harbor:FOLDER"`.',
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
-    task_size: int = setting(1000, "Rows of the task; all that there are, where it has fewer.", above=0, most=100_000)
+    task_size: int = setting(1000, "Rows of the task; all of its rows, if it has fewer.", above=0, most=100_000)
     task_seed: int = setting(0, "Seed of the task's rows.", least=0, most=4000)
     task_chat: bool = setting(
         True, "The task's prompts are chats; false: one text each, for a model without a chat template."
@@ -144,7 +144,7 @@ def is_one_file(prompts: str | list[str]) -> bool:
 def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
     """Raise InnerError for a task that has no name, or that is set beside or in `prompts`.   table: "inner.data"."""
     if task is not None and prompts:
-        raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
+        raise InnerError(f"{table}.task = {task!r} is set beside {table}.prompts = {prompts!r}. Leave one of them out.")
     check_spelling(f"{table}.task", task)
     if is_task(prompts):
         raise InnerError(f'{table}.prompts = "{prompts}" is a task. Write {table}.task = "{prompts}".')
@@ -167,14 +167,14 @@ class RewardSettings(Table):
     )
     functions: dict = setting(
         dict,
-        '`[inner.rewards.functions]`: several of them, a line `"file.py:function" = weight` each, or '
+        '`[inner.rewards.functions]`: several rewards, a line `"file.py:function" = weight` each, or '
         '`"hub:OWNER/NAME" = weight` for a reward model; the reward is their weighted sum (0: logged only).',
     )
     retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
     timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
     broken: str | float = setting(
         "worst",
-        'Worth of a completion that breaks the reward while others get numbers: "worst" (what its worst sibling got), '
+        'Reward of a completion that breaks the function while others get numbers: "worst" (lowest of the group), '
         'a number, or "none" (no advantage, which a policy can learn to reach).',
     )
 
@@ -310,7 +310,7 @@ class LoraSettings(Table):
         if names != ALL_LINEAR and not listed:
             raise InnerError(
                 f'inner.lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets '
-                'to ["q_proj", "v_proj"], say.'
+                'to ["q_proj", "v_proj"], for example.'
             )
 
     @property
@@ -340,7 +340,7 @@ class VllmSettings(Table):
     dtype: str | None = setting(
         None,
         "The dtype that the engine computes in (default: inner.dtype). bfloat16 under a float32 trainer is faster, and "
-        "samples from a slightly other policy.",
+        "samples from a slightly different policy.",
         one_of=ENGINE_DTYPES,
     )
     importance_mode: str = setting(

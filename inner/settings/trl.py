@@ -129,7 +129,7 @@ def check_trl(config: "InnerConfig") -> None:
     _check_batching(config)
     if config.vllm is None and (unread := [name for name in ENGINE_ONLY if name in config.trl]):
         raise InnerError(
-            f"inner.trl.{unread[0]} does nothing here: nothing generates with vLLM. Add the table [inner.vllm]."
+            f"inner.trl.{unread[0]} does nothing here: the run does not generate with vLLM. Add the table [inner.vllm]."
         )
 
 

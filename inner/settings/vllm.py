@@ -45,6 +45,6 @@ def refuse_without_vllm() -> None:
     """Raise InnerError if vLLM is not installed."""
     if not has_vllm():
         raise InnerError(
-            "the table [inner.vllm] asks for vLLM, which is not installed here. It needs other versions than the "
-            f"usual ones, so an environment of its own: {INSTALL}. Or leave the table out."
+            "the table [inner.vllm] asks for vLLM, which is not installed here. It needs other versions of "
+            f"packages, so make an environment of its own: {INSTALL}. Or leave the table out."
         )

@@ -62,7 +62,7 @@ def as_literal(value: Any) -> str:
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise InnerError(f"its rows hold what cannot be written down: {text[:80]}. Choose another dataset.") from error
+        raise InnerError(f"its rows hold values that text cannot hold: {text[:80]}. Choose another dataset.") from error
     return text
 
 
@@ -96,7 +96,7 @@ def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:
     known = {f.name: f for f in fields(config)}
     for name in spec.options:
         if name in OURS:
-            raise InnerError(f"task_options.{name} is ours to set. Write {OURS[name]} beside the task.")
+            raise InnerError(f"task_options.{name} is set by the run. Write {OURS[name]} beside the task.")
         if name not in known:
             own = sorted(known.keys() - OURS.keys())
             near = get_close_matches(name, own, n=1)

@@ -1,4 +1,4 @@
-"""The channels on one of K ranks: together they are one process with K times the batch.
+"""The channels on one of K ranks: together the ranks act as one process with K times the batch.
 
     lessons     of this rank's own rollouts: a group of rollouts lies on one rank, so a rollout's siblings do, too
                 (the scores of turns are compared in a group, too)
@@ -13,7 +13,7 @@
 A rank in shards (FSDP2) holds all weights from the loss to the end of the backward pass, because the channels call the
 backbone and the head by themselves (decision 086).
 
-Not promised: shared hints, or one ceiling for what they cost (each rank asks about its own rollouts); the norm of a
+Not promised: shared hints, or one cost ceiling for all (each rank asks about its own rollouts); the norm of a
 channel's gradient over all ranks: the log has the mean of the ranks' own.
 """
 

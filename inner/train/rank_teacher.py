@@ -30,7 +30,7 @@ class RankTeacher(DistillationTeacher):
     """A DistillationTeacher on one of several ranks. Call `place` after the student's parameters are placed."""
 
     def place(self) -> None:
-        """Cut the weights as the student's are cut."""
+        """Cut the weights in the same way as the student's weights."""
         self._weights = dict(self._cut(self._weights.items()))
         if self._average:
             self._average = {name: value.float() for name, value in self._weights.items()}

@@ -7,7 +7,7 @@
 A slot of K ranks reads the prompts, in the order, that one rank with K times the batch reads.  Ranks draw their noise
 from seeds of their own, so completions differ from that one rank's.
 
-What is known on one rank alone reaches the others before it counts: failed rewards, completions that broke a judge.
+A fact that one rank alone knows reaches the others before it counts: failed rewards, completions that broke a judge.
 
 [inner.sdpo], [inner.replay] and [inner.process]: rank_channels.py, which is imported where they are used.
 
@@ -109,7 +109,7 @@ class RankLoop(GrpoLoop):
             self._theta = None  # evaluations follow an outer step of the whole model, so the live weights are θ
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
-        """Score on all ranks, each its part. Return the scores of all rows on each of them."""
+        """Score a part of the rows on each rank. Return the scores of all rows on every rank."""
         state = PartialState()
         part = -(-len(rows) // state.num_processes)
         padded = [*rows, *[rows[-1]] * (part * state.num_processes - len(rows))]

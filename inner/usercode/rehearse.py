@@ -35,7 +35,7 @@ SANDBOX = "inner.extras.deletion.sandbox"
 class Rehearsal:
     """Result of a rehearsal.   refused: the fault as text.   missing: an imported package that this machine lacks.
 
-    late: it was not done after TIME_S, so nothing is known.
+    late: not done after TIME_S, so nothing is known.
     sandboxed: the code runs programs in bubblewrap, so replicas need it; no_sandbox: this machine has no sandbox.
     warning: about a reward that works, but gives every answer the same number.
     """
@@ -163,7 +163,7 @@ def main(asked: Mapping[str, Any]) -> None:
 
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
-    """Add what the rows' own answers show about the reward."""
+    """Add the findings about the reward from the rows' own answers."""
     from inner.usercode.check import SilentReward, constant_reward
 
     try:

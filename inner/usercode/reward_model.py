@@ -38,7 +38,7 @@ def pin_reward_model(spelling: str) -> str:
 
 
 def load_reward_model(spelling: str) -> Callable[..., list[float]]:
-    """Return a reward function on this machine's accelerator; its name is that in logs.   Raises HubError."""
+    """Return a reward function on this machine's accelerator; its name is the one in logs.   Raises HubError."""
     name, commit = reward_model_parts(spelling)
     return make_reward(fetch_snapshot(name, commit), reward_name(spelling))
 
@@ -99,5 +99,5 @@ def _check_head(config: dict[str, Any], what: str) -> None:
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or _DEFAULT_LABELS
     if labels != 1:
         raise InnerError(
-            f"{what} tells {labels} classes apart. A reward model has one label, whose logit is the reward."
+            f"{what} distinguishes {labels} classes. A reward model has one label, whose logit is the reward."
         )

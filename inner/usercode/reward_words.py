@@ -13,7 +13,7 @@ from inner.usercode.attempts import Scored
 
 
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
-    """Return the log's line about failed batches.   batches: with failures since the last line."""
+    """Return the log's line about failed batches.   batches: number with failures since the last line."""
     before = f"; {batches} batches with failures since the last report" if batches > 1 else ""
     lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
     lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""

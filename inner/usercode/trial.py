@@ -87,7 +87,7 @@ def try_reward(
     """Call the reward on the first `rows` prompts in a child process.  Raises InnerError if that is not possible."""
     if not (config.rewards.named or config.scoring_task) or config.data.source is None:
         raise InnerError(
-            "there is no reward function with prompts to try (a reward model is not asked here): set "
+            "this check needs a reward function (not only a reward model) and prompts: set "
             "inner.rewards.function and inner.data.prompts, or inner.data.task"
         )
     if config.sampling.environment is not None:

@@ -39,7 +39,7 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
         defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise InnerError(
             f"{setting_of(kind)} = {spelling!r}: the file defines no {name!r}; it defines "
-            f"{', '.join(defined) or 'nothing callable'}. Correct the name behind the colon in {setting_of(kind)}."
+            f"{', '.join(defined) or 'nothing callable'}. Correct the name after the colon in {setting_of(kind)}."
         )
     found = getattr(module, name)
     if not callable(found):
@@ -63,7 +63,7 @@ def check_syntax(kind: str, spelling: str, files: Files) -> None:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InnerError(
             f"{setting_of(kind)} = {spelling!r} is not Python that can be run.\n  {path.name}{line}\n"
-            f"  {type(error).__name__}: {what}\n  next: mend the line."
+            f"  {type(error).__name__}: {what}\n  next: correct the line."
         ) from error
 
 
@@ -100,7 +100,7 @@ def user_lines(error: BaseException, path: Path) -> str:
     what = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
     where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
-    mend = f"mend the line; `python {path.name}` shows what the file does by itself"
+    mend = f"correct the line; `python {path.name}` shows what the file does by itself"
     install = f"install what it imports where this runs, or leave the import out of {path.name}"
     return f"{where}  {what}\n  next: {install if isinstance(error, ImportError) else mend}."
 

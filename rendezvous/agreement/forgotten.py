@@ -1,6 +1,6 @@
 """Whether a sealed run's newest commits were deleted: heartbeats and offers tell how far its replicas came.
 
-Not promised: to see it where they were deleted, too.
+Not promised: detection if heartbeats and offers were deleted, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from rendezvous.store import Readable
 def refuse_forgotten_steps(
     store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
 ) -> None:
-    """Raise RecordsLost if a heartbeat or a leave record names a later step whose commit before it is missing.
+    """Raise RecordsLost if a heartbeat or a leave record names a later step t, and commit t − 1 is missing.
 
     step: the first step without a commit that a joining replica found.   fence: that of the newest commit.
     Called only in runs with a key; in other runs any writer of the bucket may write a beat.

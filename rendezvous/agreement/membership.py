@@ -76,7 +76,7 @@ class Wanted:
     guests: frozenset[str] = frozenset()
 
     def with_control(self, control: Control) -> "Wanted":
-        """Return this desired state as one more control record changes them."""
+        """Return the desired state after one more control record."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         guests = {control.guest} if control.guest else set[str]()
         beyond = {kind: [int(guest[1:]) + 1 for guest in guests if guest[0] == kind] for kind in "ra"}
@@ -162,7 +162,7 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
 
     A later control record proves a gap; a committed step proves that there was a first record.  Any other object proves
     nothing, because any writer may have put it there.  LIST may be out of date.  All these records may also be newer
-    than `wanted`.  They are written in order, so the missing one is read last here.
+    than `wanted`.  Records are written in order, so the missing record is read again after the others.
     """
     later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
@@ -196,7 +196,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
 
 
 def write_control(store: Store, clock: Clock, **changes: object) -> Wanted:
-    """Append one control record.   Return the desired state as it changes it."""
+    """Append one control record.   Return the desired state after this record."""
     if "places" in changes:
         changes["places"] = tuple(changes["places"])  # type: ignore[arg-type]
     while True:
@@ -257,11 +257,11 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", **process: Any) -> int:
-    """Claim a slot's next generation, and return it.   process: its other fields.   Raise Fenced if this process ends.
+    """Claim a slot's next generation, and return it.   process: other fields.   Raise Fenced for a loser.
 
-    If two launches claim at the same moment, the loser ends.  If it claimed the next generation instead, two launchers
-    would fence each other without end.  A launch that its platform restarts also ends if a later launch has claimed the
-    slot.
+    If two launches claim at the same moment, the loser ends.  If the loser claimed the next generation instead, two
+    launchers would fence each other without end.  A launch that its platform restarts also ends if a later launch has
+    claimed the slot.
     """
     generation = 1
     while True:

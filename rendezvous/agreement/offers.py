@@ -88,7 +88,7 @@ class OfferBook:
     # ------------------------------------------------------------------ of any slot
 
     def standing_offer(self, s: int, slot: str) -> Offer | None:
-        """Return a slot's offer for step s: its first eligible record, by any of its generations; None if none is."""
+        """Return a slot's offer for step s: its first eligible record, by any of its generations, or None."""
         return self.standing_offers(s, [slot]).get(slot)
 
     def standing_offers(self, s: int, slots: Iterable[str]) -> dict[str, Offer]:

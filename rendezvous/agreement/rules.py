@@ -123,11 +123,11 @@ def round_to_fp32(x: float) -> float:
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
     """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
 
-    The writer was alive between the two beats, for the time by its own clock, and for the number of beats that it
-    counted.  In the rest of the observer's time it was silent, after `old.silent` seconds at the earlier look.  The
-    smallest of these ages is returned, so that one wrong clock never makes a living replica look dead; so the age may
-    be too small.  `DRIFT` makes it smaller still, so that the errors of two clocks do not add up.  A beat that was
-    not there at the earlier look is not older than that look.
+    The writer lived between the two beats: for the time by its own clock, or by the beats that it counted.  It was
+    silent for the rest of the observer's time, and for `old.silent` seconds before.  Each clock gives an age.  The
+    smallest is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age smaller
+    still, so that the errors of two clocks do not add up.  A beat that was not there at the earlier look is not older
+    than that look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))

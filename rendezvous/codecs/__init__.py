@@ -54,7 +54,7 @@ def get_codec(name: str) -> "Codec":
 
 
 def load_mean_kernel(name: str) -> Callable[..., bool] | None:
-    """Return `cpu.weighted_mean` for this codec's bodies; None if it has none, or if it was not compiled."""
+    """Return `cpu.weighted_mean` for this codec's bodies; None if there is none, or if it was not compiled."""
     try:
         from rendezvous.codecs.kernels import cpu
     except ImportError:

@@ -18,7 +18,7 @@ Source: 8-bit optimizers (arXiv 2110.02861), section 2.  In Streaming DiLoCo (25
 quality.  pieces.py applies a format to a long vector.  kernels/ does the same arithmetic in one pass, and is compared
 with it.
 
-Not promised: more work on residuals than `pack_and_subtract`; speed; a bf16 error below 2⁻⁹·|x| for denormals, where
+Not promised: residuals, except in `pack_and_subtract`; speed; a bf16 error below 2⁻⁹·|x| for denormals, where
 neighbouring values differ by 2⁻¹³³; blocks' values below half of the smallest normal fp32, which become 0; an error of
 at most scale/2 to the last bit, because the code is rounded from fl(v·fl(1/scale)).
 """

@@ -10,7 +10,7 @@
     entry = place in the column (6 bits) | negative (1) | high (1)
 
 The kept elements are split at their mean magnitude: `low` and `high` are the mean magnitudes below and above it.  If
-fewer than 384 of them are not zero, `low` is 0 and all others have the magnitude `high`.
+fewer than 384 of them are nonzero, `low` is 0, and all nonzero ones have the magnitude `high`.
 
 SparseLoCo keeps 64 of 4096 elements, and multiplies the residual by 0.95 each round.  Here chunks have 64 elements, so
 a place takes 6 bits instead of 12, and the same bytes hold almost twice as many entries.

@@ -9,7 +9,7 @@
 
     the closer of a direct step announces the mean (announcements.py) after the step
 
-Not promised: an end before `give_up` while a writer of the bad body lives.
+Not promised: that the wait ends before `give_up` while a writer of the bad body lives.
 """
 
 from collections.abc import Callable, Generator
@@ -44,7 +44,7 @@ class Averager:
     """One replica's means.
 
     check_before_pause(): raises if the replica must leave instead of waiting.
-    refuse_lost(): raises RecordsLost if the store is not the run's any more, so that a missing body never comes.
+    refuse_lost(): raises RecordsLost if another store is in the place of the run's: a missing body never comes.
     """
 
     store: Store

@@ -5,7 +5,7 @@
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
-Not promised: that this replica knows the newest snapshot.  Its writer knows it at once, the others from a commit.
+Not promised: that this replica knows the newest snapshot.  Its writer knows it at once, other replicas from a commit.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class SnapshotDuty:
     ) -> None:
         """Begin to write θ_step during the next inner steps, if a snapshot is due.
 
-        closed: this replica wrote the commit before.   idle: it is not behind, and the run is not done.
+        closed: this replica wrote the commit before.   idle: this replica is not behind, and the run is not done.
         """
         due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
         if due and idle and not self.writer.is_busy:

@@ -119,7 +119,7 @@ class Window:
 
 
 def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
-    """Return the outer steps from one snapshot to the next with which the window fits into the budget.
+    """Return the number of outer steps between two snapshots with which the window fits into the budget.
 
     snapshot: bytes of a snapshot.   step: bytes that each step leaves.
     At most `every`, and at least 1, even if nothing fits; `every` without a budget.
@@ -292,8 +292,8 @@ class SnapshotPace:
     def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
         """Whether this replica must write θ_t.
 
-        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: it gave up the
-        last snapshot that it began.   stands(step): whether that snapshot exists (a request).
+        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: this replica gave
+        up the last snapshot that it began.   stands(step): whether that snapshot exists (a request).
 
         If there was no snapshot for 2·every steps, every replica writes one.
         """

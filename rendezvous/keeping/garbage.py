@@ -9,9 +9,9 @@
 
 A commit may list a late delta until F·max_carry steps after the delta's step.  So a delta that no commit lists is
 deleted only below d, with the rest of its step.  The readers of a delta that commit t
-lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and its own from
-memory.  Every other replica reads the announced mean, and so does one that finds a body deleted.  Before s, a
-delta is needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
+lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and has its own in
+memory. Every other replica reads the announced mean, also one that finds a body deleted.  Before s, a delta is needed
+only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
 
 The budget (keeping/budget.py) decides which of the blobs that may go are deleted; a budget of 0 keeps none of them.
 
@@ -321,10 +321,10 @@ def sweep_ended_run(
     elements: Sequence[int],
     at_most: int = _LAST_SWEEP,
 ) -> int:
-    """Collect once more after all `steps` are committed.   Return the number of blobs, with those already deleted.
+    """Collect once more after all `steps` are committed.   Return the number of blobs, including those already gone.
 
-    Called after the replicas have ended: if the last one was killed before it collected, no replica is left to do it.
-    elements: number in each fragment.   at_most: the most steps that are read.
+    Call it after all replicas have ended: if the last replica was killed before it collected, no replica collects.
+    elements: number in each fragment.   at_most: the largest number of steps that are read.
     Delete nothing if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])

@@ -43,7 +43,7 @@ class Announcements:
         put_once(self.store, self.clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """Return whether the register is taken, and its announcement, None if it has none.  Report other contents."""
+        """Return whether the register is taken, and its announcement or None. Report other contents."""
         register = self.store.get(layout.mean_key(t, j))
         if register is None:
             return False, None
@@ -65,7 +65,7 @@ class Announcements:
         return trouble
 
     def put_back(self, record: Mean, body: np.ndarray) -> bool:
-        """Upload a damaged copy again from a computed mean.   Return False if `body` has not the announced digest."""
+        """Upload a damaged copy again from a computed mean.   Return False if `body` has another digest."""
         if not has_digest(as_bytes(body), record.digest, required_digest_kind(self.store)):
             return False
         self.store.put(record.blob, as_bytes(body))

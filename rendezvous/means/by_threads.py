@@ -1,4 +1,4 @@
-"""Means of commits, made by several threads: each averages other shards, with the same bits as one thread.
+"""Means of commits, made by several threads: each averages some shards, with the same bits as one thread.
 
     shards   │ 0 1 2 │ 3 4 5 │ …      each run of shards ──▶ a Reducer of its own (memory, records of what it saw)
                  │       │
@@ -6,8 +6,8 @@
              all bodies as they should be ──▶ the mean
              a body is missing, damaged or poisoned, or there is a sample to keep ──▶ again, in one thread (reduce.py)
 
-So events, retries and what counts for nothing come from one thread alone.  This is for stores where a request costs a
-copy.  Each thread holds one shard, at most a 64th, of every body.
+So one thread alone reports events, retries, and leaves out bodies.  This is for stores where a
+request costs a copy.  Each thread holds one shard, at most a 64th, of every body.
 
 Not promised: a gain if a body is bad; the pass is then made twice.
 """

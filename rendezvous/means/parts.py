@@ -4,10 +4,10 @@
     every other        announced ──▶ take: fetch it        damaged ──▶ compute it, and upload it again
                        not announced ──▶ take returns False; the caller waits, or computes it (engine/sharded.py)
 
-A part is announced as the codec's encoded bytes, and every replica decodes it from them, also its owner.  Audits read
-means in the same way; for them a direct commit has one part, the whole mean in fp32.
+A part is announced as the codec's encoded bytes. Every replica, also the part's owner, decodes these bytes.  Audits
+read means in the same way; for them a direct commit has one part, the whole mean in fp32.
 
-Not promised: that a part is announced.  Whoever has the listed bodies can compute it, with the same bits.
+Not promised: that a part is announced.  Any reader of the listed bodies can compute it, with the same bits.
 """
 
 from collections.abc import Iterator

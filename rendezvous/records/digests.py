@@ -10,7 +10,7 @@ A digest names its kind, so a forger could choose a weak one.  Therefore the rea
 accepts no weaker one.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
 (tests/support/second_preimage.py).
 
-Not promised: one digest for the same bytes.  They have one of each kind.
+Not promised: one digest for the same bytes.  The same bytes have one digest of each kind.
 """
 
 import hashlib

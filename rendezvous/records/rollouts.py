@@ -2,11 +2,11 @@
 
     rollouts/r01/0000000042/0000.0.bundle      payload ‖ \n ‖ {"kind":"rollouts", …, "digest":"xxh3-128:…"} ‖ \n
 
-The record has no line end, so the last but one line end of the object is before it.  One object costs one GET to find
-and one PUT to write, and its record can be sealed as a log is.
+The record has no line end inside it, so the last but one line end of the object is just before it.  One object costs
+one GET to find and one PUT to write, and its record can be sealed as a log is.
 
-The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that it is true.  A verdict
-about it (diloco/replica/door.py) is a record of its own, and so is a reward that comes later.
+The payload is the trainer's (inner/rollouts/bundle.py); here it is bytes.  Not promised: that the payload is true.  A
+verdict about it (diloco/replica/door.py) and a later reward are records of their own.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ RewardValue = Annotated[float, Within(-1e18, 1e18)]  # as of rewards that are tr
 class Rollouts(Record):
     """The record of a bundle.
 
-    run: the run's nonce.   place: generation of the slot's samples, and bundle of that.
+    run: the run's nonce.   place: generation of the slot's samples, and the bundle's number in it.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
     actor: its name; "" if the slot's own session sampled.
-    threads: of its process; bits of sums depend on them.   digest: of the payload.
+    threads: their number in its process, on which bits of sums depend.   digest: of the payload.
     """
 
     kind = "rollouts"
@@ -77,8 +77,8 @@ def payload_digest(payload: bytes, kind: str) -> str:
 class RolloutVerdict(Record):
     """A session's check of an actor's bundle, under the bundle's key with another ending.   of: the bundle's nonce.
 
-    by: generation of the session.   step: as in the bundle.   disagreement, surprise: as in RolloutCheck; LARGE for
-    what is no number.   doubts: the reasons not to use the bundle; "": it is believed.
+    by: generation of the session.   step: as in the bundle.   disagreement, surprise: as in RolloutCheck; LARGE if not
+    a number.   doubts: the reasons not to use the bundle; "": it is believed.
     """
 
     kind = "verdict"

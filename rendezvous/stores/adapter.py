@@ -4,7 +4,7 @@
     create                                s3fs, gcsfs, adlfs, and only after a race of 16 writers had one winner
 
 On most file systems fsspec's `mode="create"` checks first and then writes: on local ones, 28 of 60 races had several
-winners.  So `create` is refused on all others.  Bytes are copied more often than in `cloud`, and this needs the GIL.
+winners.  So only these three may `create`.  Bytes are copied more often than in `cloud`, and this needs the GIL.
 
 Not promised: an atomic `put` (a reader of a folder may see half an object, which its digest shows); no copies.
 """

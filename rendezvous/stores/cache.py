@@ -10,7 +10,7 @@
     before it is used:   the newest cached commit is read from the bucket.   If its bytes differ or it is missing, the
                          run is another one (for example restored from a backup), and the cache is not used
 
-One read checks all cached commits, because each has the digest of the one before.  A damaged file is deleted, and its
+This one read checks all cached commits, as each has the digest of the one before.  A damaged file is deleted, and its
 records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a
 control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the new one.
 

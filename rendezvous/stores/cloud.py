@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a bucket.   url: its URL without secrets, which may be printed."""
+    """Address of a bucket.   url: a URL without secrets, for messages."""
 
     scheme: str
     bucket: str

@@ -94,7 +94,7 @@ class VerifiedStore:
             return VOID
         raise Forged(
             f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
-            "Another program can write to this bucket: take that right away, restore the object from a backup (or "
+            "Another program can write to this bucket: remove its right, restore the object from a backup (or "
             "delete it, if it never was one of the run's), and run the same command again"
         )
 
@@ -127,7 +127,7 @@ class SignedStore(VerifiedStore):
 
 
 def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
-    """Return a record's bytes with its tag as the last field; for a log, the tag is one more line."""
+    """Return a record's bytes with the tag as the last field; a log gets the tag as one more line."""
     if record.endswith(b"\n"):
         return record + b'{"seal":"' + _record_tag(record, secret, run, key) + b'"}\n'
     return record[:-1] + b',"seal":"' + _record_tag(record, secret, run, key) + b'"}'

@@ -225,7 +225,7 @@ class WeightsFollower:
                 raise Corrupt(f"{part.blob} is not there any more")
             if has_digest(body, part.digest, required_digest_kind(self._store)):
                 return body
-        raise Corrupt(f"{part.blob} has not the bytes that were announced")
+        raise Corrupt(f"{part.blob} does not have the announced bytes")
 
     def _refuse(self, weights: Weights, why: str) -> None:
         self._refused.add(weights.nonce)

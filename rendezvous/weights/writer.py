@@ -5,14 +5,14 @@
     mean of t ─── waits ──┘ θ is about to be stepped
 
 Every replica that may close a step keeps bf16(θ), 2 bytes per value.  It writes an anchor, which has all values, at
-each step that ANCHOR_EVERY divides.  It also writes one if a reader could not continue otherwise: its own copy is not
-that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.  So the next step
+each step that ANCHOR_EVERY divides.  It also writes one if a reader could not continue otherwise: the replica's copy is
+not that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.  So the next step
 repairs the chain.
 
 When an anchor is written, the blobs of the chain before the previous anchor are deleted.
 
 Not promised: the weights of every step.  If the store is slower than a round, some are left out.  If a replica is
-killed while it deletes old blobs, the others stay.
+killed while it deletes old blobs, the other blobs stay.
 """
 
 import threading
@@ -153,7 +153,7 @@ class WeightsWriter:
         for at in range(0, len(flat), CHUNK):
             chunk = flat[at : at + CHUNK]
             if not fits_bf16(chunk):
-                raise NotFinite("θ has values that are NaN or infinite in bf16; no weights are written of it")
+                raise NotFinite("θ has values that are NaN or infinite in bf16, so its weights are not written")
             new = bf16_bits(chunk)
             old = self._bits[offset + at : offset + at + len(new)]
             if found is not None:

@@ -202,8 +202,6 @@ def test_a_long_system_prompt_founds_a_run_and_one_that_no_reader_takes_founds_n
     run = founded(tmp_path, text.format("x" * 20_000))
     assert read_run(run.url).config.inner.data.system == "x" * 20_000
     (tmp_path / "other").mkdir()
-    with pytest.raises(
-        WireError, match=r"refuse this run.*its config is 100000 characters long"
-    ):
+    with pytest.raises(WireError, match=r"refuse this run.*its config is 100000 characters long"):
         founded(tmp_path / "other", text.format("x" * 100_000))
     assert not list((tmp_path / "other").rglob("run.json"))

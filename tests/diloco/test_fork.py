@@ -108,7 +108,7 @@ def test_a_run_that_was_founded_again_goes_by_its_first_name(old: Fleet, tmp_pat
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "has inner.dtype = 'float32', this config 'bfloat16'"),
     "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, this config 2"),
-    "a step that was not taken": ("@9", {}, "step 9 has not been taken yet: the run stands at 4"),
+    "a step that was not taken": ("@9", {}, "step 9 has not been taken yet: the run is at step 4"),
     "no run": ("/nowhere@2", {}, "there is no run at"),
 }
 
@@ -133,7 +133,7 @@ def test_a_copy_that_was_cut_off_is_finished_by_the_same_command_alone(old: Flee
     config = config_of(tmp_path)
     fork = read_fork(f"{old.url}@2", config)
     run = open_run(config, str(tmp_path / "run"), SystemClock(), parent=fork.parent)
-    with pytest.raises(ConfigError, match=f"Type the command again that founded it: diloco train … --from {old.url}@2"):
+    with pytest.raises(ConfigError, match=f"Repeat the command that founded it: diloco train … --from {old.url}@2"):
         publish_model(run, SystemClock())
     assert run.store.get(layout.MODEL_MANIFEST) is None and run.store.get(layout.snapshot_key(0)) is None
     begin(run, fork, SystemClock())

@@ -129,10 +129,10 @@ def test_runs_that_are_not_to_be_collected(tmp_path: Path, capsys: pytest.Captur
     assert "has taken no outer step yet" in capsys.readouterr().err
     run.rounds(8)
     assert main(["gc", run.url, "--keep", "window", "--yes"]) == 2
-    assert "this run goes on, and its replicas count on everything being there" in capsys.readouterr().err
+    assert "this run is not over, and its replicas may need every object" in capsys.readouterr().err
     ended(run)
     assert main(["gc", run.url, "--keep", "window"]) == 2
-    assert "what is deleted does not come back. Say --yes, or look first with --dry-run" in capsys.readouterr().err
+    assert "deleted objects do not come back. Add --yes, or look first with --dry-run" in capsys.readouterr().err
     before = len(blobs(run))
     assert main(["gc", run.url, "--keep", "window", "--yes"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "done" and len(blobs(run)) < before

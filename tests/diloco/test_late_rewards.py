@@ -90,7 +90,7 @@ def test_the_first_of_a_name_stands_and_another_name_is_kept() -> None:
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ("r01/42/5/0.0.16", "has 16 rollouts, from 0 on"),
+        ("r01/42/5/0.0.16", "has 16 rollouts, numbered from 0"),
         ("r01/42/6/0.0.3", "is of outer step 5"),
         ("r01/43/5/0.0.3", "deleted them with their step"),
         ("r01/42/5/0.1.3", "records no rollouts"),
@@ -309,11 +309,11 @@ def test_where_there_is_no_pair(states: list[Any]) -> None:
 def test_pairs_ask_whose_rewards(tmp_path: Path) -> None:
     save_states([state(0, "A", 1.0), state(1, "B", 0.0)], tmp_path / "t.jsonl")
     assert write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", None) == 1
-    with pytest.raises(ConfigError, match=r"late rewards are by human\. Choose one with --by"):
+    with pytest.raises(ConfigError, match=r"late rewards were given by human\. Choose one with --by"):
         write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", "you")
     both = state(0, "A", 1.0) | {"late_rewards": {"human": 1.0, "nightly": 0.0}}
     save_states([both], tmp_path / "t.jsonl")
-    with pytest.raises(ConfigError, match="late rewards are by human, nightly"):
+    with pytest.raises(ConfigError, match="late rewards were given by human, nightly"):
         write_pairs(tmp_path / "t.jsonl", tmp_path / "p.jsonl", None)
     save_states([state(0, "A", None)], tmp_path / "t.jsonl")
     for name in (None, "you"):
@@ -343,7 +343,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["reward", url, "--rollout", THIRD, "--value", "8", "--name", "x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["value"] == 8
     assert main(["traces", url, "--to", to, "--pairs", pairs]) == 2
-    assert "late rewards are by human, x" in capsys.readouterr().err
+    assert "late rewards were given by human, x" in capsys.readouterr().err
     assert main(["traces", url, "--to", to, "--pairs", pairs, "--by", "human", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == len(training_pairs(pairs)) > 0
     assert main(["report", url, "--to", str(tmp_path)]) == 0

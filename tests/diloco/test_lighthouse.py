@@ -170,7 +170,7 @@ def test_a_failed_sync_costs_no_inner_step(lighthouse: str) -> None:
 def test_settings_that_only_the_bucket_has_are_refused(lighthouse: str) -> None:
     a = Replica(lighthouse, "r00", 1.0)
     with (
-        pytest.raises(ConfigError, match=r"outer.codec = 'int8' is for the bucket; Gloo sends fp32"),
+        pytest.raises(ConfigError, match=r"outer.codec = 'int8' works only with the bucket; Gloo sends fp32"),
         make_diloco(a.model, a.optimizer, a.manager, sync_every=H, codec="int8"),
     ):
         pass
@@ -190,7 +190,7 @@ def test_where_the_lighthouse_is_not_mathematics_but_that_there_is_one_is() -> N
 
 def test_an_unknown_host_is_said() -> None:
     assert own_address("127.0.0.1", 1) == "127.0.0.1"
-    with pytest.raises(GaveUp, match=r"no way to the lighthouse at nowhere.invalid:1"):
+    with pytest.raises(GaveUp, match=r"no network route to the lighthouse at nowhere.invalid:1"):
         own_address("nowhere.invalid", 1)
 
 

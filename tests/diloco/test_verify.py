@@ -150,7 +150,7 @@ def test_a_verdict_on_nothing_is_no_good_one(run: Path) -> None:
 
 def test_one_step_alone_and_steps_that_cannot_be_had(run: Path) -> None:
     assert verified(run, 3).thetas == [2, 3]
-    with pytest.raises(ConfigError, match=f"step 9 has not been taken: the run stands at {STEPS}"):
+    with pytest.raises(ConfigError, match=f"step 9 has not been taken: the run is at step {STEPS}"):
         verified(run, 9)
     for path in [*run.glob("steps/0000000000/*/*.bin"), *run.glob("snapshots/0000000000/*.saf*")]:
         path.unlink()

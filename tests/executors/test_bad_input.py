@@ -289,6 +289,6 @@ def test_a_step_that_was_not_taken_cannot_be_exported(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.start_all()
     fleet.wait()
-    with pytest.raises(ConfigError, match="has not been taken yet: the run stands at 6"):
+    with pytest.raises(ConfigError, match="has not been taken yet: the run is at step 6"):
         export(fleet.url, 9, tmp_path / "x")
     assert not os.path.exists(tmp_path / "x" / "model.safetensors")

@@ -194,7 +194,7 @@ def test_a_model_without_a_tokenizer(project: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_try() -> None:
-    with pytest.raises(InnerError, match="no reward function"):
+    with pytest.raises(InnerError, match="needs a reward function"):
         try_reward(InnerConfig(model="toolworld"), {})
 
 

@@ -150,7 +150,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_sent(
 
 def test_files_above_the_limit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_module, "MOST_BYTES", 50)
-    with pytest.raises(UsageError, match=r"a run takes 50 B with it: .*large.bin \(100 B\)"):
+    with pytest.raises(UsageError, match=r"a run takes 50 B at most: .*large.bin \(100 B\)"):
         read(more=("large.bin",))
 
 
@@ -169,7 +169,7 @@ def test_an_installed_module_is_found_and_must_join(folder: Path) -> None:
     ("text", "words"),
     [
         (None, "there is no script train.py"),
-        ("def f(:\n", "train.py, line 1: def f.*Mend the line"),
+        ("def f(:\n", "train.py, line 1: def f.*Correct the line"),
         ("print('DiLoCo')\n", "train.py meets neither DiLoCoCallback nor make_diloco"),
         ("# /// script\n# dependencies = [\n# ///\nDiLoCoCallback\n", "block of train.py is not TOML"),
         ("# /// script\n# dependencies = [1]\n# ///\nDiLoCoCallback\n", "is not a list of texts"),

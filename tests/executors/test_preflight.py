@@ -190,13 +190,13 @@ MISTAKES = (
     Mistake(
         "a typo that shows when the file is read",
         ("run.toml", "function = 'reward.py:score' could not be imported", "reward.py, line 2: LIMIT = lenn([1])",
-         "NameError: name 'lenn' is not defined", "mend the line"),
+         "NameError: name 'lenn' is not defined", "correct the line"),
         (("reward.py", "import os\nLIMIT = lenn([1])\n" + REWARD),),
     ),
     Mistake(
         "a typo that shows when the reward is called",
         ("run.toml", "reward reward.py:score failed on 2 completions", "reward.py, line 2: return [flaot(1)",
-         "NameError: name 'flaot' is not defined", "mend the line"),
+         "NameError: name 'flaot' is not defined", "correct the line"),
         (("reward.py", "def score(completions, **columns):\n    return [flaot(1) for c in completions]\n"),),
     ),
     Mistake(
@@ -227,7 +227,7 @@ MISTAKES = (
     ),
     Mistake(
         "a prompt that is not a JSON",
-        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
+        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "one JSON object"),
         (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
     ),
     Mistake(
@@ -245,7 +245,7 @@ MISTAKES = (
         ("run.toml: inner.data.prompts: there is no file",), inner=('data.prompts = "p.jsonl"',)
     ),
     Mistake(
-        "a pair that is none", ("pairs.jsonl, line 2", "rejected", "Mend the line, or take it out"),
+        "a pair that is none", ("pairs.jsonl, line 2", "rejected", "Correct the line, or take it out"),
         (("pairs.jsonl", lines(PAIR, {**PAIR, "rejected": ""})),), REPLAY,
     ),
     Mistake(

@@ -49,7 +49,7 @@ def test_a_start_with_everything() -> None:
 def test_places_name_replicas_and_more_of_them_may_be_asked_for() -> None:
     assert asked("resume", "r", "--place", "local:2", "--replicas", "5").fleet.replicas == 5
     assert asked("resume", "r", "--place", "local", "--replicas", "5").fleet.replicas == 5
-    with pytest.raises(UsageError, match="--place names 2 replicas, --replicas 1; leave one of them away"):
+    with pytest.raises(UsageError, match="--place names 2 replicas, --replicas 1; leave one of them out"):
         asked("resume", "r", "--place", "local:2", "--replicas", "1")
 
 

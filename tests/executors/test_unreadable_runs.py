@@ -36,7 +36,7 @@ COMMANDS = {
 CASES = {
     "no folder": "there is no run at",
     "empty folder": "there is no run at",
-    "cut off": "cannot be read, and without it nothing of the run",
+    "cut off": "cannot be read, so the run cannot be read",
     "newer": "found a run of version 99; run the release that started this run",
 }
 

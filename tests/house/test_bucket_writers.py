@@ -92,7 +92,7 @@ WITHOUT = {
         "tests/executors/test_sky.py::test_a_cancellation_waits_for_its_answer",
     ],
     "copies the run, or you do": [f"{IDENTITY}::test_a_copy_of_a_live_run_is_a_run_of_its_own"],
-    "has you look": [
+    "waits until you look": [
         f"{HERE}::test_a_reader_runs_no_code_of_the_bucket", f"{SEALED}::test_what_a_log_says_cannot_steer_a_terminal",
         "tests/executors/test_printable.py::test_no_command_prints_it",
         "tests/executors/test_printable.py::test_a_log_is_plain_lines",

@@ -119,7 +119,7 @@ def reward_file(folder: Path, body: str) -> dict[str, Path]:
             "import nothing_here\ndef f(completions, **c): return []\n",
             r"r\.py, line 1: import nothing_here[\s\S]*No module",
         ),
-        ("def f(completions, **c)\n", r"SyntaxError[\s\S]*next: mend the line"),
+        ("def f(completions, **c)\n", r"SyntaxError[\s\S]*next: correct the line"),
         ("def g(completions, **c): return []\n", "defines no 'f'; it defines g"),
         ("f = 3\n", "f is a int"),
         ("def f(completions, **c):\n    return [1.0]\n", r"r\.py:f returned 1 values for 2"),

@@ -598,7 +598,7 @@ def test_bad_pairs_are_named(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     save_pairs([good[0], {**good[1], "chosen": ""}], file)
     config = InnerConfig(replay={"weight": 0.3, "pairs": "pairs.jsonl"})
-    with pytest.raises(InnerError, match=r"pairs\.jsonl, line 2: chosen is ''.*Mend the line"):
+    with pytest.raises(InnerError, match=r"pairs\.jsonl, line 2: chosen is ''.*Correct the line"):
         check_inner(config, {"pairs": file})
     file.write_text(json.dumps(good[0]) + "\n{broken\n")
     with pytest.raises(InnerError, match=r"pairs\.jsonl, line 2: not JSON"):

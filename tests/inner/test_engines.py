@@ -133,7 +133,7 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
         (setting(token_ids=None), "0 token ids"),
         (without("logprobs"), "'logprobs'"),
         (setting(logprobs=None), "NoneType"),
-        (setting(token_ids=["token_id:5"], logprobs={"token_logprobs": [-1.0]}), "no whole numbers"),
+        (setting(token_ids=["token_id:5"], logprobs={"token_logprobs": [-1.0]}), "not whole numbers"),
         (setting(token_ids=[5, 6]), "2 token ids and"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"), "ended a completion"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [None]}, finish_reason="length"), "float"),

@@ -487,6 +487,6 @@ def test_an_odd_answer_ends_the_session_or_is_told_and_raises_nothing_else(odd: 
 def test_a_list_of_tools_that_is_none_is_said(tools: Any) -> None:
     with (
         serve_openenv(lambda _: observation_reply(tools=tools)) as url,
-        pytest.raises(InnerError, match="lists as its tools is not a list of MCP tools"),
+        pytest.raises(InnerError, match="lists tools that are not MCP tools"),
     ):
         openenv_environment(url)

@@ -98,7 +98,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
     [
         ("a.xlsx", b"x", r"does not end with \.jsonl, \.json, \.csv, \.parquet"),
         ("a.parquet", b"PAR1 and no more", "is not a Parquet file"),
-        ("a.json", b'{"prompt": "x"}', "holds a dict. One list of objects"),
+        ("a.json", b'{"prompt": "x"}', "holds a dict. Write one list of objects"),
         ("a.json", b"[", "is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),

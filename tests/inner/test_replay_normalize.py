@@ -75,7 +75,7 @@ def test_a_text_key_of_the_recipe_is_kept() -> None:
         ("process: [", "has no `process` list"),
         ("ops: []", "has no `process` list"),
         ("process: []", "`process` is \\[\\]"),
-        ("process: [words_num_filter]", "One `- operator: {arguments}` per line"),
+        ("process: [words_num_filter]", "Put one `- operator: {arguments}` per line"),
         (
             "process: [{words_num_filter: {text_key: text}}]",
             "text_key 'text'; a pair has the texts chosen, rejected, pair",

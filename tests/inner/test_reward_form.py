@@ -35,7 +35,7 @@ ALL = "def score(completions, **columns):\n    "
         ("async def score(completions): ...", ["no **columns"]),
         (f"{ALL}return [columns['anwser'] for c in completions]", ["no column 'anwser'", "mean 'answer'?"]),
         (f"{ALL}return [c.strip() for c in completions]", ["rewards.py, line 2", "is a list of messages"]),
-        (f"{ALL}return [c['content'] for c in completions]", ["mend the line", 'completion[-1]["content"] for']),
+        (f"{ALL}return [c['content'] for c in completions]", ["correct the line", 'completion[-1]["content"] for']),
         ("import nothing_of_this_name", ["install what it imports"]),
     ],
 )  # fmt: skip

@@ -103,12 +103,12 @@ BAD = {
     "several labels": (
         f"hub:{NAME}",
         {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}},
-        "tells 2 classes apart",
+        "distinguishes 2 classes",
     ),
     "labels that its config does not name": (
         f"hub:{NAME}",
         {"architectures": ["LlamaForSequenceClassification"]},
-        "tells 2 classes apart",
+        "distinguishes 2 classes",
     ),
 }
 

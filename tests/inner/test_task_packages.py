@@ -122,7 +122,7 @@ def test_right_wrong_and_garbled_replies() -> None:
         ("chain_sums", {}, "has no dataset 'chain_sums'; did you mean reasoning-gym:chain_sum?"),
         ("qqq", {}, "has no dataset 'qqq'; it has 106: https://"),
         ("chain_sum", {"max_term": 2}, "chain_sum has no option 'max_term'; did you mean max_terms?"),
-        ("chain_sum", {"seed": 2}, "task_options.seed is ours to set. Write task_seed beside the task"),
+        ("chain_sum", {"seed": 2}, "task_options.seed is set by the run. Write task_seed beside the task"),
         ("chain_sum", {"min_terms": 4, "max_terms": 2}, "refuses these options: .*max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "two"}, "refuses these options: TypeError"),
         ("composite", {}, "Must specify at least one dataset"),

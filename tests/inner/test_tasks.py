@@ -43,7 +43,7 @@ def test_a_held_out_task_takes_the_options_of_the_same_task() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"task": SUM, "prompts": "a.jsonl"}, r"inner.data.task = '.*' stands beside inner.data.prompts = 'a.jsonl'"),
+        ({"task": SUM, "prompts": "a.jsonl"}, r"inner.data.task = '.*' is set beside inner.data.prompts = 'a.jsonl'"),
         ({"prompts": SUM}, r'inner.data.prompts = "reasoning-gym:chain_sum" is a task. Write inner.data.task = '),
         ({"task": "chain_sum"}, r"inner.data.task = 'chain_sum' names no task. Write reasoning-gym:NAME or verifiers:"),
         ({"task": "verifiers:"}, r"inner.data.task = 'verifiers:' names no task"),
@@ -61,7 +61,7 @@ def test_settings_of_a_task_without_one() -> None:
         InnerConfig.from_dict({"data": {"task_seed": 3}})
     with pytest.raises(InnerError, match=r"eval.task_size does nothing without eval.task"):
         EvalConfig(prompts="a.jsonl", task_size=3)
-    with pytest.raises(InnerError, match=r"eval.task = .* stands beside eval.prompts"):
+    with pytest.raises(InnerError, match=r"eval.task = .* is set beside eval.prompts"):
         EvalConfig(prompts="a.jsonl", task=SUM)
     with pytest.raises(InnerError, match=r"inner.data.task = .*loop"):
         InnerConfig.from_dict({"loop": "supervised", "model": "tiny", "data": {"task": SUM, "text": "a.txt"}})
@@ -137,5 +137,5 @@ def test_small_words() -> None:
     assert reply_text([{"role": "tool", "content": "a"}, {"role": "assistant", "content": None}]) == ""
     assert question_of([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]) == question_of("q")
     assert as_literal({1: (2, "a")}) == "{1: (2, 'a')}"
-    with pytest.raises(InnerError, match="hold what cannot be written down"):
+    with pytest.raises(InnerError, match="hold values that text cannot hold"):
         as_literal({"a": object()})

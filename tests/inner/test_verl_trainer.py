@@ -190,12 +190,12 @@ def test_a_log_prob_that_is_no_number_is_refused(queue: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"alpha_spdo": 0.1}, "algorithm.alpha_spdo is no setting of this trainer; it has alpha_sdpo and beta_replay"),
-        ({"beta_dpo": 0.1}, "algorithm.beta_dpo is no setting"),
+        ({"alpha_spdo": 0.1}, "algorithm.alpha_spdo is not a setting of this trainer; it has alpha_sdpo"),
+        ({"beta_dpo": 0.1}, "algorithm.beta_dpo is not a setting"),
         ({"alpha_sdpo": -0.1}, "a number of at least 0"),
         ({"beta_replay": float("nan")}, "a number of at least 0"),
         ({"alpha_sdpo": "big"}, "a number of at least 0"),
-        ({"alpha_sdpo": 0.1, "rollout_correction": {"bypass_mode": True}}, "two kernels. Set bypass_mode=false"),
+        ({"alpha_sdpo": 0.1, "rollout_correction": {"bypass_mode": True}}, "would be noise. Set bypass_mode=false"),
         ({"adv_estimator": "grpo_composer"}, "Set algorithm.adv_estimator=grpo"),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_flipped_bit_is_refused_and_the_next_anchor_repairs() -> None:
     fleet.store.put(part.blob, body)
     found = fleet.reader.poll()
     assert found is not None and found.step == 2, "the newest that can be had"
-    assert "has not the bytes that were announced" in fleet.refused[0]
+    assert "does not have the announced bytes" in fleet.refused[0]
     fleet.step(ANCHOR_EVERY - 4)
     assert fleet.reader.poll() is None and fleet.t == ANCHOR_EVERY - 1
     fleet.step()

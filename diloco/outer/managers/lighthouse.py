@@ -354,7 +354,7 @@ def own_address(host: str, port: int) -> str:
             probe.connect((host, port))
             return probe.getsockname()[0]
     except OSError as error:
-        raise GaveUp(f"there is no way to the lighthouse at {host}:{port}: {error}") from error
+        raise GaveUp(f"there is no network route to the lighthouse at {host}:{port}: {error}") from error
 
 
 def latest_step(session: Session) -> int:

@@ -30,7 +30,7 @@ LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets them be
 
 
 class Group:
-    """This process among the ranks of its replica.   index: its number.   count: of all ranks.
+    """This process among the ranks of its replica.   index: its number.   count: number of ranks.
 
     Raises OuterError if the ranks did not start together."""
 

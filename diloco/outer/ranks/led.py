@@ -7,7 +7,7 @@
     once per sync         allreduce, wait, finish_round, catch_up ─▶ a Word each
 
 So the ranks take each branch of the outer loop together, and no hook asks which rank it is.  If rank 0 raises, the
-others raise at the same call: Leaving as Leaving, which ends the loop and is shared; all else as Followed.
+others raise at the same call. Leaving stays Leaving, and ends the loop of all; any other error becomes Followed.
 
 The numbers of all ranks are in rank 0's log: their means, and the sum of "samples".
 
@@ -123,7 +123,7 @@ class Led:
         if self._word.outcome == LEAVES:
             raise Leaving("rank 0 of this replica leaves")
         if self._word.outcome == FAILED:
-            raise Followed("rank 0 of this replica has ended; its words are above")
+            raise Followed("rank 0 of this replica has ended; its error is above")
         return self._word.value
 
     def _now(self, outcome: int, value: int) -> Word:
@@ -152,7 +152,7 @@ class Led:
         return self._word.step
 
     def num_participants(self) -> int:
-        """Return the number of replicas in the newest outer step; of all wanted ones before the first."""
+        """Return the number of replicas in the newest outer step; before the first, of all wanted replicas."""
         return self._word.participants
 
     # ---------------------------------------------------------------- torchft's other names
@@ -247,7 +247,7 @@ def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: what -> its value."""
+    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: by rank, name -> value."""
     for rank, theirs in enumerate(of_ranks):
         for what, ours in of_ranks[0].items():
             if theirs[what] != ours:

@@ -1,1 +1,1 @@
-"""Write a run's curves to trackers.   tracker.py: a tracker.   make.py: the list of them."""
+"""Write a run's curves to trackers.   tracker.py: the interface. make.py: the list."""

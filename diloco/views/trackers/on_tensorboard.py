@@ -79,7 +79,7 @@ class TensorBoardTracker:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the newest step of a folder's event files; −1 if there is none.  An incomplete record ends a file."""
+    """Return the newest step of a folder's event files; −1 if there is none.  Reading stops at an incomplete record."""
     from tensorboard.backend.event_processing.event_file_loader import (  # pyright: ignore[reportMissingImports]
         EventFileLoader,
     )

@@ -87,7 +87,7 @@ def _stop_all(args: Namespace) -> Answer:
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):
-        raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` what lives there")
+        raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` ends all there")
     executor = make_executor(Place(args.executor))
     try:
         found = executor.sweep_all(dry_run=True)

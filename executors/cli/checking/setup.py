@@ -141,7 +141,7 @@ def _store_step(url: str, clock: Clock) -> SetupStep:
     try:
         reason = probe_store(open_store(url), clock, SMALL).why_unfit()
     except (RendezvousError, ValueError, ImportError) as error:
-        return SetupStep("store", f"{url}: {error}", "mend that; `diloco doctor URL` shows more")
+        return SetupStep("store", f"{url}: {error}", "correct that; `diloco doctor URL` shows more")
     if reason:
         return SetupStep("store", f"{url} cannot carry a run: {reason}", "take another store with --run")
     return SetupStep("store", f"{url} keeps what was written first, and all readers get that")
@@ -151,7 +151,7 @@ def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:
     try:
         request()
     except ExecutorError as error:
-        return SetupStep(name, str(error), "mend that, then run the same command again")
+        return SetupStep(name, str(error), "correct that, then run the same command again")
     return SetupStep(name, good)
 
 

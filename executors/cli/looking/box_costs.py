@@ -3,7 +3,7 @@
     boxes_used {boxes, box_s} of replicas and actors ── summed ──▶ "  boxes      e2b         512    1.40     0.14"
     heartbeats: US dollars ─────────────────────────────────────────────────────────────────────────────────┘
 
-Not promised: the boxes of a batch whose replica was killed, which are in neither; the provider's invoice.
+Not promised: the boxes of a batch whose replica was killed, which neither source has; the provider's invoice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ class BoxCosts:
 
 
 def provider_in(config: Mapping[str, Any]) -> str | None:
-    """Return the provider that a run.json's config names; None without one, or for a config of odd types."""
+    """Return the provider that a run.json's config names; None without one, or for wrong types."""
     found = sampling_in(config).get("boxes")
     return found if isinstance(found, str) else None
 
 
 def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return [inner.sampling] of a run.json's config; {} for a config of odd types."""
+    """Return [inner.sampling] of a run.json's config; {} for a config with wrong types."""
     found: Any = config
     for name in ("inner", "sampling"):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -48,7 +48,7 @@ def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sum of a run whose config names a provider; None for another one.   usd: by the heartbeats.
+    """Return the sum of a run whose config names a provider; None for other runs.   usd: by the heartbeats.
 
     An event has the price that the replica knew: none for a flavor that the environment file chose.
     """

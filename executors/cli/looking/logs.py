@@ -73,7 +73,7 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
-            f"of whom? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and supervisor if detached"
+            f"which log? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and, if detached, supervisor"
         )
     executor = build_executor(wanted.places, wanted.former)
     try:

@@ -80,7 +80,7 @@ def late_rewards_of(report: Report, store: Readable) -> dict[str, dict[str, Any]
 
 
 def late_lines(late: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what judges said after the training, beside the rewards that were trained on."""
+    """Return lines with judges' rewards after the training, beside the rewards that were trained on."""
     text = "  late rewards by {name}: rollouts {rollouts}, mean {mean:.3g}; their steps had trained on {before}"
     words = lambda mean: "no reward" if mean is None else f"{mean:.3g}"  # noqa: E731
     return [text.format(name=name, before=words(one["trained_on"]), **one) for name, one in late.items()]

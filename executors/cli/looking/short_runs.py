@@ -51,8 +51,8 @@ class ShortRun:
         if handles := self.executor.find(self.url):
             return self.executor.poll(handles)
         raise run_url.UsageError(
-            f"{self.executor.name} knows no process of {self.url}. Its name is that of launch_replicas(run=…), with "
-            f"{self.executor.name}:// before it, under the account that launched it"
+            f"{self.executor.name} knows no process of {self.url}. Write {self.executor.name}:// and the "
+            f"name in launch_replicas(run=…), and use the account that launched it"
         )
 
     def stop(self, grace_s: float | None) -> list[Status]:

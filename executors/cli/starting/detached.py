@@ -67,7 +67,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class Handover:
-    """The result.   text: the working supervisor, or why there is none.   code: exit code.   started: None if found."""
+    """Result of `hand_over`.   text: for the user.   code: exit code.   started: None if one was there already."""
 
     text: str
     code: int

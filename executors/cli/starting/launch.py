@@ -26,7 +26,7 @@ from rendezvous.stores.open import open_store
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """The typed script.   files: further ones to send.   checked: whether it must name what joins a run."""
+    """The typed script.   files: further files to send.   checked: whether it must name a way to join a run."""
 
     name: str
     arguments: tuple[str, ...]

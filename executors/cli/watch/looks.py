@@ -96,7 +96,7 @@ class RunLooks:
 
 
 def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float) -> Report:
-    """Return the report with each heartbeat's age at its read, so that one not read again does not count as silent."""
+    """Return the report with each heartbeat's age at its read: a heartbeat not read again must not look silent."""
     beats = {slot: replace(beat, at=beat.at + now - read_at.get(slot, now)) for slot, beat in report.beats.items()}
     return replace(report, beats=beats)
 

@@ -6,7 +6,7 @@ printable text.
     NumberWindow           a number of replicas                                    escape: None
     PlainApp               lines of segments ──Printable──▶ the terminal           textual itself keeps escape codes
 
-With the code of `diloco logs`, `scale` and `drain`, in a thread for each request; the screen is updated meanwhile:
+Each request runs the code of `diloco logs`, `scale` or `drain` in a thread; the screen is updated meanwhile:
 
     l   log_text        ─▶ lines of the session's log, dead or alive
     o   rollouts_text   ─▶ its newest rollouts, with their rewards, and then its first

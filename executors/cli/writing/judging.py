@@ -45,7 +45,7 @@ def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -
     if not asked.command:
         raise UsageError(
             "`diloco bisect RUN -- COMMAND` needs a command that says by its exit code whether a model is good (0) or "
-            "bad (1 to 124; 125: cannot say). The model lies in {model} or DILOCO_MODEL; its outer step is {step} or "
+            "bad (1 to 124; 125: cannot say). The model is in {model} or DILOCO_MODEL; its outer step is {step} or "
             "DILOCO_STEP"
         )
     from diloco.audit.bisect import bisect, most_judgements
@@ -101,7 +101,7 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     head = _head(run)
     for step in (first, last):
         if step is not None and step > head:
-            raise UsageError(f"step {step} has not been taken yet: the run stands at {head}")
+            raise UsageError(f"step {step} has not been taken yet: the run is at step {head}")
         if step is not None:
             refuse_gone(run, step)
     kept = what_is_kept(run)
@@ -109,7 +109,7 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     steps = [t for t in within if kept is None or kept.covers_step(t)]
     if len(steps) < 2:
         raise UsageError(
-            f"there is nothing to search: {len(steps)} θ of this stretch are there. --from and --to name others"
+            f"there is nothing to search: this range has {len(steps)} θ. Use other values of --from and --to"
         )
     return steps
 

@@ -3,10 +3,10 @@
     DIR ─▶ model or adapter + README.md (the card) + report.html + rollouts.jsonl ─▶ one commit of OWNER/NAME
            --dry-run ends here ┘
 
-The card is made of the run's log alone: base model, curve, held-out rewards, sessions and their ends, price, versions,
+The card comes from the run's log alone: base model, curve, held-out rewards, sessions and their ends, price, versions,
 and the digest by which `diloco verify` knows the weights.  A new repository is private unless --public says otherwise.
 
-Not promised: a licence; the card names none, and the base model's counts.
+Not promised: a licence. The card names none; the base model's licence counts.
 """
 
 from contextlib import suppress
@@ -102,6 +102,6 @@ def push(folder: Path, name: str, *, public: bool) -> str:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"the Hub did not take {name}: {why}. {folder} is written; log in with a token that may write "
-            "(`hf auth login`) or mend the connection, and type the command again"
+            "(`hf auth login`) or repair the connection, and type the command again"
         ) from None
     return str(found)

@@ -130,7 +130,7 @@ def refuse_export(to: Path) -> None:
             raise run_url.UsageError(f"{where}. Name a folder beside it")
     if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
         raise run_url.UsageError(
-            f"{to} holds {found}, which no export has written; some of it would be written over. Name a new folder: "
+            f"{to} holds {found}, which no export has written; an export would overwrite some. Name a new folder: "
             f"--to {shlex.quote(str(to / 'model'))}"
         )
 
@@ -220,7 +220,7 @@ def _is_deletion_agreed(lines: list[str]) -> bool:
     from executors.preflight import quote
 
     if not sys.stdin.isatty():
-        raise run_url.UsageError("what is deleted does not come back. Say --yes, or look first with --dry-run")
+        raise run_url.UsageError("deleted objects do not come back. Add --yes, or look first with --dry-run")
     say("\n".join(fit_lines(lines, sys.stderr)))
     return quote.yes("delete them?", agreed=False)
 

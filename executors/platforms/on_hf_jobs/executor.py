@@ -214,7 +214,7 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether it has a job.  Also after the launch's end, because a second job of the launch may still run."""
+        """Whether the launch has a job, also after its end, because a second job of the launch may still run."""
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:

@@ -284,7 +284,7 @@ class LocalProcessExecutor(Executor):
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
-        """Find processes; of each slot the running one comes last, else the one that was launched last."""
+        """Find processes. The last process of each slot is the running one, or else the newest launch."""
         names = (p.stem for p in (self._folder or process_folder(run)).glob("*.*.json"))
         launches = launches_named(run, self.name, names)
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]

@@ -8,7 +8,7 @@
                        (if the error says that memory ran out: FAILED, the replica's fault)
     logs.fetch(since) ─▶ lines, each once
 
-Of a launch whose reply was lost, the client or another launcher called again:
+If a launch's reply was lost, the client or another launcher calls again:
 
     register: launch/r00.1 ─▶ the only call that runs it
               duplicate/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
@@ -108,7 +108,7 @@ class Follower:
         self._part = ""
 
     def follow(self, over: Callable[[], bool], tail: int | None = None) -> Iterator[str]:
-        """Yield lines until `over()`.   tail: the largest number of lines that are there already."""
+        """Yield lines until `over()`.   tail: how many of the existing lines to yield, at most."""
         pause = FOLLOW_S
         first = True
         while True:

@@ -65,7 +65,7 @@ def _own_distribution() -> metadata.Distribution:
         return metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
         raise ExecutorError(
-            f"{PROJECT} is not installed here, so what it needs is not known: `pip install -e .` in its folder"
+            f"{PROJECT} is not installed here, so its requirements are unknown: `pip install -e .` in its folder"
         ) from None
 
 

@@ -57,7 +57,7 @@ def host_of(url: str) -> str:
         host, scheme = None, ""
     if not host or scheme not in ("http", "https") or not url.isprintable() or " " in url:
         raise ValueError(
-            f"--alert (or {VARIABLE}) takes the address of a webhook, https://…; what was given is not one"
+            f"--alert (or {VARIABLE}) takes the address of a webhook, https://…; the given text is not one"
         )
     return host
 

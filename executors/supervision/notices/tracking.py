@@ -34,7 +34,7 @@ COMMAND = "import sys; from executors.cli.main import main; sys.exit(main(sys.ar
 
 
 def pause_after(code: int, failures: int) -> float | None:
-    """Return seconds until the next start; None for never.   failures: in a row, with this one."""
+    """Return seconds until the next start; None for never.   failures: number in a row, with this one."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR):
         return None
     return min(RETRY_MOST_S, RETRY_S * 2 ** (failures - 1))
@@ -95,7 +95,7 @@ class TrackerChild:
         self._failures += 1
         pause_s = pause_after(code, self._failures)
         self._start_at = None if pause_s is None or self._over else self._clock.now() + pause_s
-        then = "not tried again; mend it, then `diloco track`" if pause_s is None else f"again in {pause_s:.0f} s"
+        then = "not tried again; repair it, then `diloco track`" if pause_s is None else f"again in {pause_s:.0f} s"
         self._warn(f"the run's trackers (log.to): {why} ({then}; the run goes on)")
 
     def _has_ended_in(self, seconds: float) -> bool:

@@ -55,7 +55,7 @@ class Limits:
     replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for so long.
     restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
-    fence_s: from a request to end to the fence.   drain_s: for a replica to leave after a request.
+    fence_s: time between the request to end and the fence.   drain_s: time to leave after a request.
     """
 
     failures: int = 3
@@ -76,7 +76,7 @@ class Limits:
         return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
 
     def reward_pause(self, failures: int) -> float:
-        """Return the same after the latest of `failures` ends in a row by the reward."""
+        """Return seconds between the latest of `failures` ends in a row by the reward and the next start."""
         return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
 
 

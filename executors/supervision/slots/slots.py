@@ -7,7 +7,7 @@
 
 Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
 process that a platform lists and the log does not name (the answer to its launch was lost) is logged, so that it is
-billed, and then ended.  Of two processes of one launch, the platform's executor keeps the older.
+billed, and then ended.  If one launch has two processes, the platform's executor keeps the older.
 
 Not promised: the state of a launch while its platform does not answer; until then the last known state counts.
 """

@@ -8,7 +8,7 @@
 Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of it
 fill no memory.
 
-Not promised: to tell a command that itself exits with 124 or 137 from the time limit. A process that stays in the
+Not promised: a distinction between the time limit and a command's own exit code 124 or 137. A process that stays in the
 background and keeps the output open is waited for until the limit.
 """
 
@@ -93,7 +93,7 @@ class Box(Protocol):
 
 
 class BoxProvider(Protocol):
-    """Where boxes run.   price_per_hour: dollars for one box; None where it depends on the account."""
+    """Where boxes run.   price_per_hour: dollars for one box; None if it depends on the account."""
 
     @property
     def price_per_hour(self) -> float | None: ...
@@ -115,12 +115,12 @@ def wrapped_command(command: str, timeout_s: float) -> list[str]:
 
 
 def as_user(user: str) -> tuple[str, ...]:
-    """Return the words in front of a command where all commands are root's: any user but root is uid 1000."""
+    """Return the words in front of a command in a box whose commands run as root: any other user is uid 1000."""
     return () if user == "root" else USER
 
 
 def read_output(raw: bytes) -> str:
-    """Return the text of what left the box, with a mark where its middle is missing."""
+    """Return a command's output as text, with a mark in place of a missing middle."""
     if len(raw) < 2 * HALF_OUTPUT:
         return raw.decode(errors="replace")
     return CUT.join(half.decode(errors="replace") for half in (raw[:HALF_OUTPUT], raw[-HALF_OUTPUT:]))

@@ -4,8 +4,8 @@
     E2bBoxes(domain="boxes.example.org")               another server: https://api.DOMAIN
     E2bBoxes(api_url="http://…", sandbox_url="http://…")
 
-A create's Idempotency-Key is the owner's key with the number of its boxes that were stopped here, and its metadata are
-the owner's labels. `timeout` is the box's time to live at the server. recipe.image is a template's name.
+A create's metadata are the owner's labels. Its Idempotency-Key is the owner's key and the number of the owner's boxes
+that were stopped here. `timeout` is the box's time to live at the server. recipe.image is a template's name.
 
 Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
 server of the tests, not with E2B.
@@ -127,7 +127,7 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
     try:
         yield
     except sdk.AuthenticationException as error:
-        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to a key of it.") from error
+        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to another.") from error
     except sdk.FileNotFoundException as error:
         raise FileNotFoundError(str(error)) from error
     except sdk.RateLimitException as error:

@@ -73,7 +73,7 @@ class HfBoxes:
 
 
 class HfBox:
-    """One sandbox.   made: the SDK's object; None: it is connected to when it is used."""
+    """One sandbox.   made: the SDK's object; None: connect at the first use."""
 
     def __init__(self, sdk: Any, id: str, namespace: str, folder: str, made: Any = None) -> None:
         self._sdk, self._id, self._namespace, self._folder, self._made = sdk, id, namespace, folder, made

@@ -66,7 +66,7 @@ class LocalBoxes:
         self._wrap, self._clock = wrap, clock
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
-        """Make the box's folder.   timeout_s: not used, for nothing here waits."""
+        """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
         if recipe.image:
             raise InnerError(
@@ -124,14 +124,14 @@ class LocalBox:
     def read(self, path: str) -> bytes:
         found = self._inside(path)
         if not found.is_file():  # a FIFO would never end
-            raise FileNotFoundError(f"{path!r} is no file of the box.")
+            raise FileNotFoundError(f"{path!r} is not a file in the box.")
         return found.read_bytes()
 
     def write(self, path: str, data: bytes) -> None:
         target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not target.is_file():  # a FIFO would wait for a reader
-            raise FileExistsError(f"{path!r} is no plain file in the box. Remove it.")
+            raise FileExistsError(f"{path!r} is not a regular file in the box. Remove it.")
         target.write_bytes(data)
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@
 
 Files go through commands, so that a box needs nothing but bash, coreutils and util-linux.
 
-Not promised: a price, which is that of what a box uses; a quick notice of a lost box, because the SDK tries again for
+Not promised: a price, which depends on a box's use; a quick notice of a lost box, because the SDK tries again for
 five minutes. Tested with modal 1.6.4 and a server of the tests, not with Modal.
 """
 
@@ -40,7 +40,7 @@ WRITE = '{ [ -f "$0" ] || [ ! -e "$0" ]; } && mkdir -p -- "$(dirname -- "$0")" &
 
 
 class ModalBoxes:
-    """The provider.   app: of the account.   more: keywords of modal.Sandbox.create, such as cpu, memory, region."""
+    """The provider.   app: the account's app.   more: keywords of modal.Sandbox.create, such as cpu, memory, region."""
 
     price_per_hour = None
 
@@ -84,14 +84,14 @@ class ModalBox:
         with _as_ours(self._sdk, BoxGone):
             code, raw = self._run(["bash", "-c", READ, self._place(path)], int(ANSWER_S))
         if code:
-            raise FileNotFoundError(f"{path!r} is no file of the box.")
+            raise FileNotFoundError(f"{path!r} is not a file in the box.")
         return raw
 
     def write(self, path: str, data: bytes) -> None:
         with _as_ours(self._sdk, BoxGone):
             code, _ = self._run(["bash", "-c", WRITE, self._place(path)], int(3 * ANSWER_S), data)
         if code:
-            raise FileExistsError(f"{path!r} is no plain file in the box, or may not be one. Remove it.")
+            raise FileExistsError(f"{path!r} is not a regular file in the box, or cannot become one. Remove it.")
 
     def stop(self) -> None:
         with _as_ours(self._sdk, ProviderFailed):

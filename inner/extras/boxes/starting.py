@@ -106,7 +106,7 @@ class BoxStarter:
         self.sweep(owner.labels)
 
     def take_used(self) -> "Used | None":
-        """Return what was used since the last call, once no box runs; None while one does, or without any."""
+        """Return the use since the last call if no box runs; None while a box runs, or if none has run."""
         with self._lock:
             if self._since or not self._used.boxes:
                 return None

@@ -6,7 +6,7 @@
         it dies earlier, no box ──▶ another one; TRIES without an answer: "provider"
 
 The provider's: reward None, the rollout leaves the group's mean and the batch (decision 025).  The policy's: the reward
-counts, not above the group's worst (AtMostWorst, decision 065).  A command that reached its time limit ended no box.
+counts, not above the group's worst (AtMostWorst, decision 065).  A time limit does not end a box.
 
 Not promised: a verdict on commands whose effect is random.
 """

@@ -52,7 +52,7 @@ def make_tasks(repo: Path) -> list[DeletionTask]:
         features = [(f["name"], list(f["functions"])) for f in told["feature"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InnerError(
-            f"{repo}/feature.toml cannot be read ({error!r}). It has [[feature]] name, functions and [[test]] name, "
+            f"{repo}/feature.toml cannot be read ({error!r}). It needs [[feature]] name, functions and [[test]] name, "
             "run, expect (JSON)."
         ) from error
     _refuse_weak_tests(repo.name, tests)
@@ -85,13 +85,13 @@ def check_task(task: DeletionTask) -> None:
     without = judge(task, task.files)
     if without.failed != frozenset(task.fail_to_pass):
         odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
-        raise InnerError(f"{task.name}: {', '.join(odd)} did not do the same twice. Hidden tests must not be random.")
+        raise InnerError(f"{task.name}: {', '.join(odd)} gave two different results. Hidden tests must not be random.")
     for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
         if not found:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
     if all(test.expects_exception for test in task.tests if test.name in without.failed):
         raise InnerError(
-            f"{task.name}: each fail-to-pass test expects an exception, so raising it always would do. Write one that "
+            f"{task.name}: each fail-to-pass test expects an exception, so always raising it passes. Write one that "
             "expects a value."
         )
 
@@ -123,7 +123,7 @@ def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
         if len(canonical(test.expect)) > 3 and canonical(test.expect).decode().strip('[]"') in test.run:
             raise InnerError(f"{repo}: test {test.name!r} has its own answer in `run`. Give it another input.")
         if names.count(test.name) > 1:
-            raise InnerError(f"{repo}: two tests are called {test.name!r}. Name them apart.")
+            raise InnerError(f"{repo}: two tests are called {test.name!r}. Give them different names.")
 
 
 def prompt_row(task: DeletionTask) -> dict[str, Any]:

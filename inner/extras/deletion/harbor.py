@@ -7,10 +7,10 @@
 tests/ is copied into the container when the agent has finished. judge.py runs as root, closes /tests to other users,
 and starts each test as uid 65534. As in judge.py here, it compares expected values outside the agent's process.
 
-`read_harbor` makes a task of such a folder again.
+`read_harbor` reads such a folder back as a task.
 
-Not promised: bubblewrap's isolation: the container is the sandbox. An agent that is root in it may have changed the
-interpreter; only a verifier in a separate container helps against that.
+Not promised: isolation by bubblewrap. The container is the sandbox. An agent that is root there may have changed the
+interpreter; only a verifier in a separate container prevents that.
 """
 
 import json
@@ -82,7 +82,7 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
 
 
 def read_harbor(folder: Path, packages: str = "") -> DeletionTask:
-    """Return the task that `write_harbor` wrote.   packages: for one with a suite beside it.   Raises InnerError."""
+    """Return the task that `write_harbor` wrote.   packages: for a task with a suite.   Raises InnerError."""
     try:
         told = json.loads((folder / "tests/cases.json").read_text())
         roots, beside = tuple(told["around"]["paths"]), told["around"]["beside"]

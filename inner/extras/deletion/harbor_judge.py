@@ -7,8 +7,8 @@
                   without bubblewrap ──▶ no verdict: 0, exit code 1
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
-Not promised: more isolation than the container's, for root. A verdict where this user may not write the reward's file:
-exit code 1, and the old file stays. inside.py sets the limits of each test; after 20 s it is killed.
+Not promised: more isolation than the container's, for root. A verdict if judge.py may not write the reward's file: the
+exit code is 1, and the old file stays. inside.py sets the limits of each test; after 20 s it is killed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def answer(inside: str, asked: "dict[str, Any]", tests: Path) -> bytes:
 
 
 def wall(room: str, tests: Path) -> "list[str]":
-    """Return the words of bubblewrap before a test's, for a user who cannot become another one."""
+    """Return bubblewrap's words in front of a test's command, for a user who cannot become another one."""
     words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
     words += ["--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev", "--bind", room, room]
     for hidden in ("/proc", str(tests)):  # a sandbox around this one may forbid a new /proc

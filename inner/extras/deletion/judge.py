@@ -95,7 +95,7 @@ class DeletionVerdict:
 
 
 def judge(task: DeletionTask, files: Mapping[str, str], flags: Sequence[str] = ()) -> DeletionVerdict:
-    """Run every hidden test on `files`.   flags: what the monitor has found."""
+    """Run every hidden test on `files`.   flags: the monitor's findings."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = list(pool.map(lambda test: run_hidden(files, test.run, task.around), task.tests))
     right = [end.output == canonical(test.expect) and not end.why for test, end in zip(task.tests, ended, strict=True)]

@@ -63,7 +63,7 @@ EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits.   seconds: wall clock.   memory: bytes of the whole sandbox.   output: bytes; above this it is killed."""
+    """Limits; the sandbox is killed above them.   seconds: wall clock.   memory: bytes in all.   output: bytes."""
 
     seconds: float = 5.0
     memory: int = 256 << 20

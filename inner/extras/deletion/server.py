@@ -100,7 +100,7 @@ class TaskShelf:
 
 
 class DeletionServed(MCPEnvironment):
-    """One session.   turns: what a program or a verdict of any session waits for.   steps: most calls of an episode."""
+    """One session.   turns: limits programs and verdicts of all sessions.   steps: most calls of an episode."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -4,7 +4,7 @@
         \"\"\"Return x two times.\"\"\"           \"\"\"Return x two times.\"\"\"      (docstring=False: it goes, too)
         return [x, x]             ──▶        raise NotImplementedError("this feature was taken out")
 
-Signatures stay, so the file can be imported, and what is left names what is missing.
+Signatures stay, so the file can be imported, and its text still names the missing parts.
 """
 
 import ast

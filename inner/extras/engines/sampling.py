@@ -22,7 +22,7 @@ Sampled = tuple[list[list[int]], list[list[float]]]  # ids and log-probs of n co
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How to sample.   most: tokens of a completion.   ends: ids that end one, as its last token.   seed: of a call."""
+    """How to sample.   most: token limit.   ends: ids that end a completion, as its last token.   seed: of a call."""
 
     temperature: float
     most: int

@@ -6,8 +6,8 @@
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --logprobs-mode processed_logprobs
 
-The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs have
-the temperature inside only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
+The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs
+include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
 1 (fleet.check_rollouts).
 
 A server that is silent is asked again for PATIENCE_S seconds.  Not promised: an API key.
@@ -120,7 +120,7 @@ def _read_choice(choice: Any, ends: frozenset[int]) -> tuple[list[int], list[flo
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")
     if not all(type(token) is int for token in ids):
-        raise ValueError("token ids that are no whole numbers")
+        raise ValueError("token ids that are not whole numbers")
     if choice["finish_reason"] == "stop" and ids[-1] not in ends:
         raise ValueError("the token that ended a completion is left out")
     return ids, [float(logprob) for logprob in logprobs]

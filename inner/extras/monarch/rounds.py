@@ -224,7 +224,7 @@ def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     mine = trained_parameters(model)
     if wrong := sorted(set(mine) ^ set(weights)):
         raise InnerError(
-            f"these weights are not of this model: {wrong[0]!r} is in one of the two alone. Give the weights of every "
+            f"these weights are not of this model: {wrong[0]!r} is in only one of the two. Give the weights of every "
             "trained parameter, of the model that the run began with."
         )
     for name, p in mine.items():

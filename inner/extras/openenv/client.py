@@ -112,7 +112,7 @@ class OpenEnv:
         if "refused" in reply:
             raise InnerError(
                 f"the environment at {_server_url(self._url)} could not begin an episode: {reply['refused']}. Its "
-                f"`reset` was given the row's columns {sorted(given)}. Mend it there, or rename the column."
+                f"`reset` was given the row's columns {sorted(given)}. Correct it there, or rename the column."
             )
         text = self._record_observation(None, reply)
         return f"\n{text}" if text else None
@@ -313,8 +313,8 @@ def openenv_environment(
         settings["_tools"] = frozenset(tool["name"] for tool in tools)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise InnerError(
-            f"what the server at {_server_url(url)} lists as its tools is not a list of MCP tools ({error!r:.200}). "
-            "Mend it there."
+            f"the server at {_server_url(url)} lists tools that are not MCP tools ({error!r:.200}). "
+            "Correct the list on the server."
         ) from error
     return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
 
@@ -323,7 +323,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
     A call failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
-    tools: the server's tools; one of these cannot be unknown"""
+    tools: the server's tools, which are never unknown"""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")

@@ -9,7 +9,7 @@ not check how tokens were drawn, because hidden states do not depend on the temp
 
 TOPLOC accepts an empty list of proofs, and divides by zero for the null proof, which it writes after a failure. This
 module refuses both.  TOPLOC's verification of a list ignores the proof's modulus: with 115,000 values it doubted
-identical ones in 4 cases of 40. Its verification of a tensor does not, so this module uses that one.
+identical values in 4 cases of 40. Its verification of a tensor does not, so this module uses that one.
 
 The wheel of 0.1.6 is built for an older torch and does not load.  A build from source works (docs/weights.md):
 
@@ -140,7 +140,7 @@ def _parse(proof: str) -> Any:
     except Exception as error:
         raise ValueError(f"{proof[:40]!r} is not a proof of TOPLOC: {error}") from error
     if len(found) != TOPK or not found.modulus:
-        raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; {TOPK} are due")
+        raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; needed: {TOPK}")
     return found
 
 

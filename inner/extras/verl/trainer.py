@@ -56,7 +56,7 @@ def composer_fields(
     turns: Sequence[tuple[int, int]] = (),
     scores: Sequence[float | None] = (),
 ) -> dict[str, Any]:
-    """Return what an agent loop puts into `extra_fields["composer"]` for one output.   Raises ValueError.
+    """Return the value that an agent loop puts into `extra_fields["composer"]` for one output.   Raises ValueError.
 
     hinted_ids: prompt and response with the hint in them, up to the last token that the hint is about.
     at: for each response token its place in `hinted_ids`; -1 for tokens that the hint is not about.
@@ -80,11 +80,11 @@ def composer_fields(
 
 
 def weights_in(algorithm: Mapping[str, Any]) -> tuple[float, float]:
-    """Return (α, β) of verl's `algorithm` table.   Raises ValueError for other alpha_… and beta_… keys, and values."""
+    """Return (α, β) of verl's `algorithm` table.   Raises ValueError for unknown alpha_…, beta_… keys or bad values."""
     found = {key: algorithm[key] for key in algorithm if str(key).startswith(("alpha_", "beta_"))}
     if unknown := sorted(set(found) - set(WEIGHTS)):
         raise ValueError(
-            f"algorithm.{unknown[0]} is no setting of this trainer; it has {' and '.join(WEIGHTS)}. Correct its name"
+            f"algorithm.{unknown[0]} is not a setting of this trainer; it has {' and '.join(WEIGHTS)}. Correct its name"
         )
     for key, value in found.items():
         if not isinstance(value, int | float) or not isfinite(value) or value < 0:
@@ -115,8 +115,8 @@ class ComposerAdvantage:
         self._weights = weights_in(config.algorithm)
         if self._weights[0] and (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
             raise ValueError(
-                "algorithm.alpha_sdpo with rollout_correction.bypass_mode: log π_old is the engine's there, and the "
-                "teacher's is the trainer's, so their difference would hold that of two kernels. Set bypass_mode=false"
+                "algorithm.alpha_sdpo with rollout_correction.bypass_mode: there the engine computes log π_old, and "
+                "the trainer the teacher's log-prob, so their difference would be noise. Set bypass_mode=false"
             )
         if config.algorithm.adv_estimator == "grpo_composer":
             raise ValueError(

@@ -42,8 +42,8 @@ def encode_each(
 ) -> Iterator[float | None]:
     """Encode range after range as `encode` does, and yield its result for each.
 
-    It passes addresses to C, because a slice of a tensor costs as much as 30,000 elements: between two shards nothing
-    is left in the caches.
+    It passes addresses to C.  A slice of a tensor would take as long as 30,000 elements, because the caches are cold
+    between shards.
     """
     run = _ENCODE[name]
     most = _LARGEST_SCALE[name]
