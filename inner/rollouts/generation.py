@@ -61,9 +61,9 @@ class GenerationTrainer(LeanToolLoop):
     ) -> None:
         with engine_instead(engine_dtype):
             super().__init__(*args, **kwargs)
-        model = self.accelerator.unwrap_model(self.model)
-        sample_as_asked(model)
-        number_positions(model)
+        sample_as_asked(self.accelerator.unwrap_model(self.model))
+        for model in filter(None, (self.model, self.ref_model)):
+            number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
         self.reward_funcs = [self._with_completion(self._guarded(function)) for function in self.reward_funcs]
         self._completion_column: dict[str, list[Any]] = {}
@@ -154,14 +154,14 @@ class GenerationTrainer(LeanToolLoop):
         self._completion_column = {"completion": [row["completion"] for row in inputs]} if has else {}
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
-        if self._reward_calls is not None and self._mode() == "train":
-            self._reward_calls.check_known(by_function, self.reward_func_names)
         if self.reads_turns:
             self._rewards = total_rewards(by_function, self.reward_weights)
             self._completions = completions
         return by_function
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        if getattr(self.args, "soft_overlong_tokens", 0):  # the penalty alone is no reward
+            rewards_B_F[rewards_B_F[:, :-1].isnan().all(dim=1), -1] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
@@ -180,14 +180,21 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = self._generate_rollouts(inputs)
-        if not self.dynamic_sampling or self._mode() == "eval":
+        if self._mode() == "eval":
             return batch
+        if self.dynamic_sampling:
+            batch = self._refilled(batch, len(inputs))
+        if self._reward_calls is not None:
+            self._reward_calls.check_known(self.reward_func_names)
+        return batch
+
+    def _refilled(self, batch: Any, rollouts: int) -> Any:
         from inner.rollouts.dynamic import refill_groups
 
         group: int = cast(Any, self.args).num_generations
-        self._refills = self._first_refill(len(inputs) // group)
+        self._refills = self._first_refill(rollouts // group)
         batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
-        self._record_metric("dynamic/informative", informative * group / len(inputs))
+        self._record_metric("dynamic/informative", informative * group / rollouts)
         self._record_metric("dynamic/generations", more)
         return batch
 
