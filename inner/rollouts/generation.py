@@ -31,7 +31,6 @@ from inner.usercode.reward_calls import RewardCalls
 
 MASKED = "sampling/masked"  # metric: share of sequences ("token_…": of tokens) with importance weight 0
 BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
-REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
 
 
 class GenerationTrainer(LeanToolLoop):
@@ -81,7 +80,6 @@ class GenerationTrainer(LeanToolLoop):
         if objective is not None:
             check_settings(objective, vars(arguments))
         self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
-        self._refills = 0  # position of the next prompt in their order
         if tokens := getattr(arguments, "soft_overlong_tokens", 0):
             self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
 
@@ -97,20 +95,6 @@ class GenerationTrainer(LeanToolLoop):
 
             return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
         return super()._compute_loss(model, inputs)
-
-    def _more_rollouts(self, groups: int) -> dict[str, Any]:
-        """Return rollouts of the next `groups` prompts, in dynamic sampling's own order."""
-        dataset: Any = self.train_dataset
-        arguments: Any = self.args
-        at = prompt_order(len(dataset), (self.share or Share(0)).salted(REFILLS))
-        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
-        self._refills += groups
-        return self._generate_rollouts(rows)
-
-    def _first_refill(self, groups: int) -> int:
-        """Return the first position for this generation. It reserves as many positions as a generation can need."""
-        served = cast(Any, self.args).steps_per_generation * self.num_iterations
-        return self._step // served * groups * self.dynamic_sampling
 
     # the data order
 
@@ -183,19 +167,11 @@ class GenerationTrainer(LeanToolLoop):
         if self._mode() == "eval":
             return batch
         if self.dynamic_sampling:
-            batch = self._refilled(batch, len(inputs))
+            from inner.rollouts.dynamic import refilled
+
+            batch = refilled(self, batch)
         if self._reward_calls is not None:
             self._reward_calls.check_known(self.reward_func_names)
-        return batch
-
-    def _refilled(self, batch: Any, rollouts: int) -> Any:
-        from inner.rollouts.dynamic import refill_groups
-
-        group: int = cast(Any, self.args).num_generations
-        self._refills = self._first_refill(rollouts // group)
-        batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
-        self._record_metric("dynamic/informative", informative * group / rollouts)
-        self._record_metric("dynamic/generations", more)
         return batch
 
     def _generate_rollouts(self, inputs: Any) -> Any:

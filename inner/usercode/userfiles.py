@@ -179,8 +179,8 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
     """Return one finite number (or None: "cannot say") per completion.   Raises InnerError for other values."""
     try:
         read = read_values(values, expected)
-    except (RuntimeError, TypeError, ValueError) as error:  # torch and numpy raise for a list of arrays
-        raise InnerError(f"reward {spelling} {error}. Return one number each.") from error
+    except ValueError as error:
+        raise InnerError(f"reward {spelling} {error}.") from error
     for i, said in read.invalid.items():
         raise InnerError(
             f"reward {spelling} {said} for completion {i}. Return a finite number, {LARGEST:g} at most, or None for "

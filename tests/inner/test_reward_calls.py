@@ -358,9 +358,10 @@ def test_the_check_before_a_run_takes_the_scalars_that_a_replica_takes(scalar: A
     values = [scalar(1), None, scalar(0)]
     checked = guard_reward(lambda **columns: values, "r.py:f")(completions=["a", "b", "c"])
     assert checked == read_values(values, 3).values == [1, None, 0]
-    for arrays in ([np.ones(2)], [torch.ones(2)]):
-        with pytest.raises(InnerError, match=r"reward r\.py:f .* Return one number each"):
-            checked_rewards(arrays, 1, "r.py:f")
+    for array in (np.ones(2), torch.ones(2)):
+        assert read_values([1.0, array], 2).invalid.keys() == {1}, "it costs that completion alone"
+        with pytest.raises(InnerError, match=r"reward r\.py:f returned .* for completion 0\. Return a finite number"):
+            checked_rewards([array], 1, "r.py:f")
 
 
 def test_a_nan_is_said_and_is_not_asked_for_again() -> None:
