@@ -118,7 +118,7 @@ HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
 BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
 _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
-    "use_bias_correction_kl", "router_aux_loss_coef", "mask_truncated_completions", "multi_objective_aggregation",
+    "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
