@@ -1,4 +1,4 @@
-"""The settings that a run over a lighthouse cannot have, and those that actors need.
+"""The settings that a run over a lighthouse cannot have, those that actors need, and columns of no file.
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
@@ -51,6 +51,15 @@ def check_rendezvous(rendezvous: str, outer: "OuterConfig", usual: "OuterConfig"
             "line away, or use the bucket"
         )
     check_lighthouse(outer, usual)
+
+
+def check_columns(config: "RunConfig") -> None:
+    """Raise ConfigError for inner.data.columns without a file or a dataset whose columns it could rename."""
+    if not (config.inner.data.prompts or (config.eval is not None and config.eval.prompts)):
+        raise ConfigError(
+            f"inner.data.columns = {config.inner.data.columns} does nothing here: it is read only where "
+            "inner.data.prompts or eval.prompts is set. Leave inner.data.columns out"
+        )
 
 
 def prepared_for_actors(config: "RunConfig") -> "RunConfig":

@@ -208,6 +208,10 @@ class RunConfig:
             check_rendezvous(self.rendezvous, self.outer, OuterConfig(), broadcasts=self.fleet.broadcast_weights)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
+        if self.inner.data.columns:
+            from diloco.run.combinations import check_columns
+
+            check_columns(self)
         self.check_files()
 
     def check_files(self) -> None:

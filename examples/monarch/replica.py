@@ -69,7 +69,7 @@ def train(replica: Replica, config: RunConfig, model_dir: Path, given: argparse.
     with make_diloco(model, still, manager, replace(config.outer, sync_every=1)) as loop:
         while not manager.done:
             t = loop.committed()
-            ended = replica.run_round(t, read_weights(model))
+            ended = replica.run_round(t, read_weights(model), manager.num_participants() or given.replicas)
             write_weights(model, ended.weights)
             loop.log(**ended.numbers)
             still.step()  # moves nothing, having no gradients; the outer step hangs on it

@@ -30,7 +30,8 @@ AGAIN = "Correctly solve the original question."
 @dataclass(frozen=True)
 class Rollout:
     """One row of TRL's batch.   ids: the completion's, without padding, truncated or not.
-    written: 1 if the model wrote the token.   reward: NaN if unknown.   completion: messages, or a text."""
+    written: 1 if the model wrote the token.   reward: NaN if unknown.   completion: messages, or a text.
+    tools: JSON schemas of the tools that the model had."""
 
     row: Mapping[str, Any]
     prompt: list[int]
@@ -39,6 +40,7 @@ class Rollout:
     turns: list[Turn]
     reward: float
     completion: Any = ""
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def hint_lessons(

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from inner.channels.head_file import HEAD_FORM, read_head_width
 from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, TurnScore
-from inner.channels.spans import context_and_action
+from inner.channels.spans import context_and_action, renderer
 from inner.channels.teacher import DistillationTeacher
 from inner.channels.terms import backbone_states, eval_mode, pad_rows
-from inner.data.rendering import render_ids
 from inner.errors import InnerError
 from inner.models.causal_lm import causal_lm
 from inner.models.precision import uncached_autocast
@@ -222,10 +221,7 @@ def head_examples(
     tokenizer: Any, states: Sequence[TraceState], actions: Iterable[TeacherAction], *, key: str | Key | None = None
 ) -> list[Example]:
     """Return one example per distinct action in each state that has answers."""
-
-    def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
-        return render_ids(tokenizer, messages, opened=opened, tools=tools)
-
+    render = renderer(tokenizer)
     by_state: dict[str, list[TeacherAction]] = defaultdict(list)
     for action in actions:
         by_state[action["state_id"]].append(action)

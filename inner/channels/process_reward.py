@@ -188,6 +188,8 @@ def turn_states(rollout: Rollout) -> list[TraceState]:
             "state_messages": [*before, *written[:at]],
             "student_action": action_text(written[at]),
         }
+        if rollout.tools:  # without them a teacher cannot call
+            state["tools"] = [dict(tool) for tool in rollout.tools]
         if turn.error is not None:
             state["error"] = turn.error
         states.append(state)

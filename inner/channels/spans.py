@@ -175,10 +175,7 @@ _ASK: list[Message] = [{"role": "user", "content": "a"}]
 
 def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> list[Span]:
     """Return one span per failed state for which there is a hint."""
-
-    def render(messages: list[Message], opened: bool, tools: Any = None) -> list[int]:
-        return render_ids(tokenizer, messages, opened=opened, tools=tools)
-
+    render = renderer(tokenizer)
     splice = HintSplicer(render)
     spans = []
     for state in states:
@@ -189,6 +186,11 @@ def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> li
         context, action = context_and_action(state, state["student_action"], render, tokenizer)
         spans.append(Span(context + action, splice(context, text, action), len(action)))
     return spans
+
+
+def renderer(tokenizer: Any) -> Callable[..., list[int]]:
+    """Return render(messages, opened, tools) -> ids, with the tokenizer's own template."""
+    return lambda messages, opened, tools=None: render_ids(tokenizer, messages, opened=opened, tools=tools)
 
 
 def context_and_action(

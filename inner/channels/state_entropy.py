@@ -11,15 +11,13 @@ the model has positions loses its beginning.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from inner.channels.spans import context_and_action
+from inner.channels.spans import context_and_action, renderer
 from inner.channels.terms import backbone_states, causal_lm, eval_mode, logits_at, pad_rows
-from inner.data.rendering import render_ids
 from inner.data.template_fault import require_template
 from inner.errors import InnerError
 from inner.replay.states import TraceState
@@ -46,9 +44,8 @@ def _measured(model: Any, tokenizer: Any, state: TraceState) -> TraceState:
 def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
     """Return the ids of the messages and of the action. A chat template may raise any exception."""
     require_template(tokenizer, state["state_messages"])
-    render = partial(_render, tokenizer)
     try:
-        context, action = context_and_action(state, state["student_action"], render, tokenizer)
+        context, action = context_and_action(state, state["student_action"], renderer(tokenizer), tokenizer)
     except Exception as error:
         raise InnerError(
             f"state {state['state_id']}: this model's chat template cannot write it ({type(error).__name__}: {error}). "
@@ -57,7 +54,3 @@ def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
     if not context or not action:
         raise InnerError(f"state {state['state_id']} has no tokens before its action, or none in it. Take it out.")
     return context, action
-
-
-def _render(tokenizer: Any, messages: Any, opened: bool, tools: Any = None) -> list[int]:
-    return render_ids(tokenizer, messages, opened=opened, tools=tools)

@@ -45,16 +45,24 @@ class DistillationTeacher:
 
     @torch.no_grad()
     def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
-        """Update the teacher before its forward.   committed: the run's outer step.   inner: this session's step."""
-        if self.kind == "round" and theta is not None and committed != self._at:
+        """Update the teacher.   committed: the run's outer step.   inner: this session's step."""
+        if not self._is_due(committed, inner, theta):
+            return
+        if self.kind == "round" and theta is not None:
             for name, value in theta():
                 self._weights[name].copy_(value)
             self._at = committed
-        elif self.kind == "ema" and inner != self._at:
+        else:
             rate = 1.0 if self._at is None else self.ema_rate
             for name, p in trained_parameters(self.model).items():
                 self._weights[name].copy_(self._average[name].lerp_(p.detach().float(), rate))
             self._at = inner
+
+    def _is_due(self, committed: int, inner: int, theta: Theta | None) -> bool:
+        """Whether `advance` changes the weights."""
+        if self.kind == "round":
+            return theta is not None and committed != self._at
+        return self.kind == "ema" and inner != self._at
 
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:

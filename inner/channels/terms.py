@@ -52,15 +52,15 @@ def logits_at(model: Any, states_B_T_D: Tensor, turns: Turns) -> Tensor:
 
 
 def scale_logits_as_model(model: Any, logits: Tensor) -> Tensor:
-    """Scale and soft-cap the LM head's output as Cohere, Granite, Falcon-H1 and Gemma 2 do in their forward."""
+    """Scale and soft-cap the LM head's output as Cohere, Granite, Falcon-H1, Gemma 2 and others do in their forward."""
     config = model.config.get_text_config()
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
             logits = logits * scale
             break
     else:
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
+        if (factor := getattr(config, "logits_scaling", None)) is not None:  # HyperCLOVA X multiplies, Granite divides
+            logits = logits * factor if config.model_type == "hyperclovax" else logits / factor
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -129,8 +129,11 @@ def self_distillation_loss(
     old_N: Tensor | None,
     settings: ChannelSettings,
     tokens: float | None = None,
+    sampling_temperature: float = 1.0,
 ) -> Tensor:
-    """Return the SDPO paper's loss over whole responses: Σ over tokens the model wrote / `tokens` (None: N of them)."""
+    """Return the SDPO paper's loss over whole responses: Σ over tokens the model wrote / `tokens` (None: N of them).
+
+    sampling_temperature: the temperature of `old_N`."""
     return sdpo_loss(
         student_N_V,
         teacher_N_V,
@@ -140,6 +143,7 @@ def self_distillation_loss(
         top_k=settings.sdpo.top_k,
         temperature=settings.sdpo.temperature,
         divisor=tokens,
+        sampling_temperature=sampling_temperature,
     )
 
 

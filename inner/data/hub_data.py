@@ -20,7 +20,7 @@ from inner.errors import InnerError
 from inner.models.naming import ASK_S
 
 PREFIX = "hub:"
-_COMMIT = re.compile("[0-9a-f]{40}")
+COMMIT = re.compile("[0-9a-f]{40}")
 _PAGES = {"model": "https://huggingface.co/", "dataset": "https://huggingface.co/datasets/"}
 _SPELLING = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:/]+))?(:(?P<split>.+))?", re.ASCII
@@ -88,15 +88,20 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
 # -------------------------------------------------------------------- commits, of models too
 
 
+def hub_endpoint() -> str | None:
+    """Return the Hub's address if it is not the usual one. The SDK reads the variable only once, at its import."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
 def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
     """Return the commit.   kind: "model" or "dataset".   revision: "" for main.   setting: for errors (InnerError)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if _COMMIT.fullmatch(revision):
+    if COMMIT.fullmatch(revision):
         return revision
     try:
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        api = HfApi(endpoint=hub_endpoint())
         return str(api.repo_info(name, repo_type=kind, revision=revision or None, timeout=ASK_S).sha)
     except GatedRepoError:
         raise InnerError(gated_text(kind, name, setting)) from None

@@ -11,6 +11,7 @@ Not promised: types for a .csv; its columns are texts.
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from inner.data.rendering import text_of
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings, setting_of
+from inner.tasks.spec import is_task
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
 LONGEST_FIELD = 2**31 - 1  # characters of a .csv
@@ -47,7 +49,8 @@ def load_prompts(
     """Load rows that all have a `prompt` and the same columns.   kind: of the user's file.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
-    return check_rows(name, islice(read_rows(name, path), limit), data)
+    named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns have their names
+    return check_rows(name, islice(read_rows(name, path), limit), named)
 
 
 def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: Row | None = None) -> list[Row]:

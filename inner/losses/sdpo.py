@@ -45,6 +45,7 @@ def sdpo_loss(
     is_clip: float | None = 2.0,
     temperature: float = 1.0,
     divisor: float | None = None,
+    sampling_temperature: float = 1.0,
 ) -> Tensor:
     """Return the mean over the positions whose label is not -100, a scalar. Logits (..., V), labels (...).
 
@@ -52,6 +53,7 @@ def sdpo_loss(
     old_logprobs  (...) log π_old of these tokens at sampling; None: on-policy, ρ = 1
     top_k         None: the whole vocabulary.   add_tail=False: no bucket; renormalise over the kept tokens
     divisor       replaces the number of positions as the divisor, if they are a part of a larger batch
+    temperature   of D.   sampling_temperature: of log π_old, and so of π in ρ
     If no position is valid, the result is 0 on the graph, with a zero gradient.
     """
     check_shapes(student_logits, teacher_logits, labels)
@@ -72,7 +74,7 @@ def sdpo_loss(
 
     losses = by_position(divergence, student_logits, teacher_logits, kept)
     if old_logprobs is not None and is_clip is not None:
-        losses = losses * _clipped_ratio(student_logits, labels, old_logprobs, kept, temperature, is_clip)
+        losses = losses * _clipped_ratio(student_logits, labels, old_logprobs, kept, sampling_temperature, is_clip)
     return losses.mean() if divisor is None else losses.sum() / divisor
 
 

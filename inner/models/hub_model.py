@@ -12,12 +12,12 @@ Not promised: that a commit stays on the Hub; that weights which no file has are
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from inner.data.hub_data import COMMIT, hub_endpoint
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
 from inner.models.naming import HubError, HubModel, is_on_hub
 from inner.settings.inner import InnerConfig, InnerError
@@ -29,7 +29,6 @@ _SHARDS = {
     ".safetensors": re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     ".bin": re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
 }
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def pin_hub_model(config: InnerConfig) -> HubModel | None:
@@ -43,7 +42,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
     try:
         commit, names = _list_revision(config.model, config.revision)
         files = needed_files(names)
-        if not _COMMIT.fullmatch(commit) or not files:
+        if not COMMIT.fullmatch(commit) or not files:
             return None
         where = _download_files(config.model, commit, files)
     except HubError as error:
@@ -92,7 +91,7 @@ def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
         raise HubError(
             f"{name} of {model.name} at commit {model.commit} has other bits here than when the run was founded: "
             f"SHA-256 {found[:16]}…, the run has {model.files[name][:16]}…. The Hub, or a mirror of it (HF_ENDPOINT = "
-            f"{_hub_endpoint() or 'not set'}), gave two different files under one commit",
+            f"{hub_endpoint() or 'not set'}), gave two different files under one commit",
             final=True,
         )
 
@@ -102,7 +101,7 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
     from huggingface_hub import HfApi
 
     try:
-        info = HfApi(endpoint=_hub_endpoint()).model_info(name, revision=revision, timeout=2 * ASK_S)
+        info = HfApi(endpoint=hub_endpoint()).model_info(name, revision=revision, timeout=2 * ASK_S)
         names = [s.rfilename for s in info.siblings or ()]
         if "config.json" in names:
             cached_file(name, revision or "main", "config.json")  # this stores the revision's commit in the cache
@@ -128,7 +127,7 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 
     try:
         path = hf_hub_download(
-            name, file, revision=commit, force_download=again, endpoint=_hub_endpoint(), cache_dir=cache_folder()
+            name, file, revision=commit, force_download=again, endpoint=hub_endpoint(), cache_dir=cache_folder()
         )
         return Path(path)
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
@@ -141,10 +140,6 @@ def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     at = f" at {revision}" if revision else ""
     return HubError(f"{name}{at} cannot be taken from the Hub ({words:.160})", final=status in (401, 403, 404))
-
-
-def _hub_endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
 
 
 def _file_sha256(path: Path) -> str:

@@ -90,11 +90,7 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
 def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
     """Raise InnerError for a target that matches no layer. PEFT only raises if all targets match none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    layers = [
-        (n, module)
-        for n, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D", "Linear4bit")
-    ]
+    layers = [(name, module) for name, module in model.named_modules() if type(module).__name__ in KINDS]
     linear = [name for name, module in layers if module is not head]
     heads = [name for name, module in layers if module is head]
     if of_head := [t for t in settings.names if any(n == t or n.endswith(f".{t}") for n in heads)]:

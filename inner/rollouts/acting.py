@@ -21,7 +21,8 @@ from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.drift import token_log_probs
-from inner.rollouts.recorded import UNCORRECTED, record_rollouts
+from inner.rollouts.recorded import record_rollouts
+from inner.settings.contradictions import UNCORRECTED
 
 if TYPE_CHECKING:
     from inner.rollouts.recorded import BundlePlace, Unfit
@@ -76,14 +77,21 @@ class Sampler:
         trainer.model.train()
         made, batch = trainer._make_bundle(self.rows(share, generation))
         trainer._metrics["train"].clear()
-        logprobs = made.logprobs
-        if logprobs is None:
-            logps = token_log_probs(
-                trainer, batch["prompt_ids"], batch["prompt_mask"],
-                completion_ids=batch["completion_ids"], completion_mask=batch["completion_mask"],
-            ).tolist()  # fmt: skip
-            logprobs = [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
+        if trainer._reward_calls is not None:
+            trainer._reward_calls.check_known(trainer.reward_func_names)
+        logprobs = self._log_probs(made, batch) if made.logprobs is None else made.logprobs
         return replace(made, logprobs=logprobs, random=_other_states())
+
+    def _log_probs(self, made: Bundle, batch: Any) -> list[list[float]]:
+        """Return the log-probs of all sampled tokens. The batch's own mask may leave truncated rollouts out."""
+        sampled = torch.zeros_like(batch["completion_mask"])
+        for row, ids in zip(sampled, made.ids, strict=True):
+            row[: len(ids)] = 1
+        logps = token_log_probs(
+            self._trainer, batch["prompt_ids"], batch["prompt_mask"],
+            completion_ids=batch["completion_ids"], completion_mask=sampled,
+        ).tolist()  # fmt: skip
+        return [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
         """Return the rows of a generation, each as often as it has rollouts."""

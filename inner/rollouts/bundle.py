@@ -127,7 +127,7 @@ class Bundle:
 
     def pack(self) -> bytes:
         """Return the bundle's bytes."""
-        texts = [json.dumps(prompt) for prompt in self.prompts]
+        texts = [json.dumps(prompt, default=str) for prompt in self.prompts]  # a tool's result may hold anything
         once = list(dict.fromkeys(texts))
         place = {text: i for i, text in enumerate(once)}
         tensors = {
@@ -152,7 +152,7 @@ class Bundle:
             "calls": list(self.calls),
             "random": dict(self.random.numbers),
         }
-        return safetensors.torch.save(tensors, {"bundle": json.dumps(said)})
+        return safetensors.torch.save(tensors, {"bundle": json.dumps(said, default=str)})
 
     @classmethod
     def unpack(cls, body: bytes) -> "Bundle":

@@ -11,12 +11,35 @@ because each generation is scaled by its own.
 """
 
 from collections.abc import Callable
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inner.data.order import Share, prompt_order
+
 Batch = dict[str, Any]  # TRL's: tensors and lists (one entry per rollout), and scalars
+REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
+
+
+def refilled(trainer: Any, batch: Batch) -> Batch:
+    """Return the batch of a trainer's generation, with its refills, and record how many there were.
+
+    Prompts follow from (share, generation): each generation reserves as many positions as it can need."""
+    group, tries, rows = trainer.args.num_generations, trainer.dynamic_sampling, trainer.train_dataset
+    groups = len(batch["advantages"]) // group
+    generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
+    positions = count(generation * groups * tries)
+    at = prompt_order(len(rows), (trainer.share or Share(0)).salted(REFILLS))
+
+    def sample_more(n: int) -> Batch:
+        return trainer._generate_rollouts([rows[at(i)] for i in islice(positions, n) for _ in range(group)])
+
+    batch, informative, more = refill_groups(batch, sample_more, group, tries)
+    trainer._record_metric("dynamic/informative", informative / groups)
+    trainer._record_metric("dynamic/generations", more)
+    return batch
 
 
 def informative_groups(batch: Batch, group: int) -> list[int]:

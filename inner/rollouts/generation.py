@@ -31,7 +31,6 @@ from inner.usercode.reward_calls import RewardCalls
 
 MASKED = "sampling/masked"  # metric: share of sequences ("token_…": of tokens) with importance weight 0
 BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
-REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
 
 
 class GenerationTrainer(LeanToolLoop):
@@ -61,9 +60,9 @@ class GenerationTrainer(LeanToolLoop):
     ) -> None:
         with engine_instead(engine_dtype):
             super().__init__(*args, **kwargs)
-        model = self.accelerator.unwrap_model(self.model)
-        sample_as_asked(model)
-        number_positions(model)
+        sample_as_asked(self.accelerator.unwrap_model(self.model))
+        for model in filter(None, (self.model, self.ref_model)):
+            number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
         self.reward_funcs = [self._with_completion(self._guarded(function)) for function in self.reward_funcs]
         self._completion_column: dict[str, list[Any]] = {}
@@ -81,7 +80,6 @@ class GenerationTrainer(LeanToolLoop):
         if objective is not None:
             check_settings(objective, vars(arguments))
         self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
-        self._refills = 0  # position of the next prompt in their order
         if tokens := getattr(arguments, "soft_overlong_tokens", 0):
             self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
 
@@ -97,20 +95,6 @@ class GenerationTrainer(LeanToolLoop):
 
             return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
         return super()._compute_loss(model, inputs)
-
-    def _more_rollouts(self, groups: int) -> dict[str, Any]:
-        """Return rollouts of the next `groups` prompts, in dynamic sampling's own order."""
-        dataset: Any = self.train_dataset
-        arguments: Any = self.args
-        at = prompt_order(len(dataset), (self.share or Share(0)).salted(REFILLS))
-        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
-        self._refills += groups
-        return self._generate_rollouts(rows)
-
-    def _first_refill(self, groups: int) -> int:
-        """Return the first position for this generation. It reserves as many positions as a generation can need."""
-        served = cast(Any, self.args).steps_per_generation * self.num_iterations
-        return self._step // served * groups * self.dynamic_sampling
 
     # the data order
 
@@ -154,14 +138,14 @@ class GenerationTrainer(LeanToolLoop):
         self._completion_column = {"completion": [row["completion"] for row in inputs]} if has else {}
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
-        if self._reward_calls is not None and self._mode() == "train":
-            self._reward_calls.check_known(by_function, self.reward_func_names)
         if self.reads_turns:
             self._rewards = total_rewards(by_function, self.reward_weights)
             self._completions = completions
         return by_function
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        if getattr(self.args, "soft_overlong_tokens", 0):  # the penalty alone is no reward
+            rewards_B_F[rewards_B_F[:, :-1].isnan().all(dim=1), -1] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
@@ -180,15 +164,14 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = self._generate_rollouts(inputs)
-        if not self.dynamic_sampling or self._mode() == "eval":
+        if self._mode() == "eval":
             return batch
-        from inner.rollouts.dynamic import refill_groups
+        if self.dynamic_sampling:
+            from inner.rollouts.dynamic import refilled
 
-        group: int = cast(Any, self.args).num_generations
-        self._refills = self._first_refill(len(inputs) // group)
-        batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
-        self._record_metric("dynamic/informative", informative * group / len(inputs))
-        self._record_metric("dynamic/generations", more)
+            batch = refilled(self, batch)
+        if self._reward_calls is not None:
+            self._reward_calls.check_known(self.reward_func_names)
         return batch
 
     def _generate_rollouts(self, inputs: Any) -> Any:

@@ -28,12 +28,12 @@ from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.environments_at_once import drawn_environments
 from inner.rollouts.generation import GenerationTrainer
+from inner.settings.contradictions import UNCORRECTED
 
 if TYPE_CHECKING:
     from inner.train.policy import PolicyTrainer
 
 CLIP = 2.0  # the most that a token of an actor's rollout counts (truncated importance sampling)
-UNCORRECTED = ("gmpo",)  # losses that TRL takes without the correction
 
 
 class BundlePlace(NamedTuple):

@@ -15,6 +15,8 @@ from inner.tasks.spec import HARBOR
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
 
+UNCORRECTED = ("gmpo",)  # losses that TRL takes without the correction for another sampler
+
 
 def check_options(config: "InnerConfig") -> None:
     """Raise InnerError if settings of these options contradict others."""
@@ -63,8 +65,13 @@ def _check_vllm(config: "InnerConfig") -> None:
             f'inner.lora.base = "{config.lora.base}" with [inner.vllm]: an engine on a base of its own precision would '
             "sample from another policy than the one that is trained. Leave one of the two out."
         )
-    mode = config.vllm.importance_mode
-    if config.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
+    mode, loss = config.vllm.importance_mode, config.objective_settings.get("loss_type")
+    if loss in UNCORRECTED and config.vllm.corrects:
+        raise InnerError(
+            f'inner.vllm.importance_mode = "{mode}": the loss "{loss}" takes no importance weights, so the correction '
+            'would do nothing. Set inner.vllm.importance_mode = "off".'
+        )
+    if loss == "vespo" and mode.startswith("sequence"):
         raise InnerError(
             f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
             'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'

@@ -250,7 +250,6 @@ class InnerConfig(Table):
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
         unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
         unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
-        unread(("data.columns",), is_read=bool(self.data.prompts), condition="inner.data.prompts is set")
         has_rows = "inner.data.prompts or inner.data.task is set"
         unread(("data.system",), is_read=bool(self.data.source), condition=has_rows)
         unread(TASK_ONLY, is_read=bool(self.data.task), condition="inner.data.task is set")

@@ -56,6 +56,10 @@ def _fixed_settings(loss_type: str, level: str = "token", **more: Any) -> dict[s
 
 
 _CLIP = "min(r A, clip(r, 1-ε, 1+ε_high) A)"
+_GMPO_IGNORES = (
+    "delta", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "router_aux_loss_coef",
+    "use_bias_correction_kl",
+)  # fmt: skip
 
 PO_OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(
@@ -163,7 +167,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         fixed=_fixed_settings("gmpo"),
         values={"epsilon": 0.4, "epsilon_high": 0.4, "beta": 0.0},
         ratio=("epsilon", "epsilon_high"),
-        ignores=("delta", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
+        ignores=_GMPO_IGNORES,
         on_policy="grpo",
     ),
     "lite_ppo": Objective(
@@ -278,9 +282,6 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
         f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
         "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
     )
-
-
-# The menu
 
 
 # The table

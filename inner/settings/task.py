@@ -106,7 +106,7 @@ class DataSettings(Table):
         True, "The task's prompts are chats; false: one text each, for a model without a chat template."
     )
     columns: dict = setting(
-        dict, 'Columns that get another name, of training and held-out prompts: `{question = "prompt"}`.'
+        dict, 'Columns of files and datasets that get another name, also in `[eval]`: `{question = "prompt"}`.'
     )
     system: str | None = setting(None, "A system prompt, in front of every prompt.")
     text: str | None = setting(

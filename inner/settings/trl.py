@@ -116,6 +116,10 @@ _ELSEWHERE = {
 ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
 BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
+_POLICY_LOSS = (
+    "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
+    "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
+)  # fmt: skip
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
@@ -127,6 +131,8 @@ def check_trl(config: "InnerConfig") -> None:
     if config.loop == "supervised":
         return
     _check_batching(config)
+    _check_policy_loss(config)
+    _check_aggregation(config)
     if config.vllm is None and (unread := [name for name in ENGINE_ONLY if name in config.trl]):
         raise InnerError(
             f"inner.trl.{unread[0]} does nothing here: the run does not generate with vLLM. Add the table [inner.vllm]."
@@ -185,6 +191,27 @@ def _check_batching(config: "InnerConfig") -> None:
             f'inner.trl.{asked[0]} = true with inner.autocast = "{config.autocast}": where products are taken in '
             "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
             '"off", or leave it out (on a CPU it is the slower way to generate).'
+        )
+
+
+def _check_policy_loss(config: "InnerConfig") -> None:
+    """Refuse settings of the policy loss where inner.grpo.weight = 0 leaves it out."""
+    unread = [name for name in _POLICY_LOSS if config.trl.get(name)]
+    if unread and config.grpo.weight == 0:
+        raise InnerError(
+            f"inner.trl.{unread[0]} = {config.trl[unread[0]]!r} does nothing here: it is a part of the policy loss, "
+            "which inner.grpo.weight = 0 leaves out. Leave it out, or set inner.grpo.weight above 0."
+        )
+
+
+def _check_aggregation(config: "InnerConfig") -> None:
+    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's."""
+    scale = config.objective_settings["scale_rewards"]
+    if config.trl.get("multi_objective_aggregation") == "normalize_then_sum" and scale != "group":
+        raise InnerError(
+            'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides each reward by the standard '
+            f'deviation of its group, and inner.grpo.objective = "{config.grpo.objective}" has scale_rewards = '
+            f'"{scale}" here. Set inner.grpo.objective = "grpo", or leave the setting out.'
         )
 
 

@@ -18,6 +18,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,6 +139,8 @@ def _check_prompts(
     if source is None:
         return ""
     rows = load_prompts(source, files, config.data, kind=kind)
+    if fault := _observation_fault(loop.trainer, rows[0]):
+        raise InnerError(f"{setting_of(kind, source)} = {source!r}, prompt 1 {fault}")
     limits = partial(_ids_fault, config, loop.trainer, positions_of(loop.model))
     by_length = sorted(enumerate(rows, 1), key=lambda row: -len(json.dumps(row[1]["prompt"], default=str)))
     for looked_at, (number, row) in enumerate(by_length):
@@ -145,6 +149,19 @@ def _check_prompts(
             return f"not checked: {left:,} of {len(rows):,} prompts, the shorter ones ({setting_of(kind, source)})"
         if fault := _prompt_fault(config, loop.trainer, row["prompt"]) or limits(row["prompt"]):
             raise InnerError(f"{setting_of(kind, source)} = {source!r}, prompt {number} {fault}")
+    return ""
+
+
+def _observation_fault(trainer: Any, row: Mapping[str, Any]) -> str:
+    """Return why the row's text cannot take the environment's observation; "" if there is none, or it is not known."""
+    if not isinstance(row["prompt"], str) or trainer.environment_factories is None or trainer.tools:
+        return ""
+    with suppress(Exception):  # `reset` may need what only a replica has
+        if trainer.environment_factories[None]().reset(**deepcopy(dict(row))) is not None:
+            return (
+                "is a text, and what the environment's `reset` returns is added to a chat. Write messages, set "
+                "inner.data.system, which makes them, or return None."
+            )
     return ""
 
 

@@ -138,6 +138,8 @@ class GrpoLoop:
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self._reward_calls.skip_rewardless(self.optimizer)  # after the schedule has wrapped optimizer.step
         self.trainer.remove_callback(PrinterCallback)
+        note = self.trainer._log_metric
+        self.trainer._log_metric = lambda name, value: note(f"logged/{name}", value)  # else "kl" of a reward is TRL's
         self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
@@ -273,7 +275,8 @@ class _Watch(TrainerCallback):
             self.means.count("reward_missing", missing)
         if self.reward_calls.rewardless:
             return metrics.clear()  # the optimizer skips this step: it does not count
-        for source, name in METRIC_NAMES.items():
+        logged = {name: name for name in metrics if name.startswith("logged/")}
+        for source, name in (METRIC_NAMES | logged).items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)
         if self.masked is not None:

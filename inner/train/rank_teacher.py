@@ -36,9 +36,10 @@ class RankTeacher(DistillationTeacher):
             self._average = {name: value.float() for name, value in self._weights.items()}
 
     def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
-        if self._weights:
+        if self._is_due(committed, inner, theta):
             let_go(self.model)  # else its parameters are the gathered ones
-        super().advance(committed, inner, theta and (lambda: self._cut(theta())))
+            super().advance(committed, inner, theta and (lambda: self._cut(theta())))
+            hold_whole(self.model)
 
     @contextmanager
     def in_place(self, device: torch.device) -> Iterator[None]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inner.data.order import window_starts
 from inner.data.prompts import local_file
+from inner.data.tokens import IDS, open_ids
 from inner.host import Host
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, check_precision, gpu_has_bfloat16
@@ -133,10 +134,8 @@ def open_loop(
 
 def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
     """Return ids (n,): a .txt is tokenised, a .npy holds token ids, a .bin holds raw uint16 token ids."""
-    if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
-    elif path.suffix == ".bin":
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    if path.suffix in IDS:
+        tokens = open_ids(path, spelling)
     else:
         text = path.read_text(encoding="utf-8", errors="replace")
         tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)

@@ -188,6 +188,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
             return batch
         turns = self._turns or [[] for _ in inputs]
         rollouts = _rollouts_of(inputs, batch, turns, self._rewards, self._completions)
+        rollouts = [replace(rollout, tools=self._tools_for(rollout.row)) for rollout in rollouts]
         if self._process is not None and self._mode() == "train":
             batch["advantages"] = self._process_advantages(self._process, rollouts, batch)
         lessons = self._make_lessons(rollouts) if self.channels.sdpo.is_used else None
@@ -235,16 +236,20 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         """Return the first argument of a hint: the prompt's columns and the facts about the failed turn."""
-        tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
         prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         messages = [*prompt, *turn.seen.get("state_messages", ())]
-        schemas = tools.get(row.get("environment"), tools.get(None, []))
-        return {**row, "tools": schemas, **turn.seen, "state_messages": messages}
+        return {**row, "tools": self._tools_for(row), **turn.seen, "state_messages": messages}
+
+    def _tools_for(self, row: Mapping[str, Any]) -> list[Any]:
+        tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
+        return tools.get(row.get("environment"), tools.get(None, []))
 
     # the loss
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         alpha, beta = self._channel_weights(inputs)
+        if self.channels.sdpo.teacher == "ema":  # in each step, with a lesson or without
+            self._advance_teacher()
         if not alpha and not beta:
             grpo = self._policy_loss(model, inputs)
             sdpo = None
@@ -327,7 +332,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         ids, written, old = _response_tensors(flat, inputs)
         return self_distillation_loss(
             student, teacher, ids_N=ids, written_N=written, old_N=old, settings=self.channels,
-            tokens=self._tokens_to_learn(inputs),
+            tokens=self._tokens_to_learn(inputs), sampling_temperature=self.temperature,
         )  # fmt: skip
 
     def _tokens_to_learn(self, inputs: Any) -> float:
@@ -343,12 +348,17 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
         """Return logits (N, V) of the turns' tokens in the teacher's context. This is the one extra forward."""
+        self._advance_teacher()
         assert self._teacher is not None
-        self._teacher.advance(self._committed_step(), self._step // self._loss_divisor(), self._theta)
         rows = [lesson.teacher_ids for lesson in lessons]
         lengths = [lesson.end - lesson.start for lesson in lessons]
         turns = [(i, len(row) - n - 1, n) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))]
         return self._teacher.logits(rows, turns, device)
+
+    def _advance_teacher(self) -> None:
+        assert self._teacher is not None
+        inner = self._step // cast(Any, self.args).gradient_accumulation_steps
+        self._teacher.advance(self._committed_step(), inner, self._theta)
 
     def _replay_loss(self) -> Tensor:
         """Return the preference loss of the pairs whose turn it is in this micro-batch."""

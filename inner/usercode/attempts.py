@@ -16,6 +16,7 @@ is also blamed if, by chance, the reward's machine hangs only for it, at every t
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from inner.usercode.deadline import TimedOut
@@ -165,10 +166,10 @@ def read_values(answer: Any, expected: int) -> Values:
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
-        raise ValueError(f"returned a {type(answer).__name__}, not a list with one number per completion")
+        raise ValueError(f"returned a {type(answer).__name__}. Return a list with one number per completion")
     if len(answer) != expected:
-        raise ValueError(f"returned {len(answer)} values for {expected} completions")
-    plain = [value.item() if hasattr(value, "item") else value for value in answer]
+        raise ValueError(f"returned {len(answer)} values for {expected} completions. Return one number each")
+    plain = [v.item() if hasattr(v, "item") and prod(getattr(v, "shape", ())) == 1 else v for v in answer]
     invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not is_reward(value)}
     return Values([None if i in invalid else value for i, value in enumerate(plain)], invalid)
 

@@ -144,6 +144,10 @@ def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check_text(config: InnerConfig, files: Files) -> None:
+    from inner.data.tokens import IDS, open_ids
+
     path = local_file("text", str(config.data.text), files)
     if path.stat().st_size == 0:
         raise InnerError(f"inner.data.text = {config.data.text!r} is empty. Give a file with something to learn.")
+    if path.suffix in IDS:
+        open_ids(path, str(config.data.text))

@@ -88,12 +88,14 @@ class RewardCalls:
         self.clock = clock
         self.host: Host = host or StandaloneHost()
         self.broken = BrokenRewards(broken)
-        self.rewardless = False  # True if the last batch has no reward at all
+        self.rewardless = False  # True if no completion since the last `optimizer.step` has a reward
+        self._is_first = True  # whether the next `settle` is the first one since then
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
         self._worked: set[str] = set()
-        self._silent = 0  # batches in a row without any number, failed or not
+        self._silent = 0  # generations in a row without any number, failed or not
+        self._has_number = False  # whether a completion since the last check_known has one
         self._noted = False
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
@@ -135,39 +137,43 @@ class RewardCalls:
         known = rewards_B_F.clone()
         known[self.take_failed()] = math.nan  # an incomplete sum is not the user's reward
         settled = self.broken.settle(known, weights_F, group)
-        self.rewardless = bool(settled.isnan().all())
+        nothing = bool(settled.isnan().all())
+        self.rewardless = nothing and (self._is_first or self.rewardless)
+        self._is_first, self._has_number = False, self._has_number or not nothing
         return settled
 
     def skip_rewardless(self, optimizer: Optimizer) -> None:
-        """Skip `optimizer.step` after a batch without any reward: momentum alone would still move the weights."""
+        """Skip `optimizer.step` if none of its batches has a reward: momentum alone would still move the weights."""
         step = optimizer.step
 
         @wraps(step)  # keeps the attributes that a schedule looks for
         def step_if_rewarded(*args: Any, **kwargs: Any) -> Any:
+            self._is_first = True
             return None if self.rewardless else step(*args, **kwargs)
 
         optimizer.step = step_if_rewarded
 
-    def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
-        """Raise RewardFailed at the third batch in a row in which all rewards were None."""
-        self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
+    def check_known(self, names: Sequence[str]) -> None:
+        """Raise RewardFailed at the third generation in a row without any reward. Call it after each, with refills."""
+        self._silent = 0 if self._has_number else self._silent + 1
+        self._has_number = False
         if self._silent < BATCHES:
             return
         raise RewardFailed(
-            f"all rewards ({', '.join(names)}) were None for all {len(rewards_B_F)} completions of {self._silent} "
-            'batches in a row. None means "cannot say", and a batch of it teaches nothing.\n'
+            f"no completion of {self._silent} generations in a row has a reward: all rewards ({', '.join(names)}) were "
+            'None for it, or one failed (reward_failed in the log). None means "cannot say", and teaches nothing.\n'
             "  next: return a number where a completion can be judged (0.0 for a wrong one), and start another --run, "
             "or the same with --again if nothing was trained there."
         )
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude completions inside the `with` from `take_missing`, `rewardless` and the lowest reward so far."""
-        kept = self._missing, self.rewardless, self.broken.lowest
+        """Exclude completions inside the `with` from all counts, from `rewardless`, and from the lowest so far."""
+        kept = self._missing, self.rewardless, self._is_first, self._has_number, self.broken.lowest
         try:
             yield
         finally:
-            self._missing, self.rewardless, self.broken.lowest = kept
+            self._missing, self.rewardless, self._is_first, self._has_number, self.broken.lowest = kept
 
     # one step of a batch
 

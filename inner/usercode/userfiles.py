@@ -27,7 +27,7 @@ from typing import Any, cast
 from inner.data.prompts import local_file
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import MODULES, setting_of
-from inner.usercode.attempts import LARGEST, is_reward
+from inner.usercode.attempts import LARGEST, read_values
 from inner.usercode.reward_form import call_fault
 
 
@@ -164,41 +164,29 @@ def guard_answers(reward: Any) -> Any:
     name = getattr(reward, "__name__", type(reward).__name__)
     function = cast(Any, reward)
 
-    def check(values: Any, kwargs: Any) -> list[float | None]:
-        if isinstance(values, list | tuple):  # they may be numpy or torch scalars
-            values = [value.item() if hasattr(value, "item") else value for value in values]
-        return checked_rewards(values, len(kwargs["completions"]), name)
-
     @wraps(reward, updated=())
     def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        return check(function(*args, **kwargs), kwargs)
+        return checked_rewards(function(*args, **kwargs), len(kwargs["completions"]), name)
 
     @wraps(reward, updated=())
     async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
-        return check(await function(*args, **kwargs), kwargs)
+        return checked_rewards(await function(*args, **kwargs), len(kwargs["completions"]), name)
 
     return checked_later if inspect.iscoroutinefunction(reward) else checked
 
 
 def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:
     """Return one finite number (or None: "cannot say") per completion.   Raises InnerError for other values."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
+    try:
+        read = read_values(values, expected)
+    except ValueError as error:
+        raise InnerError(f"reward {spelling} {error}.") from error
+    for i, said in read.invalid.items():
         raise InnerError(
-            f"reward {spelling} returned a {type(values).__name__}. Return a list with one number per completion."
+            f"reward {spelling} {said} for completion {i}. Return a finite number, {LARGEST:g} at most, or None for "
+            '"cannot say".'
         )
-    if len(values) != expected:
-        raise InnerError(
-            f"reward {spelling} returned {len(values)} values for {expected} completions. Return one number each."
-        )
-    for i, value in enumerate(values):
-        if not is_reward(value):
-            raise InnerError(
-                f"reward {spelling} returned {value!r} for completion {i}. Return a finite number, {LARGEST:g} at "
-                'most, or None for "cannot say".'
-            )
-    return list(values)
+    return read.values
 
 
 # -------------------------------------------------------------------- the environment
@@ -237,10 +225,10 @@ def _check_members(config: InnerConfig, environment: type) -> None:
             f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
             'inner.rewards.function = "file.py:function".'
         )
-    if config.sdpo.weight > 0 and not tool_names(environment):
+    if config.sdpo.is_used and config.sdpo.context == "hint" and not tool_names(environment):
         raise InnerError(
-            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and environment {spelling} has no public "
-            "method, so no tool can fail. Add a tool, or set inner.sdpo.weight = 0."
+            f"[inner.sdpo] learns at tool errors, and environment {spelling} has no public method, so no tool can "
+            'fail. Add a tool, set inner.sdpo.context = "rollout", or leave [inner.sdpo] out.'
         )
 
 

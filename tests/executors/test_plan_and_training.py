@@ -114,6 +114,7 @@ REWARDS = {
     "sibling": f"from helper import ONE\ndef score(completions, **columns):\n    assert ONE == 1\n{SCORE}",
     "no such": "import no_such_package_of_mine\n" + f"def score(completions, **columns):\n{SCORE}",
     "a file": f"ONE = open('helper.py').read()\ndef score(completions, **columns):\n{SCORE}",
+    "numpy": f"import numpy\ndef score(completions, **columns):\n{SCORE.replace('float', 'numpy.float32')}",
     "short": "def score(completions, **columns):\n    return [1.0] * 3\n",
     "none": "def score(completions, **columns):\n    return [None for _ in completions]\n",
     "logs": f"def score(completions, log_metric, trainer_state, **columns):\n    log_metric('n', 1.0)\n{SCORE}",
@@ -136,6 +137,7 @@ ENVIRONMENTS = {
     "no tools": "class World:\n    def reset(self, **row):\n        pass\n",
     "an argument": WORLD.replace("**row", "answer"),
     "says": WORLD.replace("self.row = row", "return ' Think.'"),
+    "no tools, says": "class World:\n    def reset(self, **row):\n        return ' Think.'\n",
 }
 LORA: dict[str, dict[str, Any]] = {
     "all": {"lora": {"r": 2}},
@@ -319,6 +321,10 @@ NAMED: list[tuple[Cell, str]] = [
         "it asks for 'answr', and the prompts have no column of that name",
     ),
     (Cell("qwen3", environment="rows", prompts="texts"), "tools are called in chats"),
+    (Cell("qwen3", environment="no tools", prompts="texts"), ""),
+    (Cell("qwen3", environment="no tools, says", prompts="texts"), "`reset` returns is added to a chat"),
+    (Cell("qwen3", environment="no tools, says"), ""),
+    (Cell("qwen3", reward="numpy"), ""),
 ]
 
 

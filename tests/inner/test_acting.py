@@ -134,6 +134,17 @@ def test_the_drift_counts_the_models_own_tokens(settings: dict[str, Any]) -> Non
     assert drift.drift_of(loop.trainer, bundle) == pytest.approx(off / count, rel=1e-3) and off > 0
 
 
+def test_an_actor_says_the_log_probs_of_rollouts_that_the_loss_leaves_out() -> None:
+    """TRL's mask over truncated rollouts hides them from the attention, too."""
+    short = {"sampling": {"max_completion_length": 17}}  # ToolWorld's second turn is cut off
+    masked, whole = (sampled(**short, trl={"mask_truncated_completions": mask}) for mask in (True, False))
+    ((_, ours),), ((_, theirs),) = masked.bodies.items(), whole.bodies.items()
+    found, expected = Bundle.unpack(ours), Bundle.unpack(theirs)
+    assert found.ids == expected.ids and any(len(ids) == 17 for ids in found.ids)
+    for one, other in zip(found.logprobs or [], expected.logprobs or [], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5])
 def test_log_probs_that_are_none_are_refused(bad: float) -> None:
     kept = sampled()

@@ -191,6 +191,19 @@ TOOL = """
 """
 
 
+def with_environment(folder: Path, body: str, **sdpo: Any) -> tuple[InnerConfig, dict[str, Path]]:
+    (folder / "e.py").write_text(body)
+    config = InnerConfig(**{**OWN, "rewards": {"function": None}}, sampling={"environment": "e.py:E"}, **sdpo)
+    return config, {**reward_file(folder, ""), "environment": folder / "e.py"}
+
+
+def test_only_a_hint_needs_a_tool_that_can_fail(tmp_path: Path) -> None:
+    check_inner(*with_environment(tmp_path, BODY, sdpo={"weight": 0.1, "context": "rollout"}))
+    later = {"sdpo": {"weight_end": 0.1}, "schedule": {"weight_steps": 3}}
+    with pytest.raises(InnerError, match="no public method"):
+        check_inner(*with_environment(tmp_path, BODY, **later))
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -203,11 +216,7 @@ TOOL = """
     ],
 )
 def test_check_looks_at_the_environment(tmp_path: Path, body: str, words: str | None) -> None:
-    (tmp_path / "e.py").write_text(body)
-    files = {**reward_file(tmp_path, ""), "environment": tmp_path / "e.py"}
-    config = InnerConfig(
-        **{**OWN, "rewards": {"function": None}}, sampling={"environment": "e.py:E"}, sdpo={"weight": 0.1}
-    )
+    config, files = with_environment(tmp_path, body, sdpo={"weight": 0.1})
     if words is None:
         check_inner(config, files)
     else:

@@ -342,7 +342,12 @@ def test_the_ema_teacher_averages_once_per_inner_step() -> None:
     trainer._step = 1
     for _ in range(2):  # two micro-batches of one inner step
         teacher_logits(trainer, batch)
-    torch.testing.assert_close(trainer._teacher._weights["model.embed_tokens.weight"], 0.75 * first + 0.25 * first / 2)
+    average = 0.75 * first + 0.25 * first / 2
+    torch.testing.assert_close(trainer._teacher._weights["model.embed_tokens.weight"], average)
+    trainer._step = 2
+    trainer._compute_loss(trainer.model, {**batch, LESSONS: [[] for _ in batch[LESSONS]]})  # a step without a lesson
+    average = 0.75 * average + 0.25 * first / 2
+    torch.testing.assert_close(trainer._teacher._weights["model.embed_tokens.weight"], average)
 
 
 def test_an_average_in_bf16_still_moves() -> None:
@@ -529,7 +534,14 @@ def test_a_weight_that_comes_too_late_is_refused() -> None:
 
 
 def test_logits_are_scaled_and_capped_as_the_model_does() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GraniteConfig,
+        GraniteForCausalLM,
+        HyperCLOVAXConfig,
+        HyperCLOVAXForCausalLM,
+    )
 
     sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
@@ -537,6 +549,7 @@ def test_logits_are_scaled_and_capped_as_the_model_does() -> None:
     for model in (
         Gemma2ForCausalLM(Gemma2Config(**sizes, final_logit_softcapping=0.5)),
         GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=4.0)),
+        HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**sizes, logits_scaling=4.0)),
     ):
         ids = torch.tensor([[3, 4, 5]])
         states = causal_lm(model).base_model(input_ids=ids).last_hidden_state

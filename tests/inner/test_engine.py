@@ -289,6 +289,7 @@ def test_the_share_of_tokens_counts_those_that_the_model_wrote() -> None:
             r'\[inner\.vllm\] generates rollouts, and inner\.loop = "supervised" has none',
         ),
         ({"vllm": {}, "grpo": {"objective": "vespo"}}, 'takes weights of tokens alone.*"token_truncate"'),
+        ({"vllm": {}, "grpo": {"objective": "gmpo"}}, 'takes no importance weights.*importance_mode = "off"'),
         ({"trl": {"vllm_model_impl": "auto"}}, r"vllm_model_impl does nothing here.*Add the table \[inner\.vllm\]"),
         ({"vllm": {}, "trl": {"vllm_enable_sleep_mode": True}}, r"the run sets this itself\. Use \[inner\.vllm\]"),
     ],
@@ -296,6 +297,10 @@ def test_the_share_of_tokens_counts_those_that_the_model_wrote() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InnerError, match=words):
         InnerConfig.from_dict(settings)
+
+
+def test_a_loss_without_importance_weights_is_taken_without_the_correction() -> None:
+    assert InnerConfig.from_dict({"vllm": {"importance_mode": "off"}, "grpo": {"objective": "gmpo"}}).vllm
 
 
 def test_a_replica_without_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -562,6 +562,17 @@ def test_sdpo_equals_trl(alpha: float, add_tail: bool) -> None:
     same_loss_and_gradient(on_policy, theirs()[kept].mean(), student)
 
 
+def test_sdpo_s_ratio_is_taken_at_the_temperature_of_sampling() -> None:
+    """So it is 1 before any step, whatever the divergence's own temperature is."""
+    student, teacher = pair()
+    labels = torch.zeros(B, T, dtype=torch.long)
+    old = probabilities(student.detach(), 0.7)[..., 0].log()
+    on_policy = sdpo_loss(student, teacher, labels, temperature=2.0)
+    same_loss_and_gradient(
+        sdpo_loss(student, teacher, labels, old, temperature=2.0, sampling_temperature=0.7), on_policy, student
+    )
+
+
 def test_sdpo_is_the_paper_s_reverse_kl() -> None:
     student, teacher = pair()
     labels = torch.zeros(B, T, dtype=torch.long)

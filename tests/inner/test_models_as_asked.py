@@ -1,5 +1,6 @@
 """The parts that a start model brings along: its generation config, absolute positions, a router, towers."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from trl.trainer import grpo_trainer
 
 from inner.models.causal_lm import number_positions, sample_as_asked
 from inner.models.known import ask_hub, known_model, refuse_towers
@@ -130,13 +132,15 @@ def test_a_trainer_scores_the_policy_that_generated(monkeypatch: pytest.MonkeyPa
     """The log-probs of TRL's loss are those under which `generate` has drawn."""
     gpt = tiny(GPT2LMHeadModel, GPT2Config, vocab_size=len(make().processing_class), max_position_embeddings=128)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda folder: gpt)
-    trainer = make()
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda path, **options: copy.deepcopy(gpt))
+    trainer = make(config={"trl": {"beta": 0.1}})
     row, width = torch.arange(5, 17)[None], 6
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), row], 1)
     mask = torch.tensor([[0] * 7 + [1] * 12])
     alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, row, torch.ones_like(row), width)
-    found, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, width)
-    assert torch.allclose(found, alone, atol=1e-5)
+    for model in (trainer.model, trainer.ref_model):  # equal weights: the KL term is 0
+        found, _, _ = trainer._get_per_token_logps_and_entropies(model, padded, mask, width)
+        assert torch.allclose(found, alone, atol=1e-5)
 
 
 # -------------------------------------------------------------------- a router

@@ -300,6 +300,8 @@ def test_dr_grpo_is_the_default_and_overrides_apply() -> None:
         ("cispo", {"epsilon": 0.1}, "does not read epsilon"),
         ("sapo", {"delta": 2.0}, "does not read delta"),
         ("gmpo", {"delta": 2.0}, "does not read delta"),
+        ("gmpo", {"router_aux_loss_coef": 0.1}, "does not read router_aux_loss_coef"),
+        ("gmpo", {"use_bias_correction_kl": True}, "does not read use_bias_correction_kl"),
         ("grpo", {"vespo_k_pos": 1.0}, "does not read vespo_k_pos"),
         ("grpo", {"beta": -0.1}, "beta = -0.1 must be 0"),
         ("grpo", {"epsilon": 0.0}, "epsilon = 0.0 must be greater"),

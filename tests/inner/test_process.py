@@ -235,12 +235,15 @@ def test_equal_scores_change_nothing_and_others_only_their_tokens() -> None:
         seen.extend(rolled)
         return [[1.0 - (i % 2), *[None] * (len(r.turns) - 1)] for i, r in enumerate(rolled)]
 
-    found = rollouts(make(process=ProcessReward(score)))["advantages"] - plain["advantages"][:, None]
+    trainer = make(process=ProcessReward(score))
+    found = rollouts(trainer)["advantages"] - plain["advantages"][:, None]
     for i, r in enumerate(seen):
         first = found[i, r.turns[0].start : r.turns[0].end]
         assert (first > 0).all() if i % 2 == 0 else (first < 0).all()
         assert not found[i, r.turns[0].end :].any()
-        assert len(turn_states(r)[0]["state_messages"]) == 1
+        state = turn_states(r)[0]
+        assert len(state["state_messages"]) == 1
+        assert state.get("tools") == trainer.tool_schemas()[""], "without them a teacher cannot call"
 
 
 @pytest.mark.slow

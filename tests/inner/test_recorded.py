@@ -5,9 +5,11 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,6 +207,7 @@ def test_what_a_trainer_may_have_made_can_be_read() -> None:
         some_rollouts(mask=None, logprobs=None, environments=None),
         some_rollouts(rewards=torch.tensor([[1e18], [-1e18]])),  # the largest (attempts.py)
         some_rollouts(rewards=torch.full((2, 1), float("nan"))),  # no completion could be judged
+        some_rollouts(completions=[[{"role": "tool", "content": [np.int64(3), date(2026, 1, 2)]}]] * 2),  # of any kind
         some_rollouts(logprobs=[[None, -1.0, -1.0], [-1.0] * 3]),  # an engine had none for a token
     ):
         assert again(made).pack() == made.pack()

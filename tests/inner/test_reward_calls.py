@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import httpx
 import httpx2
+import numpy as np
 import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -39,6 +40,7 @@ from inner.usercode.broken import BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within
 from inner.usercode.forgiving import ForgivingHint
 from inner.usercode.reward_calls import RewardCalls, RewardFailed
+from inner.usercode.userfiles import checked_rewards, guard_reward
 from tests.inner.test_toolworld import WORLD
 from tests.inner.test_trainer import B, make, rollouts
 
@@ -351,6 +353,17 @@ def test_nan_infinity_and_words_count_as_none_and_are_named() -> None:
         read_values(1.0, 2)
 
 
+@pytest.mark.parametrize("scalar", [np.float32, np.int64, np.bool_, torch.tensor])
+def test_the_check_before_a_run_takes_the_scalars_that_a_replica_takes(scalar: Any) -> None:
+    values = [scalar(1), None, scalar(0)]
+    checked = guard_reward(lambda **columns: values, "r.py:f")(completions=["a", "b", "c"])
+    assert checked == read_values(values, 3).values == [1, None, 0]
+    for array in (np.ones(2), torch.ones(2)):
+        assert read_values([1.0, array], 2).invalid.keys() == {1}, "it costs that completion alone"
+        with pytest.raises(InnerError, match=r"reward r\.py:f returned .* for completion 0\. Return a finite number"):
+            checked_rewards([array], 1, "r.py:f")
+
+
 def test_a_nan_is_said_and_is_not_asked_for_again() -> None:
     asked = []
 
@@ -614,7 +627,7 @@ def spy_completions(trainer: Any, lost: set[str], row: int) -> list[str]:
     return marks
 
 
-@pytest.mark.parametrize("objective", ["grpo", "lite_ppo", "dr_grpo"])  # scaled by group, by batch, not at all
+@pytest.mark.parametrize("objective", ["grpo", "lite_ppo", "dr_grpo", "dapo"])  # scaled by group, by batch, not at all
 @pytest.mark.parametrize("missing", ["one", "a group but one", "a group", "all but one", "all"])
 def test_whatever_has_no_reward_advantages_are_finite_and_zero_there(objective: str, missing: str) -> None:
     count = {"one": 1, "a group but one": 7, "a group": 8, "all but one": B - 1, "all": B}[missing]
@@ -622,9 +635,11 @@ def test_whatever_has_no_reward_advantages_are_finite_and_zero_there(objective: 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         return [None if i < count else float(i % 3) for i in range(len(completions))]
 
-    trainer = make(reward=reward, reward_calls=forgiving()[0], config={"grpo": {"objective": objective}})
+    found, more = forgiving()[0], {"dynamic_sampling": 0} if objective == "dapo" else {}  # dapo has a penalty, too
+    trainer = make(reward=reward, reward_calls=found, config={"grpo": {"objective": objective, **more}})
     advantages = rollouts(trainer)["advantages"]
     assert advantages.isfinite().all() and (advantages[:count] == 0).all()
+    assert found.rewardless == (missing == "all")
     assert missing != "one" or advantages.abs().sum() > 0
 
 

@@ -14,6 +14,7 @@ from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.grpo import GrpoLoop
 from inner.train.task import load_task
 from inner.usercode.check import check_data, check_inner
+from inner.usercode.reward_calls import RewardCalls
 from rendezvous.clock import SystemClock
 from tests.inner.test_reward_calls import make_reward_calls
 from tests.inner.test_toolworld import SMALL, small_folder
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 REWARDS = """
 calls = []
 
-def first(completions, **columns):
+def first(completions, log_metric, **columns):
     calls.append("first")
+    log_metric("kl", len(completions))
     return [float(i % 2) for i in range(len(completions))]
 
 async def second(completions, **columns):
@@ -112,6 +114,7 @@ def test_rewards_are_summed_by_weight_and_logged_by_name(tmp_path: Path) -> None
     found = loop.pop_metrics()
     assert found["reward/first"] == 0.5 and found["reward/second"] == 2.0
     size = config.inner.generation_size
+    assert found["logged/kl"] == size and "kl" not in found, "what a reward logs is not TRL's"
     assert found["reward"] == pytest.approx(0.5 + 0.25 * 2.0 * (size - 1) / size), "None: that one does not count"
 
 
@@ -130,14 +133,48 @@ def test_all_rewards_none_ends_the_session_at_the_third_batch_in_a_row() -> None
     trainer = make(reward=[unsure, shy], reward_calls=make_reward_calls(group=8)[0])
     for _ in range(2):
         rollouts(trainer)
-    with pytest.raises(RewardFailed, match=r"all rewards \(unsure, shy\) were None for all 16 .* of 3 batches"):
+    with pytest.raises(RewardFailed, match=r"3 generations in a row .* all rewards \(unsure, shy\) were None"):
         rollouts(trainer)
 
 
-def test_a_batch_with_one_number_begins_the_count_again() -> None:
+NOTHING, ONE = torch.full((4, 2), torch.nan), torch.tensor([[torch.nan, 1.0]])
+
+
+def made_of(calls: RewardCalls, *parts: torch.Tensor) -> None:
+    """A generation whose parts, the first and the refills, have these rewards."""
+    for part in parts:
+        calls.settle(part, torch.ones(2), 4)
+    calls.check_known(["a", "b"])
+
+
+def test_a_generation_with_one_number_begins_the_count_again() -> None:
     calls, _ = make_reward_calls()
-    nothing = torch.full((4, 2), torch.nan)
     for _ in range(3):
-        calls.check_known(nothing, ["a", "b"])
-        calls.check_known(nothing, ["a", "b"])
-        calls.check_known(torch.tensor([[torch.nan, 1.0]]), ["a", "b"])
+        made_of(calls, NOTHING)
+        made_of(calls, NOTHING, NOTHING, NOTHING)  # refills of dynamic sampling are not generations
+        with calls.uncounted():
+            calls.settle(ONE, torch.ones(2), 1)  # nor is an evaluation
+        made_of(calls, NOTHING, ONE, NOTHING)
+    for _ in range(2):
+        made_of(calls, NOTHING)
+    with pytest.raises(RewardFailed, match="3 generations in a row"):
+        made_of(calls, NOTHING)
+
+
+def test_an_inner_step_is_left_out_only_if_none_of_its_batches_has_a_reward() -> None:
+    calls, _ = make_reward_calls()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    taken: list[bool] = []
+    optimizer.step = lambda: taken.append(True)  # type: ignore[method-assign]
+    calls.skip_rewardless(optimizer)
+
+    def step(*batches: torch.Tensor) -> bool:
+        for batch in batches:
+            calls.settle(batch, torch.ones(2), 4)
+        before = len(taken)
+        optimizer.step()
+        return len(taken) > before
+
+    assert [step(ONE, NOTHING), step(NOTHING, ONE), step(NOTHING, ONE, NOTHING)] == [True] * 3
+    assert [step(NOTHING), step(), step(NOTHING, NOTHING)] == [False] * 3, "() goes on with the same generation"
+    assert step(ONE) and step()

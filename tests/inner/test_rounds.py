@@ -74,6 +74,12 @@ def test_moments_and_the_number_of_the_round_matter(three: list[Round]) -> None:
     assert not equal(trainer().run(3, three[1].weights, three[1].carried).weights, three[2].weights)
 
 
+def test_the_rate_follows_the_replicas_of_the_newest_outer_step(three: list[Round]) -> None:
+    one = trainer()
+    assert one.run(0, start_weights(), replicas=4).numbers["lr"] == pytest.approx(2 * three[0].numbers["lr"])
+    one.close()
+
+
 def test_what_was_drawn_before_does_not_matter(three: list[Round]) -> None:
     """As of a process that has loaded other things first."""
 

@@ -9,6 +9,7 @@ import torch
 
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner, publish_model
+from inner.usercode.check import check_data
 from tests.support.tables import merge_tables
 
 torch.set_num_threads(1)
@@ -156,6 +157,14 @@ def test_bad_texts_are_refused(folder: Path) -> None:
     np.save(folder / "float.npy", np.zeros(99))
     with pytest.raises(InnerError, match="one line of integers"):
         build(folder, name="float.npy")
+    (folder / "odd.bin").write_bytes(b"abc")
+    (folder / "torn.npy").write_bytes(b"\x93NUMPY\x01\x00")
+    for name in ("odd.bin", "torn.npy"):  # before the start, and in a replica
+        config = InnerConfig(loop="supervised", model="tiny", data={"text": name})
+        with pytest.raises(InnerError, match=r"is not a file of token ids.*two bytes per token"):
+            check_data(config, {"text": folder / name})
+        with pytest.raises(InnerError, match=r"is not a file of token ids.*two bytes per token"):
+            build(folder, name=name)
     with pytest.raises(InnerError, match="could not be loaded"):
         config = InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"})
         build_inner(config, folder / "nothing", {"text": folder / "a.txt"}, Seeds(data=0, noise=0))

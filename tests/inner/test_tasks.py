@@ -10,6 +10,8 @@ from diloco.run.config import ConfigError, RunConfig
 from diloco.run.data_files import gather_data
 from diloco.run.sections import EvalConfig
 from inner import InnerConfig, InnerError
+from inner.data.prompts import load_prompts
+from inner.settings.task import EVAL, DataSettings
 from inner.tasks import make, score, spec
 from inner.tasks.gym import as_literal
 from inner.tasks.make import question_of
@@ -48,12 +50,28 @@ def test_a_held_out_task_takes_the_options_of_the_same_task() -> None:
         ({"task": "chain_sum"}, r"inner.data.task = 'chain_sum' names no task. Write reasoning-gym:NAME or verifiers:"),
         ({"task": "verifiers:"}, r"inner.data.task = 'verifiers:' names no task"),
         ({"task": SUM, "task_size": 0}, r"inner.data.task_size = 0 must be greater than 0"),
-        ({"task": SUM, "columns": {"a": "b"}}, r"inner.data.columns = .* read only where inner.data.prompts is set"),
+        ({"task": SUM, "columns": {"a": "b"}}, r"columns = .* read only where inner.data.prompts or eval.prompts is"),
     ],
 )
 def test_settings_that_contradict_each_other(data: dict[str, Any], words: str) -> None:
     with pytest.raises((InnerError, ConfigError), match=words):
         settings(**data)
+
+
+def test_columns_are_renamed_in_files_alone(tmp_path: Path) -> None:
+    """Of training prompts and held-out ones, one may be a file and the other a task."""
+    columns = {"question": "prompt"}
+    (tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?"}\n')
+    (tmp_path / "task.jsonl").write_text('{"prompt": "3 + 3?"}\n')
+    for file, task in (("prompts", EVAL), (EVAL, "prompts")):
+        files = {file: tmp_path / "rows.jsonl", task: tmp_path / "task.jsonl"}
+        data = DataSettings(columns=columns)
+        assert load_prompts("rows.jsonl", files, data, kind=file) == [{"prompt": "2 + 2?"}]
+        assert load_prompts(SUM, files, data, kind=task) == [{"prompt": "3 + 3?"}]
+    inner = {"model": "me/model", "data": {"task": SUM, "columns": columns}}
+    RunConfig.from_dict({"inner": inner, "eval": {"prompts": "rows.jsonl"}}, tmp_path)
+    with pytest.raises(ConfigError, match=r"inner\.data\.columns = .* does nothing here"):
+        RunConfig.from_dict({"inner": inner, "eval": {"task": SUM}}, tmp_path)
 
 
 def test_settings_of_a_task_without_one() -> None:

@@ -63,11 +63,25 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
         ({"use_transformers_paged": True}, 'cast the trained float32 weights to it for good.*inner.autocast = "off"'),
         ({"use_transformers_continuous_batching": True}, 'with inner.autocast = "auto"'),
         ({"sapo_temperature_pos": 2.0}, "does not read sapo_temperature_pos"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, '"dr_grpo" has scale_rewards = "none" here.*"grpo"'),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InnerError, match=words):
         InnerConfig(trl=values)
+
+
+@pytest.mark.parametrize("name", ["beta", "entropy_coef", "delta"])
+def test_a_part_of_the_policy_loss_is_refused_where_that_is_left_out(name: str) -> None:
+    alone = {"replay": {"weight": 0.1, "pairs": "pairs.jsonl"}}
+    assert InnerConfig(trl={name: 0.1}, **alone).trl
+    with pytest.raises(InnerError, match=f"inner.trl.{name} = 0.1 does nothing here.*inner.grpo.weight above 0"):
+        InnerConfig(trl={name: 0.1}, grpo={"weight": 0}, **alone)
+
+
+def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_group() -> None:
+    assert InnerConfig(trl={"multi_objective_aggregation": "normalize_then_sum"}, grpo={"objective": "grpo"}).trl
+    assert InnerConfig(trl={"multi_objective_aggregation": "sum_then_normalize"}).trl
 
 
 def test_continuous_batching_is_handed_through_where_nothing_is_cast() -> None:

@@ -103,7 +103,8 @@ def test_without_the_channel_trl_masks_them_itself() -> None:
 
 def test_old_logprobs_of_a_truncated_rollout_are_those_of_its_own_tokens() -> None:
     """Before the first step π = π_old, so the importance weight of "rollout" is 1 everywhere, or the mask was wrong."""
-    config = merge_tables(SHORT, {"grpo": {"steps_per_generation": 2}, "sampling": {"num_generations": 8}})
+    sampling = {"num_generations": 8, "temperature": 0.7}  # not the divergence's
+    config = merge_tables(SHORT, {"grpo": {"steps_per_generation": 2}, "sampling": sampling})
     trainer = make(
         alpha_sdpo=0.5,
         policy_weight=0.0,
@@ -123,6 +124,10 @@ def test_old_logprobs_of_a_truncated_rollout_are_those_of_its_own_tokens() -> No
     )[0]
     torch.testing.assert_close(batch["old_per_token_logps"][rows], now[rows].detach(), rtol=1e-4, atol=1e-4)
     assert now[rows].shape[1] == SHORT["sampling"]["max_completion_length"]  # no padding in rows that were cut off
+    with trainer._caught_states(trainer.model) as caught:
+        trainer._policy_loss(trainer.model, batch)
+    on_policy = {key: value for key, value in batch.items() if key != "old_per_token_logps"}
+    torch.testing.assert_close(trainer._sdpo_loss(caught, batch), trainer._sdpo_loss(caught, on_policy))
 
 
 def test_dynamic_sampling_keeps_the_lessons_with_their_rollouts() -> None:

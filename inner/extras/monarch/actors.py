@@ -1,9 +1,9 @@
 """Four actors, one process each: around the inner loop, the sampler, the self-teacher and the client of teachers.
 
-    TrainerActor        run_round(t, θ_t, carried) ─▶ Round          rounds.py
-    GeneratorActor      generate(Generation)       ─▶ Completions    wire.py
-    SDPOTeacherActor    logits(Teaching)           ─▶ (N, V)         inner/channels/teacher.py
-    TeacherReplayActor  answer(states)             ─▶ actions        inner/replay/ask.py
+    TrainerActor        run_round(t, θ_t, carried, n) ─▶ Round          rounds.py
+    GeneratorActor      generate(Generation)          ─▶ Completions    wire.py
+    SDPOTeacherActor    logits(Teaching)              ─▶ (N, V)         inner/channels/teacher.py
+    TeacherReplayActor  answer(states)                ─▶ actions        inner/replay/ask.py
 
 The last three keep only what a caller can give them again: `load` brings weights, and the ledger on disk has the paid
 answers.  The trainer asks its ReplicaActor for its partners, once per loss.
@@ -170,8 +170,8 @@ class TrainerActor(RoleActor):
         )
 
     @endpoint
-    def run_round(self, t: int, weights: Weights, carried: Carried | None) -> Round:
-        return self._trainer.run(t, weights, carried)
+    def run_round(self, t: int, weights: Weights, carried: Carried | None, replicas: int) -> Round:
+        return self._trainer.run(t, weights, carried, replicas=replicas)
 
 
 # ---------------------------------------------------------------- in the trainer's process

@@ -6,7 +6,7 @@
                                                                     callers that ask for the trainer
 
     with Replica(plan) as replica:                  from the outer loop's process
-        ended = replica.run_round(t, weights)       θ after H inner steps from θ_t, even if actors were killed
+        ended = replica.run_round(t, weights, n)    θ after H inner steps from θ_t, even if actors were killed
         actions = replica.ask_teachers(states)
 
 A role is started again at most `restarts` times; then the next caller gets an error with the last reason.
@@ -154,12 +154,14 @@ class Replica:
             self.actor.end.call_one().get(timeout=RETURNED_S + STOP_S)
             self._processes.stop().get(timeout=STOP_S)
 
-    def run_round(self, t: int, weights: Weights) -> Round:
-        """Take H inner steps from θ_t; -> a Round.   weights: θ_t of every trained parameter, on the CPU."""
+    def run_round(self, t: int, weights: Weights, replicas: int = 1) -> Round:
+        """Take H inner steps from θ_t; -> a Round.   weights: θ_t of every trained parameter, on the CPU.
+
+        replicas: how many pseudogradients the newest outer step averaged (inner.schedule.lr_replicas)."""
 
         def question(trainer: Any) -> Round:
             carried = self._carried if self._trainer.incarnation != self._asked else None
-            return self._trainer.wait(trainer.run_round.call_one(t, weights, carried))
+            return self._trainer.wait(trainer.run_round.call_one(t, weights, carried, replicas=replicas))
 
         ended: Round = self._trainer.ask(question)
         self._asked, self._carried = self._trainer.incarnation, ended.carried

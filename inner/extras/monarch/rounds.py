@@ -1,13 +1,14 @@
 """A round of H inner steps, as a function of state that survives the death of the process that computes it.
 
-    (t, θ_t, carried) ── H inner steps ──▶ Round(θ, carried, numbers)
+    (t, θ_t, carried, n) ── H inner steps ──▶ Round(θ, carried, numbers)
 
     inner step s = t·H + i    its prompts       a function of (seeds, s)                           inner/data/order.py
                               its random state  seeded from (seeds.noise, s) before the first random number
                               its optimizer     moments from `carried` of the last round
+                              its rate          inner.schedule at t, with n replicas in the newest outer step
 
-So another process with the same three inputs ends the round with the same bits.  A process that has just ended round
-t − 1 needs only θ_t, because it still has the rest.
+So another process with the same inputs ends the round with the same bits.  A process that has just ended round
+t − 1 needs only θ_t and n, because it still has the rest.
 
     run ─order─▶ │ loop.train(stop) in a thread: step … step, stop() ─▶ waits │ ─Round─▶
 
@@ -60,10 +61,11 @@ class _Order:
     t: int
     weights: Weights
     carried: Carried | None
+    replicas: int
 
 
 class RoundTrainer:
-    """Compute rounds one after the other: run(t, θ_t) -> Round.
+    """Compute rounds one after the other: run(t, θ_t, replicas=n) -> Round.
 
     steps: H.   fit: called with each new loop before it trains, to replace parts of it.
     Raises InnerError for a config whose rounds depend on more than their inputs."""
@@ -88,17 +90,18 @@ class RoundTrainer:
         self._session: _Session | None = None
         self._ended: Round | None = None
 
-    def run(self, t: int, weights: Weights, carried: Carried | None = None) -> Round:
+    def run(self, t: int, weights: Weights, carried: Carried | None = None, *, replicas: int = 1) -> Round:
         """Take H inner steps from θ_t.
 
         weights: θ_t of every trained parameter.   carried: of round t − 1; None: this trainer's own, which is empty
-        before its first round.   Errors of the loop are raised as they are."""
+        before its first round.   replicas: how many pseudogradients the newest outer step averaged; the inner rate
+        follows it (inner.schedule.lr_replicas).   Errors of the loop are raised as they are."""
         if self._session is None or self._ended is None or t != self._ended.t + 1:
             carried = carried or (self._ended.carried if self._ended else None)
             self._open(t)
         assert self._session is not None
         try:
-            self._ended = self._session.run(_Order(t, weights, carried))
+            self._ended = self._session.run(_Order(t, weights, carried, replicas=replicas))
         except BaseException:
             self._session, self._ended = None, None
             raise
@@ -177,7 +180,7 @@ class _Session:
         write_weights(self._loop.model, order.weights)
         if order.carried is not None:
             write_moments(self._loop.optimizer, self._loop.model, order.carried.moments)
-        self._loop.follow(lambda: order.t, order.weights.items, lambda: 1)
+        self._loop.follow(lambda: order.t, order.weights.items, lambda: order.replicas)
         self._seed_step()
         return True
 
