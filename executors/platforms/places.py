@@ -162,4 +162,8 @@ def make_executor(place: Place) -> FleetExecutor:
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if not anything and (wrong := sorted(set(options).difference(known))):
         raise ExecutorError(f"{place.executor} takes no option {', '.join(wrong)}; it takes {', '.join(known)}")
-    return kind(**options)
+    if not place.options:
+        return kind(**options)
+    from executors.platforms.typed_options import make_with
+
+    return make_with(kind, options, place.executor, place.options)
