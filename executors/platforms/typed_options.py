@@ -1,6 +1,7 @@
-"""Makes an executor with options as a user typed them; an option of the wrong type is named.
+"""Makes an executor with options as a user typed them; an unknown option, or one of the wrong type, is named.
 
-    {"cores": "abc"}, takes: cores: float  ──▶ ExecutorError: modal cannot use --option cores='abc': 'abc', not a number
+    {"regoin": "us"}   ──▶ ExecutorError: local takes no option regoin; it takes …
+    {"cores": "abc"}   ──▶ ExecutorError: modal cannot use --option cores='abc': 'abc', not a number
 
 Not promised: a check of options that are no numbers; the executor's constructor may refuse them, or a later request.
 """
@@ -16,8 +17,11 @@ NUMBERS = (int, float, float | None)
 
 
 def make_with(kind: Callable[..., Any], options: Mapping[str, Any], name: str, typed: Mapping[str, Any]) -> Any:
-    """Return kind(**options).   Raise ExecutorError if a value is of the wrong type.   typed: the user's options."""
+    """Return kind(**options).   Raise ExecutorError for an option that it cannot have.   typed: the user's options."""
     takes = signature(kind).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not anything and (wrong := sorted(options.keys() - takes.keys())):
+        raise ExecutorError(f"{name} takes no option {', '.join(wrong)}; it takes {', '.join(takes)}")
     try:
         for key in options.keys() & takes.keys():
             if takes[key].annotation in NUMBERS:

@@ -178,10 +178,12 @@ class Supervisor:
             self._alerts.close()
         except Exception as error:
             self._trackers.end(done=False)
-            again = isinstance(error, StoreUnclear | Unavailable)  # a platform that hosts us is to start us again
-            self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}", leaves=not again)
+            self.emit("crashed", code=exitcodes.CRASHED, text=f"{type(error).__name__}: {error}")
+            if not isinstance(error, StoreUnclear | Unavailable):  # else a platform that hosts us is to start us again
+                self.lease.beat("left")
             raise
-        self._emit_end("stopped", outcome.code, outcome.text)
+        self.emit("stopped", code=outcome.code, text=outcome.text)
+        self.lease.beat("left")  # the next supervisor need not wait
         return outcome
 
     def _sweep_once_more(self) -> None:
@@ -198,31 +200,22 @@ class Supervisor:
             return self.emit("boxes_swept", text=swept.text)
         self.emit("warning", kind="boxes", text=swept.text)
 
-    def _emit_end(self, event: str, code: int, text: str, *, leaves: bool = True) -> None:
-        """Log the end, also for `diloco status`, and leave, so that the next supervisor need not wait."""
-        self.emit(event, code=code, text=text)
-        if leaves:
-            self.lease.beat("left")
-
     def _patient_tick(self) -> Outcome | None:
         try:
             outcome = self.tick()
             self._trouble_since = None
             return outcome
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
-            passes = isinstance(error, StoreFull | StoreUnclear)
-            patience_s = max(PATIENCE_S, self.run.timing.give_up) if passes else PATIENCE_S
+            patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
-            if self.slots.anybody or (isinstance(error, Unavailable) and self.slots.opened):
-                self._wait_out(error, f"trying again; running replicas continue: {error}", patience_s=float("inf"))
-            elif isinstance(error, Unavailable):
-                self._wait_out(error, f"trying again: {error}")
-            else:
+            if not (isinstance(error, Unavailable) or self.slots.anybody):
                 return Outcome(exitcodes.USER_ERROR, str(error))
+            patience_s = float("inf") if self.slots.anybody or self.slots.opened else PATIENCE_S
+            self._wait_out(error, f"trying again; replicas that run continue: {error}", patience_s)
         return None
 
-    def _wait_out(self, error: Exception, text: str, patience_s: float = PATIENCE_S) -> None:
+    def _wait_out(self, error: Exception, text: str, patience_s: float) -> None:
         now = self.clock.now()
         if self._trouble_since is None:
             self._trouble_since = now

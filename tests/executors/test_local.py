@@ -566,9 +566,7 @@ def test_an_exit_code_belongs_to_one_process_and_not_to_its_pid(tmp_path: Path) 
     theirs.sendall(b'{"exited": 7, "started": 1, "code": 3}\n')
     executor = LocalProcessExecutor([])
     executor._server, executor._forked = server, {(7, 1), (7, 2)}
-    old, new = (
-        Handle(f"file://{tmp_path}", "r00", n, "local", host=machine_name(), pid=7, started=n) for n in (1, 2)
-    )
+    old, new = (Handle(f"file://{tmp_path}", "r00", n, "local", host=machine_name(), pid=7, started=n) for n in (1, 2))
     told = executor.poll([old, new])
     theirs.close()
     mine.close()

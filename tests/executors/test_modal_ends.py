@@ -21,7 +21,7 @@ from diloco.runlog.sessions import restarted_by
 from diloco.runlog.summary import summary
 from executors.cli import main as cli
 from executors.cli.looking import status as watch
-from executors.platforms.base import ReplicaSpec, State, Unavailable
+from executors.platforms.base import ReplicaSpec, Unavailable
 from executors.platforms.on_modal import executor as on_modal_executor
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor

@@ -2,6 +2,8 @@
 
     no start is certain ──▶ Unavailable, Refused      the supervisor repeats the launch (supervision/outage.py)
     some are            ──▶ the others are LOST       one loss; the next launch has only these slots
+
+The platforms' clients are stubs here.
 """
 
 from pathlib import Path

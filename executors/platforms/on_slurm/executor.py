@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -136,18 +136,10 @@ class SlurmExecutor(Executor):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
                     turn += mine.exists()  # the launcher of that turn died; a job of it finds no input and ends
-            return self._submit_in_turn(spec, mine)
+            return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             words = str(error)
             return NotStarted(words, State.LOST if NOT_NOW.search(words) else State.FAILED)
-
-    def _submit_in_turn(self, spec: ReplicaSpec, turn: Path) -> Handle:
-        """Submit a job; without an answer give the turn back, so that a repeated launch does not wait for it."""
-        try:
-            return self._submit_job(spec, turn.parent)
-        except Exception:
-            turn.unlink(missing_ok=True)
-            raise
 
     def _submit_job(self, spec: ReplicaSpec, folder: Path) -> Handle:
         executor = _import_submitit().AutoExecutor(folder=folder, cluster=self._cluster)
@@ -303,6 +295,15 @@ def _check_cluster(cluster: str) -> None:
             "there is no `sbatch` here, so this is not a machine that can submit Slurm jobs. Run the same command on "
             "your cluster's login node, or use --executor local"
         )
+
+
+def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
+    """Submit a job; without an answer give the turn back, so that a repeated launch does not wait for it."""
+    try:
+        return submit()
+    except Exception:
+        turn.unlink(missing_ok=True)
+        raise
 
 
 def _import_submitit() -> Any:

@@ -141,8 +141,7 @@ class SlotState:
 
     handle, status: of the slot's present or last process.   attempt: the highest number used so far.
     gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: its changes.
-    running_since: when it was seen to run after a wait.   ran: it has run, or may have under an earlier supervisor.
-    beaten: a heartbeat has come since then.
+    running_since: when it was seen to run after a wait.   beaten: heard since then.   ran: ever, or maybe before us.
     pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.

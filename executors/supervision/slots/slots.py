@@ -143,8 +143,8 @@ class Slots:
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
         before = past(report.events, self.run.url)
-        opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
-        self.opened = opened
+        self.opened = opened = [h for p in before.values() for h in p.open if can_be_asked(h)]
+        opened.sort(key=lambda h: -h.launched_at)
         launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the older one
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}
