@@ -177,7 +177,7 @@ class SlurmExecutor(Executor):
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
         if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # 1: of any kind
             known = ", ".join(sorted(kinds)) or "none"
-            return f"no node of this cluster has the GPU {spec.gpu[0]!r}; there are: {known} (sinfo -o %G)"
+            return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""
 
     def _gpu_kinds(self) -> frozenset[str] | None:
