@@ -19,6 +19,7 @@ from inner.settings.tables import Table, setting
 from inner.settings.task import check_sources, check_task
 from inner.tasks.spec import TaskSpec
 from rendezvous.agreement.rules import Timing
+from rendezvous.layout import MOST_SLOTS
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
 PROJECT = "diloco"
@@ -45,7 +46,7 @@ class FleetConfig(Table):
     path: ClassVar[str] = "fleet"
     error: ClassVar[type[Exception]] = ConfigError
 
-    replicas: int = setting(3, "Number of replicas that the supervisor keeps running.", least=1)
+    replicas: int = setting(3, "Number of replicas that the supervisor keeps running.", least=1, most=MOST_SLOTS)
     steps: int = setting(10, "Outer steps in all.", least=1)
     min_replicas: int | None = setting(
         None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1

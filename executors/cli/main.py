@@ -47,7 +47,7 @@ exit codes (docs/reference/operations.md says what to do):
   4    ended before the last outer step, because you asked or the budget is used up; `diloco resume` goes on
   75   nothing moved for too long, or a platform or the bucket gave no answer; `diloco resume`, or the same command
        again, goes on
-  130  interrupted, or the price was declined: nothing was started
+  130  interrupted (`diloco status` shows what goes on), or the price was declined, and nothing was started
 
 DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for all participants, seals a run's
 records: what others write into its bucket does not count (docs/internals/protocol.md).

@@ -43,7 +43,7 @@ def natural(text: str) -> int:
 
 def amount(text: str) -> float:
     """Return an amount, as "12.50" or "$12.50"."""
-    if not re.fullmatch(r"\$?\d+(\.\d*)?", text):
+    if not re.fullmatch(r"\$?\d{1,12}(\.\d*)?", text):
         raise ArgumentTypeError(f"{text!r} is not an amount; write e.g. 25 or 12.50 (0: no limit)")
     return float(text.removeprefix("$"))
 

@@ -110,6 +110,9 @@ class Executor(Platform, FleetExecutor, ABC):
         leased = leash is not None and leash.begin(list(good.values()), lease_s)
         answers: dict[Launch, Handle | NotStarted] = {launch: NotStarted(why) for launch, why in faults.items()}
         answers |= dict(zip(good, self.submit(list(good.values())) if good else (), strict=True))
+        unclear = [x.reason for x in answers.values() if isinstance(x, NotStarted) and x.state is State.LOST]
+        if unclear and len(unclear) == len(specs):
+            raise Unavailable(unclear[0])  # the same launch may be repeated, and is no replica's failure
         handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
         if leash is not None and leased:
             leash.hold([handles[launch] for launch in good], lease_s)

@@ -5,6 +5,7 @@
 Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,10 +16,12 @@ from executors.platforms.base import (
     FleetExecutor,
     Handle,
     LaunchPlan,
+    Refused,
     ReplicaSpec,
     Result,
     State,
     Status,
+    Unavailable,
     require_fleet,
     unanswered,
 )
@@ -51,7 +54,8 @@ class Mixed(FleetExecutor):
         self._place_index = place_index
         self._clock = clock or SystemClock()
         self._all = list({id(e): e for e in (*executors, *others)}.values())
-        self._failed: dict[Handle, str] = {}
+        self._failed: dict[Handle, Status] = {}
+        self._silent: set[FleetExecutor] = set()  # former places that could not be asked
         self.labelled = any(e.labelled for e in self._all)
 
     def _for_slot(self, slot: str) -> FleetExecutor:
@@ -94,12 +98,16 @@ class Mixed(FleetExecutor):
         return [handles[s.slot, s.attempt] for s in specs]
 
     def _none_of(self, executor: FleetExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
-        """Return failed handles for the specs of a place that raised, while other places could launch."""
+        """Return handles for the specs of a place that raised, while other places could launch.
+
+        They are LOST, and not FAILED, if the error says nothing about the specs.
+        """
+        state = State.LOST if isinstance(error, Unavailable | Refused) else State.FAILED
         handles = [
             Handle(s.run, s.slot, s.attempt, executor.name, launched_at=self._clock.wall(), usd_per_hour=0.0)
             for s in specs
         ]
-        self._failed |= dict.fromkeys(handles, str(error))
+        self._failed |= {h: Status(h, state, str(error)) for h in handles}
         return handles
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
@@ -110,7 +118,7 @@ class Mixed(FleetExecutor):
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         handles = list(handles)
-        found = {h: Status(h, State.FAILED, self._failed[h]) for h in handles if h in self._failed}
+        found = {h: self._failed[h] for h in handles if h in self._failed}
         for handle in handles:
             if handle not in found and (reason := self._out_of_reach(handle)):
                 found[handle] = unanswered(Status(handle, State.RUNNING, reason), reason)
@@ -134,8 +142,8 @@ class Mixed(FleetExecutor):
         began = self._clock.now()
         found = dict[Handle, Result]()
         for handle in handles:
-            if handle in self._failed:
-                found[handle] = Result(handle, State.FAILED, self._failed[handle])
+            if (known := self._failed.get(handle)) is not None:
+                found[handle] = Result(handle, known.state, known.reason)
         for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
             left = None if timeout is None else max(0.0, began + timeout - self._clock.now())
             found |= dict(zip(part, executor.collect(part, left), strict=True))
@@ -143,17 +151,17 @@ class Mixed(FleetExecutor):
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         if handle in self._failed:
-            return self._failed[handle].splitlines()
+            return self._failed[handle].reason.splitlines()
         return self._for_handle(handle).logs(handle, tail)
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
         if handle in self._failed:
-            return iter(self._failed[handle].splitlines())
+            return iter(self._failed[handle].reason.splitlines())
         return self._for_handle(handle).follow(handle, tail)
 
     def find(self, run: str) -> list[Handle]:
         """Find the newest process of each slot over all places; a running process is preferred to an ended one."""
-        found = sorted((h for e in self._all for h in e.find(run)), key=lambda h: (h.slot, h.attempt))
+        found = sorted(self._ask_all(lambda e: e.find(run)), key=lambda h: (h.slot, h.attempt))
         twice = {b.slot for a, b in pairwise(found) if a.slot == b.slot}
         ended = {s.handle for s in self.poll([h for h in found if h.slot in twice]) if s.state.ended}
         best: dict[str, Handle] = {}
@@ -164,13 +172,35 @@ class Mixed(FleetExecutor):
         return list(best.values())
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        return [h for e in self._all for h in e.orphans(run, known)]
+        return self._ask_all(lambda e: e.orphans(run, known))
 
     def sweep(self, run: str) -> list[str]:
-        return [words for e in self._all for words in e.sweep(run)]
+        return self._ask_all(lambda e: e.sweep(run), strict=True)
 
     def purge(self, run: str) -> list[str]:
-        return [words for e in self._all for words in e.purge(run)]
+        return self._ask_all(lambda e: e.purge(run), strict=True)
+
+    def _ask_all(self, ask: Callable[[FleetExecutor], Iterable[T]], *, strict: bool = False) -> list[T]:
+        """Ask all executors, and only then raise the first error.
+
+        strict: also that of a former place.  Else the answer lacks what is there, with a warning: nothing is launched
+        there any more, and the run's log names what was launched.
+        """
+        found, errors = list[T](), list[ExecutorError]()
+        for executor in self._all:
+            try:
+                found += ask(executor)
+            except ExecutorError as error:
+                errors += [error] if strict or executor in self._executors else []
+                self._warn_once(executor, error)
+        if errors:
+            raise errors[0]
+        return found
+
+    def _warn_once(self, executor: FleetExecutor, error: ExecutorError) -> None:
+        if executor not in self._executors and executor not in self._silent:
+            self._silent.add(executor)
+            print(f"warning: {executor.name}, a former place of the run, cannot be asked: {error}", file=sys.stderr)
 
     def close(self) -> None:
         for executor in self._all:

@@ -47,6 +47,7 @@ NAME = "sky"
 MOUNT = "/tmp/diloco-code"
 PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's prefix of a job's log lines
 END_LINES = 64
+LISTED_S = 30.0  # age at which the list of all jobs is asked for again
 # Without this list, the answer has no reasons.
 FIELDS = ("job_id", "job_name", "status", "failure_reason", "details", "recovery_count")
 REFUSALS = (
@@ -116,7 +117,8 @@ class SkyExecutor(Executor):
         self._resources = resources
         self._pip = (pip,) if isinstance(pip, str) else tuple(pip)
         self._vllm = vllm
-        self._listed: list[SkyJob] = []  # all jobs, as of the newest launch or find
+        self._listed: list[SkyJob] = []  # all jobs, as of the newest list
+        self._listed_at = float("-inf")
 
     # ------------------------------------------------------------------ starting
 
@@ -150,7 +152,8 @@ class SkyExecutor(Executor):
         except Exception as error:  # the job may exist although its answer was lost
             if (job := self._newest_by_name().get(job_name(spec))) is not None:
                 return self._handle_for(spec.run, spec.slot, spec.attempt, job)
-            return NotStarted(str(error) if isinstance(error, ExecutorError) else f"{type(error).__name__}: {error}")
+            words = str(error) if isinstance(error, ExecutorError) else f"{type(error).__name__}: {error}"
+            return NotStarted(words, State.LOST if isinstance(error, Unavailable | Refused) else State.FAILED)
 
     def task(self, spec: ReplicaSpec) -> Any:
         """Return the sky.Task of one replica."""
@@ -216,6 +219,7 @@ class SkyExecutor(Executor):
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
         """Return all jobs by name; of two jobs with one name (after a lost answer) the older one counts."""
+        self._listed_at = self._clock.now()
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}
 
@@ -241,7 +245,11 @@ class SkyExecutor(Executor):
                 wait_for_answer(lambda: sky().jobs.cancel(job_ids=ids))
 
     def alive(self, run: str) -> list[Handle]:
-        return self._handles_of(run, [job for job in self._listed if not job.state.ended])
+        if self._clock.now() - self._listed_at > LISTED_S:  # polls ask only about known jobs
+            with suppress(ExecutorError):  # without an answer there is no news
+                self._newest_by_name()
+        listed = self._handles_of(run, [job for job in self._listed if not job.state.ended])
+        return [handle for handle in listed if not self.has_ended(handle)]  # a poll may be newer than the list
 
     def discover(self, run: str) -> list[Handle]:
         return sorted(self._handles_of(run, self._newest_by_name().values()), key=lambda handle: handle.attempt)

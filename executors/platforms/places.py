@@ -11,7 +11,6 @@ their own.  The run's control records list the places, so that any machine's sup
 Not promised: that a slot moves at once when the places change; its process continues at the old place until it ends.
 """
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,9 +156,8 @@ def make_executor(place: Place) -> FleetExecutor:
         raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
     kind = load_name(EXECUTORS[place.executor])
     options = {"preload": PRELOAD, **place.options} if place.executor == "local" else dict(place.options)
-    takes = inspect.signature(kind).parameters
-    known = list(takes)
-    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    if not anything and (wrong := sorted(set(options).difference(known))):
-        raise ExecutorError(f"{place.executor} takes no option {', '.join(wrong)}; it takes {', '.join(known)}")
-    return kind(**options)
+    if not place.options:
+        return kind(**options)
+    from executors.platforms.typed_options import make_with
+
+    return make_with(kind, options, place.executor, place.options)

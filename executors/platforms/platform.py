@@ -36,7 +36,7 @@ CARD = b" " * 4096  # a process file and the first lines of its log
 
 @dataclass(frozen=True)
 class NotStarted:
-    """The reason why a spec has no process.   state: LOST if the platform may have started it nevertheless."""
+    """The reason why a spec has no process.   state: LOST if it is not the spec: no answer, no access, a limit."""
 
     reason: str
     state: State = State.FAILED

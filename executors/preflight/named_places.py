@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.places import Place, places_of
 from executors.preflight.run_url import UsageError
+from rendezvous.records.schema import from_json
 
 if TYPE_CHECKING:
     from executors.preflight.quote import PlaceRequest
@@ -75,17 +76,19 @@ def _refined_place(place: Place, request: "PlaceRequest") -> Place:
     if request.pip and place.executor in FAR:
         options["pip"] = list(request.pip)
     own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
-    return Place(
-        executor=place.executor,
-        count=place.count,
-        gpu=place.gpu or (request.gpu or _words(own.get("gpu", ()))),
-        timeout_s=request.timeout_s or place.timeout_s or float(own.get("timeout_s", 0.0)),
-        secrets=_secrets_of(place, request.secrets) or (*place.secrets, *_words(own.get("secrets", ()))),
-        env={**place.env, **own.get("env", {})},
-        options=options,
-        lease=place.lease and not request.no_lease,
-        actors=place.actors,
-    )
+    try:
+        refined = {
+            "gpu": list(place.gpu or request.gpu or _words(own.get("gpu", ()))),
+            "timeout_s": request.timeout_s or place.timeout_s or own.get("timeout_s", 0.0),
+            "secrets": list(_secrets_of(place, request.secrets) or (*place.secrets, *_words(own.get("secrets", ())))),
+            "env": {**place.env, **own.get("env", {})},
+            "options": options,
+            "lease": place.lease and not request.no_lease,
+        }
+        return from_json(Place, {**place.to_dict(), **refined})
+    except (TypeError, ValueError) as error:
+        given = "".join(f", --option {key}={value}" for key, value in own.items())
+        raise UsageError(f"{place.executor} cannot have these settings (--timeout{given}): {error}") from error
 
 
 def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from diloco.run.footprint import footprint, lines
 from diloco.run.record import current_url
 from diloco.run.sections import keep_bytes
 from diloco.units import byte_size
+from executors.platforms import FAR
 from executors.platforms.places import Place
 from inner.models.naming import ASK_S
 from inner.settings.inner import lr_factor
@@ -129,6 +130,6 @@ def _within(seconds: float, ask: Callable[[], int]) -> int | None:
         pool.shutdown(wait=False)
 
 
-def stand_in_url(url: str, places: Sequence[Place], far: Sequence[str]) -> str:
+def stand_in_url(url: str, places: Sequence[Place]) -> str:
     """Return the run's URL, or an example URL if there is none."""
-    return url or (SOMEWHERE if any(p.executor in far for p in places) else "runs/RUN")
+    return url or (SOMEWHERE if any(p.executor in FAR for p in places) else "runs/RUN")

@@ -31,6 +31,7 @@ def checked_url(url: str) -> str:
     """Return the URL of a run that this version can open.  Raises UsageError."""
     from rendezvous.stores.open import open_store
 
+    url = str(Path(url).expanduser()) if url.startswith("~") else url  # shells leave that of --run=~/mine
     if url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
     try:

@@ -28,7 +28,7 @@ from diloco.process.journal import Journal
 from diloco.process.processes import host_name, host_words
 from diloco.run.config import ConfigError
 from diloco.run.founding import is_finished
-from diloco.run.record import read_run
+from diloco.run.record import Run, decode_run, read_run
 from diloco.runlog.reader import SUPERVISOR
 from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
@@ -39,6 +39,7 @@ from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
+from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control
 from rendezvous.agreement.salvage import read_standing_control, write_stop
 from rendezvous.clock import Clock
@@ -47,7 +48,7 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
-FRESH_S = 60.0  # an older heartbeat is not used to compute how long its replica may take
+FRESH_S = 60.0  # an older heartbeat says how long its replica may take only once it has changed
 LOOK_S = 1.0  # a heartbeat without a change for so long is silent; they change every 0.2 s
 KILLED_S = 5.0  # time for a killed process to end
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
@@ -75,21 +76,22 @@ class Patience:
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
             self._boundary = boundary_of(read_run(store.url))
-        self._asked = {} if grace_s is not None else self._fresh_beats()
+        self._asked = {} if grace_s is not None else self._beats()
         self._seconds = 0.0
 
     def seconds(self) -> float:
         if self._fixed is not None:
             return self._fixed
-        beats = self._fresh_beats()
-        times = [leave_s(beat, self._asked.get(slot), self._boundary, GRACE_S) for slot, beat in beats.items()]
-        self._seconds = max([self._seconds, *times], default=0.0) or GRACE_S
-        return self._seconds
-
-    def _fresh_beats(self) -> dict[str, Beat]:
         now = self._clock.wall()
-        beats = {claim.slot: _beat_of_claim(self._store, claim) for claim in newest_claims(self._store.url)}
-        return {slot: beat for slot, beat in beats.items() if beat is not None and now - beat.at < FRESH_S}
+        for slot, beat in self._beats().items():
+            asked = self._asked.get(slot)
+            if now - beat.at < FRESH_S or beat != asked:  # it changes, whatever the clock here says
+                self._seconds = max(self._seconds, leave_s(beat, asked, self._boundary, GRACE_S))
+        return self._seconds or GRACE_S
+
+    def _beats(self) -> dict[str, Beat]:
+        beats = {claim.slot: _beat_of_claim(self._store, claim) for claim in newest_claims(self._store)}
+        return {slot: beat for slot, beat in beats.items() if beat is not None}
 
 
 def stop_run(
@@ -112,7 +114,7 @@ def _is_over(store: Store, now: float) -> bool:
     """Whether the run has all its outer steps, and no process that would read a stop request.   now: Unix time."""
     with suppress(RendezvousError, ConfigError):  # replicas of a damaged run are asked to leave, too
         read_run(store.url)
-        beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
+        beats = [_beat_of_claim(store, claim) for claim in newest_claims(store)]
         heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
         if heard or not is_finished(store, read_control(store)):
             return False
@@ -149,7 +151,7 @@ def _end_everything(
 def _end_boxes(store: Store) -> list[End]:
     """Stop the boxes of a run that uses boxes; return the end of them all."""
     with suppress(RendezvousError, ConfigError):  # a damaged run does not say whether it has boxes
-        run = read_run(store.url)
+        run = Run(store.url, store, decode_run(store.url, store.get(layout.RUN) or b""))  # read_run is impatient
         if run.config.inner.sampling.boxes is not None:
             from executors.supervision.boxes import sweep_boxes
 
@@ -226,7 +228,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
     """Return an End for each claimed slot and each launch elsewhere, with the evidence that it ended or not."""
     over = launches.ended_places
-    claims = newest_claims(store.url)
+    claims = newest_claims(store)
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
     if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
         clock.sleep(LOOK_S)
@@ -302,7 +304,7 @@ def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], 
             launches.look()
             asked = clock.now()
         over = launches.ended_places
-        waiting = [c for c in newest_claims(store.url) if c.host not in over and _may_be_alive(store, c, moved)]
+        waiting = [c for c in newest_claims(store) if c.host not in over and _may_be_alive(store, c, moved)]
         if not waiting and not launches.there and _other_supervisor(store) is None:
             return
         clock.sleep(PAUSE_S)
@@ -336,7 +338,7 @@ def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:
 
 
 def _local_processes(store: Store) -> list[Handle]:
-    return [h for c in newest_claims(store.url) if (h := claimed_process(store.url, c)) is not None]
+    return [h for c in newest_claims(store) if (h := claimed_process(store.url, c)) is not None]
 
 
 # -------------------------------------------------------------------- what platforms keep

@@ -33,7 +33,6 @@ from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
-from executors.platforms.places import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.places import build_executor, former_places, places_of
 from executors.supervision.grace import GRACE_S, finish_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
@@ -60,7 +59,7 @@ from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, newest_claim, read_control
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
+from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull, StoreUnclear
 
 FAILED = 1
 TICK_S = 0.2
@@ -179,9 +178,12 @@ class Supervisor:
             self._alerts.close()
         except Exception as error:
             self._trackers.end(done=False)
-            self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
+            self.emit("crashed", code=exitcodes.CRASHED, text=f"{type(error).__name__}: {error}")
+            if not isinstance(error, StoreUnclear | Unavailable):  # else a platform that hosts us is to start us again
+                self.lease.beat("left")
             raise
-        self._emit_end("stopped", outcome.code, outcome.text)
+        self.emit("stopped", code=outcome.code, text=outcome.text)
+        self.lease.beat("left")  # the next supervisor need not wait
         return outcome
 
     def _sweep_once_more(self) -> None:
@@ -198,29 +200,22 @@ class Supervisor:
             return self.emit("boxes_swept", text=swept.text)
         self.emit("warning", kind="boxes", text=swept.text)
 
-    def _emit_end(self, event: str, code: int, text: str) -> None:
-        """Log the end, also for `diloco status`, and leave, so that the next supervisor need not wait."""
-        self.emit(event, code=code, text=text)
-        self.lease.beat("left")
-
     def _patient_tick(self) -> Outcome | None:
         try:
             outcome = self.tick()
             self._trouble_since = None
             return outcome
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
-            patience_s = max(PATIENCE_S, self.run.timing.give_up) if isinstance(error, StoreFull) else PATIENCE_S
+            patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
-            if self.slots.anybody:
-                self._wait_out(error, f"trying again; running replicas continue: {error}", patience_s=float("inf"))
-            elif isinstance(error, Unavailable):
-                self._wait_out(error, f"trying again: {error}")
-            else:
+            if not (isinstance(error, Unavailable) or self.slots.anybody):
                 return Outcome(exitcodes.USER_ERROR, str(error))
+            patience_s = float("inf") if self.slots.anybody or self.slots.opened else PATIENCE_S
+            self._wait_out(error, f"trying again; replicas that run continue: {error}", patience_s)
         return None
 
-    def _wait_out(self, error: Exception, text: str, patience_s: float = PATIENCE_S) -> None:
+    def _wait_out(self, error: Exception, text: str, patience_s: float) -> None:
         now = self.clock.now()
         if self._trouble_since is None:
             self._trouble_since = now
@@ -273,8 +268,8 @@ class Supervisor:
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
-        outcome = self._verdict or self._outcome_if_over(report)
-        if outcome is None:
+        if (outcome := self._verdict or self._outcome_if_over(report)) is None:
+            self._ending_since = None  # an end may be taken back: `diloco resume`, more steps
             return None
         now = self.clock.now()
         self._ending_since = since = self._ending_since if self._ending_since is not None else now
@@ -324,7 +319,7 @@ class Supervisor:
                 starts.append((state, action.why))
             else:
                 self._act_on(state, action, report)
-        publishing = [(self.slots.publisher, why) for why in self._publish_reasons()]
+        publishing = [(self.slots.publisher, why) for why in self._publish_reasons(report)]
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
             self.slots.outages.answered(LAUNCH)  # no start is asked for any more
@@ -388,10 +383,10 @@ class Supervisor:
 
     # ------------------------------------------------------------------ θ₀
 
-    def _publish_reasons(self) -> list[str]:
+    def _publish_reasons(self, report: Report) -> list[str]:
         """Return the reason to start the process that writes θ₀ into the bucket, or []."""
         p = self.slots.publisher
-        if self._published or self._leaving or p.running:
+        if self._published or self._leaving or report.wanted.stop or p.running:
             return []
         if self.run.store.get(layout.MODEL_MANIFEST) is not None:
             self._published = True

@@ -175,7 +175,7 @@ def test_a_killed_replica_leaves_no_box_after_stop(
     with subprocess.Popen(train, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env) as launcher:
         _wait(lambda: count() == 4 or launcher.poll() is not None)
         launcher.kill()
-    for claim in newest_claims(url):
+    for claim in newest_claims(read_run(url).store):
         if (process := claimed_process(url, claim)) is not None:
             os.kill(process.pid, signal.SIGKILL)
     assert count() == 4, "boxes whose replica is gone"

@@ -16,8 +16,8 @@ import pytest
 from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import typed
-from executors.platforms.base import LaunchPlan
-from executors.platforms.places import Place
+from executors.platforms.base import ExecutorError, LaunchPlan
+from executors.platforms.places import Place, make_executor
 from executors.preflight import place_faults, quote
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
@@ -67,6 +67,8 @@ def test_times_amounts_and_options():
     assert [typed.duration(t) for t in ("90", "90m", "1.5h", "1d")] == [90.0, 5400.0, 5400.0, 86400.0]
     assert [typed.amount(t) for t in ("0", "12.50", "$3")] == [0.0, 12.5, 3.0]
     assert [typed.option(t) for t in ("a=gpu", "n=4", "x=[1]")] == [("a", "gpu"), ("n", 4), ("x", [1])]
+    with pytest.raises(argparse.ArgumentTypeError, match="is not an amount"):
+        typed.amount("9" * 400)  # as a float it is infinite
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,42 @@ def test_each_place_has_its_own_secrets():
     assert local.secrets == ("both", "my.own")
     with pytest.raises(UsageError, match="none of the places is 'sky'"):
         wanted("--place", "modal:1", "--place", "local", "--secret", "sky.aws")
+
+
+@pytest.mark.parametrize(
+    ("executor", "words", "told"),
+    [
+        ("hf-jobs", ("--option", "env=abc"), "--option env=abc"),
+        ("hf-jobs", ("--option", 'env={"A": 1}'), "its env"),
+        ("hf-jobs", ("--option", "timeout_s=abc"), "not a number"),
+        ("hf-jobs", ("--option", "timeout_s=-5"), "-5, not in 0"),
+        ("hf-jobs", ("--option", "secrets=null"), "--option secrets=None"),
+        ("modal", ("--option", "gpu=3"), "--option gpu=3"),
+        ("local", ("--timeout", "99999d"), "its timeout_s"),
+    ],
+)
+def test_a_value_that_a_place_cannot_have_is_a_mistake_in_the_command(executor, words, told):
+    """Before: a traceback, or a control record that each reader refused."""
+    with pytest.raises(UsageError, match=f"{executor} cannot have these settings") as raised:
+        wanted("--executor", executor, *words)
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place("modal", options={"cores": "abc"}),
+        Place("modal", options={"memory_mib": [1]}),
+        Place("local", options={"cores": "two"}),
+        Place("slurm", options={"usd_per_hour": "a lot"}),
+        Place("sky", options={"pip": 3}),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_named(place):
+    ((key, value),) = place.options.items()
+    with pytest.raises(ExecutorError) as raised:
+        make_executor(place)
+    assert f"{place.executor} cannot use --option {key}={value!r}: " in str(raised.value)
 
 
 def test_an_option_of_a_place_is_found_by_its_checks():
@@ -287,6 +325,13 @@ def test_scale_to_zero(capsys, run):  # noqa: F811
         cli.main(["scale", run.url, "0"])
     assert left.value.code == 2 and "to end a run: diloco stop RUN" in capsys.readouterr().err
     assert read_control(run.store).replicas == 2
+
+
+@pytest.mark.parametrize("words", [("20000",), ("3", "--actors", "20000")])
+def test_scale_beyond_what_a_record_may_name(capsys, run, words):  # noqa: F811
+    """Before: a traceback after the price was agreed."""
+    write_control(run.store, SystemClock(), steps=12)
+    assert "20000 are more than a run can have; ask for at most 10000" in complaint(capsys, "scale", run.url, *words)
 
 
 def test_scale_below_what_a_step_needs(capsys, run):  # noqa: F811

@@ -16,7 +16,7 @@ from executors.cli import main as cli
 from executors.platforms.base import Handle, State
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
-from executors.platforms.on_hf_jobs.jobs import job_that_counts, second_jobs
+from executors.platforms.on_hf_jobs.jobs import LISTED_S, JobLists, job_that_counts, second_jobs
 from executors.supervision.lease import Lease
 from executors.supervision.money.bills import costs
 from executors.supervision.slots.slot_state import begin_fields, past
@@ -26,6 +26,7 @@ from rendezvous.clock import SystemClock
 from tests.executors.test_hf_jobs import JOBS, RUN, made, only, started, waiting
 from tests.executors.test_hf_jobs import wait_for as until
 from tests.executors.test_hf_jobs_run import URL, founded, hub, idle, outputs, s3
+from tests.support.fakes import ManualClock
 from tests.support.hf_server import HFServer
 
 __all__ = ["hub", "s3"]  # fixtures
@@ -72,6 +73,33 @@ def test_of_the_jobs_of_one_launch_one_counts(jobs: list[HubJob], stays: str) ->
 
 def test_other_attempts_and_runs_are_no_duplicates() -> None:
     assert second_jobs([(RUN, job("a", 1)), (RUN, job("b", 2, attempt=2)), (RUN + "x", job("c", 3))]) == []
+
+
+class Listed:
+    """A Hub whose list of jobs a test writes."""
+
+    def __init__(self, *jobs: HubJob) -> None:
+        self.listed, self.asked = list(jobs), 0
+
+    def jobs(self, run: str) -> list[HubJob]:
+        self.asked += 1
+        if not self.listed:
+            raise ConnectionError("gone")
+        return self.listed
+
+
+def test_an_old_list_calls_no_job_alive() -> None:
+    """Two places on Hugging Face: only one of them is polled, and the other's list got old for good."""
+    hub, clock = Listed(job("a", 1)), ManualClock()
+    lists = JobLists(hub, clock)  # type: ignore[arg-type]
+    assert lists.alive_now(RUN) == [] and hub.asked == 0, "nothing was launched there"
+    assert lists.list_run(RUN) == lists.alive_now(RUN) == [job("a", 1)] and hub.asked == 1
+    clock.sleep(LISTED_S + 1)
+    hub.listed = [job("a", 1, "COMPLETED")]
+    assert lists.alive_now(RUN) == [] and hub.asked == 2
+    clock.sleep(LISTED_S + 1)
+    hub.listed = []
+    assert lists.alive_now(RUN) == lists.alive_now(RUN) == [] and hub.asked == 3, "one try for one age"
 
 
 # -------------------------------------------------------------------- on the Hub

@@ -11,7 +11,7 @@ from diloco.runlog.reader import Report, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision import shutdown, supervisor
-from executors.supervision.grace import FINISH_S, leave_s, lost_work
+from executors.supervision.grace import FINISH_S, GRACE_S, leave_s, lost_work
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.plan import Cancel, Desired, Drain, Observation, plan
 from executors.supervision.supervisor import Supervisor
@@ -20,6 +20,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import Leaving
 from rendezvous.records.records import Beat
 from tests.executors.test_supervisor import QUICK, Numbers, Toy, executor, found, wait_for  # noqa: F401
+from tests.support.fakes import ManualClock
+from tests.support.world import World
 
 HERE = __name__
 STEP_S = 1.5
@@ -168,3 +170,13 @@ def test_stop_waits_for_a_long_inner_step(tmp_path, executor, monkeypatch):  # n
     monkeypatch.setattr(shutdown, "GRACE_S", 0.1)
     end, said = stopped_while_it_trains(found(tmp_path, replicas=1, steps=50), executor, "slow_replica")
     assert not end.live and "left at outer step" in end.text and "within 4.6 s" in said[0], (end, said)
+
+
+def test_a_clock_that_is_ahead_takes_no_time_from_replicas_that_beat(tmp_path):
+    """`diloco stop` on a laptop two minutes ahead of the platform: each heartbeat looks old, and they change."""
+    world = World(tmp_path).started()
+    ahead = ManualClock(world.clock.at + 120.0)
+    patience = shutdown.Patience(world.run.store, ahead, None)
+    assert patience.seconds() == GRACE_S, "as if they were dead"
+    world.pass_time(2, supervised=False)
+    assert patience.seconds() > GRACE_S

@@ -13,8 +13,9 @@ from diloco.process import exitcodes
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.summary import checks
 from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.places import PRELOAD
 from executors.supervision.slots.plan import Limits
-from executors.supervision.supervisor import PRELOAD, Supervisor
+from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
 from rendezvous.store import Store

@@ -6,16 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diloco.process import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
+from executors.platforms.on_host.forkserver import ForkServer
 from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.machine import machine_name
 from rendezvous.stores.files import FileStore
 from tests.support.workers import identity, worker
 
@@ -420,10 +424,10 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     request = rival._make_request(spec(tmp_path, "exits", "6"))
     (pid,) = rival._fork([request])
     assert isinstance(pid, tuple) and rival._server is not None
-    while pid[0] not in rival._server.exits:
+    while pid not in rival._server.exits:
         rival._server.listen()
         time.sleep(0.01)
-    assert rival._server.exits[pid[0]] == 3  # fenced
+    assert rival._server.exits[pid] == 3  # fenced
     fresh = LocalProcessExecutor([], method="spawn")
     assert fresh.poll([handle])[0].exit_code == 5
     rival.close()
@@ -552,3 +556,24 @@ def test_a_line_is_followed_when_it_is_whole(tmp_path: Path) -> None:
     (handle,) = executor.launch_replicas([spec(tmp_path, "speaks_haltingly", str(tmp_path / "go"))])
     assert list(executor.follow(handle)) == ["half a line"]
     executor.close()
+
+
+def test_an_exit_code_belongs_to_one_process_and_not_to_its_pid(tmp_path: Path) -> None:
+    """Before: a fresh replica with the pid of one that had ended had "ended", with its code."""
+    server, (mine, theirs) = ForkServer.__new__(ForkServer), socket.socketpair()
+    server.exits, server._buffer, server._socket = {}, b"", mine
+    server._process = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]  # it is alive
+    theirs.sendall(b'{"exited": 7, "started": 1, "code": 3}\n')
+    executor = LocalProcessExecutor([])
+    executor._server, executor._forked = server, {(7, 1), (7, 2)}
+    old, new = (Handle(f"file://{tmp_path}", "r00", n, "local", host=machine_name(), pid=7, started=n) for n in (1, 2))
+    told = executor.poll([old, new])
+    theirs.close()
+    mine.close()
+    assert [(s.state, s.exit_code) for s in told] == [(State.FAILED, 3), (State.RUNNING, None)]
+
+
+def test_the_files_of_a_nameless_run_are_below_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "a folder, größer").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert process_folder(LocalProcessExecutor([]).nameless_run()).is_relative_to(folder)

@@ -159,9 +159,9 @@ def test_one_place_that_cannot_launch_fails_its_slots_alone(two):
     mixed = two.mixed()
     handles = mixed.launch_replicas([spec(s) for s in SLOTS[:3]])
     statuses = mixed.poll(handles)
-    assert [s.state for s in statuses] == [State.FAILED, State.FAILED, State.PENDING]
+    assert [s.state for s in statuses] == [State.LOST, State.LOST, State.PENDING], "no replica is to blame"
     assert statuses[0].reason == "no credentials" and mixed.logs(handles[0]) == ["no credentials"]
-    assert mixed.collect(handles, 0.0)[0].state is State.FAILED
+    assert mixed.collect(handles, 0.0)[0].state is State.LOST
     mixed.cancel(handles)
     two.blue.down = "503"
     with pytest.raises(ExecutorError, match="no credentials"):
@@ -194,6 +194,39 @@ def test_a_platform_that_is_down_leaves_the_others_as_they_are(two):
     handles = mixed.launch_replicas([spec(s) for s in SLOTS[:3]])
     two.red.down = "503"
     assert [s.stale for s in mixed.poll(handles)] == [True, True, False]
+
+
+class Listing(CloudExecutor):
+    """A cloud that lists its processes by label."""
+
+    labelled = True
+
+    def orphans(self, run, known):
+        self._ask("orphans")
+        return [j.handle for j in self.cloud.jobs.values() if j.handle not in known]
+
+    def sweep(self, run):
+        self._ask("sweep")
+        return [f"{slot} on {self.name}" for slot, _ in self.cloud.jobs]
+
+
+def test_a_former_place_that_cannot_be_asked_hides_nothing_elsewhere(two, capsys):
+    """Before: a run that was once on Modal could not be supervised where Modal has no token."""
+    red, blue = Listing(two.red), Listing(two.blue)
+    (handle,) = red.launch_replicas([spec("r00")])
+    mixed = mixed_executor((Place("red"),), [red], others=[blue, red], clock=two.clock)
+    two.blue.down = "no token"
+    assert mixed.find(RUN) == [handle] and mixed.orphans(RUN, []) == [handle]
+    warned = capsys.readouterr().err
+    assert warned == "warning: blue, a former place of the run, cannot be asked: no token\n", "once"
+    with pytest.raises(ExecutorError, match="no token"):
+        mixed.sweep(RUN)
+    two.blue.down, two.red.down = "", "503"
+    two.blue.calls.clear()
+    for ask in (mixed.find, mixed.sweep, lambda run: mixed.orphans(run, [])):
+        with pytest.raises(ExecutorError, match="503"):
+            ask(RUN)
+    assert two.blue.calls == ["find", "sweep", "orphans"], "each is asked before an error of another ends the question"
 
 
 def test_the_short_form_deals_out_ranks(two):

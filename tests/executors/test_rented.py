@@ -5,18 +5,19 @@ from dataclasses import replace
 import pytest
 
 from diloco.process import exitcodes
-from diloco.runlog.reader import read_report
+from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.cli.looking.status import status_table
-from executors.platforms.base import State
+from executors.platforms.base import State, Unavailable
 from executors.platforms.places import Place
 from executors.supervision.costs import END_S, LEASE_S
 from executors.supervision.money.bills import costs
 from executors.supervision.notices.messages import all_troubles, reward_waits, unserved
 from executors.supervision.shutdown import stop_run
+from executors.supervision.slots.launches import Launches
 from executors.supervision.slots.slot_state import past
 from rendezvous import layout
-from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_control, write_control
-from rendezvous.errors import Fenced
+from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_beat, read_control, write_control
+from rendezvous.errors import Fenced, StoreUnclear
 from tests.rendezvous.test_keeping import fill
 from tests.support.cloud import CloudExecutor
 from tests.support.world import Beating, World
@@ -134,6 +135,22 @@ def test_a_container_that_never_beats_is_replaced_after_its_time_to_boot(world):
     assert world.cloud.job("r00").spec.attempt == 3 and world.cloud.running("r01") == [1]
 
 
+def test_a_job_that_its_platform_recovered_late_gets_its_time_to_boot_again(world):
+    """Before: its last heartbeat was too old in the moment in which it ran again, and it was cancelled."""
+    world.started()
+    world.cloud.preempt("r00")
+    world.cloud.job("r00").state = State.STARTING
+    world.pass_time(80)  # longer than restart_grace_s
+    world.cloud.job("r00").state = State.RUNNING
+    world.pass_time(80)  # it loads its model; longer than restart_grace_s, shorter than boot_s
+    assert world.cloud.job("r00").cancels == 0 and not world.told("replacing")
+    assert world.cloud.restart("r00", 1)
+    world.pass_time(10)
+    world.cloud.preempt("r00")
+    world.pass_time(75)
+    assert len(world.told("replacing")) == 1, "it was silent again, after heartbeats"
+
+
 # -------------------------------------------------------------------- platforms that do not answer
 
 
@@ -157,6 +174,46 @@ def test_a_platform_that_does_not_answer_at_the_start_is_waited_for(world):
     world.cloud.down = ""
     world.pass_time(2)
     assert len(world.cloud.jobs) == 2
+
+
+def test_a_supervisor_that_begins_while_a_platform_is_away_waits_if_replicas_may_run(world):
+    world.started()
+    world.another()
+    world.cloud.down = "503"
+    world.pass_time(1000)  # shorter than the lease
+    assert world.outcome is None
+    world.cloud.down = ""
+    world.pass_time(5)
+    assert world.outcome is None and set(world.cloud.jobs) == {("r00", 1), ("r01", 1)} and not world.told("lost")
+
+
+def test_a_supervisor_waits_for_its_store_as_long_as_replicas_wait_for_progress(world, monkeypatch):
+    monkeypatch.setattr(world.supervisor, "tick", fails(StoreUnclear("503 SlowDown")))
+    world.pass_time(560)
+    assert world.outcome is None
+    with pytest.raises(StoreUnclear):
+        world.pass_time(80)
+
+
+@pytest.mark.parametrize(("error", "phase"), [(StoreUnclear("503"), "starting"), (RuntimeError("a defect"), "left")])
+def test_only_an_end_that_another_start_may_mend_leaves_the_supervisor_to_its_platform(
+    world, monkeypatch, error, phase
+):
+    """A job of the Hub is started again if its supervisor did not say "left" (hosted.py)."""
+    monkeypatch.setattr(world.supervisor, "tick", fails(error))
+    monkeypatch.setattr("executors.supervision.supervisor.PATIENCE_S", 1.0)
+    monkeypatch.setattr(type(world.run), "timing", replace(world.run.timing, give_up=1.0))
+    with pytest.raises(type(error)):
+        world.supervisor.supervise()
+    beat = read_beat(world.run.store, SUPERVISOR)
+    assert beat is not None and beat.phase == phase and len(world.told("crashed")) == 1
+
+
+def fails(error):
+    def tick():
+        raise error
+
+    return tick
 
 
 def test_what_can_never_be_launched_ends_the_run_at_once(tmp_path):
@@ -606,6 +663,19 @@ def test_rented_gpus_are_not_launched_before_the_model_is_there(tmp_path):
     assert {slot for slot, _ in world.cloud.jobs} == {"publish", "r00", "r01"}
 
 
+def test_after_a_stop_no_publisher_is_started_again(tmp_path):
+    world = World(tmp_path)
+    world.run.store.delete([layout.MODEL_MANIFEST])
+    world.tick()
+    world.cloud.begin("publish")
+    write_control(world.run.store, world.clock, stop=True)
+    world.pass_time(2)
+    world.cloud.end("publish", None, State.LOST)
+    world.pass_time(20)
+    assert ("publish", 2) not in world.cloud.jobs
+    assert world.outcome is not None and world.outcome.code == exitcodes.LEFT
+
+
 def test_no_launch_follows_when_less_than_a_boot_is_affordable(tmp_path):
     """At $4 an hour the last dollar is 15 minutes of one; of a new one 5 are its boot."""
     world = World(tmp_path, max_usd=2.0)
@@ -618,6 +688,38 @@ def test_no_launch_follows_when_less_than_a_boot_is_affordable(tmp_path):
 
 
 # -------------------------------------------------------------------- stop
+
+
+def test_a_stop_that_was_taken_back_leaves_the_next_one_its_grace(world):
+    """Before: the grace was counted from the first stop, so a second one cancelled all in its first moment."""
+    world.started()
+    for slot in ("r00", "r01"):
+        world.cloud.job(slot).deaf = True
+    write_control(world.run.store, world.clock, stop=True)
+    world.pass_time(2)
+    write_control(world.run.store, world.clock, resume=True)
+    world.pass_time(100)
+    write_control(world.run.store, world.clock, stop=True)
+    world.pass_time(5)
+    assert [job.cancels for job in world.cloud.jobs.values()] == [0, 0] and world.outcome is None
+
+
+def test_stop_asks_the_store_that_it_was_given_for_claims(world, monkeypatch):
+    """`diloco stop` gives a patient one.  Before, each look opened another, and its first 503 was the end of it."""
+    world.started()
+    world.supervisor.lease.beat("left")
+    monkeypatch.setattr("executors.platforms.on_host.executor.open_signed", lambda url: pytest.fail("another store"))
+    ends = stop_run(world.run.store, Beating(world), 10.0, lambda text: None, CloudExecutor(world.cloud))
+    assert [end.live for end in ends] == [False, False]
+
+
+@pytest.mark.parametrize("ask", ["find", "orphans"])
+def test_stop_goes_on_without_a_platform_or_its_claims(world, monkeypatch, ask):
+    world.started()
+    error = StoreUnclear("503 SlowDown") if ask == "find" else Unavailable("no list of prices")
+    monkeypatch.setattr(CloudExecutor, ask, lambda self, *_: fails(error)())
+    launches = Launches(world.run.store, CloudExecutor(world.cloud))
+    assert launches.out_of_reach == str(error) and len(launches.there) == 2
 
 
 def test_stop_ends_everything_on_the_platform_and_says_so(world):

@@ -16,13 +16,17 @@ from diloco.process import processes
 from examples.toy_platform.toy import ToyExecutor
 from executors import LocalProcessExecutor
 from executors.cli import main as cli
+from executors.cli.looking.short_runs import ShortRun
 from executors.platforms import short_form
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.container import run_replica
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import ModalExecutor
+from rendezvous.stores.memory import MemoryStore
 from tests.support import entrypoints
+from tests.support.cloud import Cloud, CloudExecutor
 from tests.support.entrypoints import marks
+from tests.support.fakes import ManualClock
 from tests.support.hf_server import HFPlatform
 from tests.support.modal_fixtures import ROOT, executor, platform, run, spec, started, until  # noqa: F401
 from tests.support.modal_server import ModalPlatform
@@ -276,3 +280,12 @@ def test_all_of_our_jobs_and_no_others_are_cancelled(tmp_path: Path, capsys) -> 
 def test_a_place_that_keeps_no_list_says_so(capsys) -> None:
     assert cli.main(["stop", "--executor", "local", "--all"]) == 2
     assert "`diloco stop RUN` ends one run" in capsys.readouterr().err
+
+
+def test_a_process_that_waits_for_a_machine_costs_nothing() -> None:
+    clock = ManualClock()
+    run = ShortRun("cloud://x", CloudExecutor(Cloud(MemoryStore(), clock)), clock)
+    handle = Handle("cloud://x", "r00", 1, "cloud", native="1", launched_at=clock.wall(), usd_per_hour=4.0)
+    clock.sleep(3600.0)
+    bills = [(run.hours(s), run.usd(s)) for s in (Status(handle, State.PENDING), Status(handle, State.RUNNING))]
+    assert bills == [(0.0, 0.0), (1.0, 4.0)]

@@ -9,7 +9,8 @@ import pytest
 
 from executors.platforms import on_sky
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Unavailable
-from executors.platforms.on_sky import NoController, SkyExecutor, job_name
+from executors.platforms.on_sky import LISTED_S, NoController, SkyExecutor, job_name
+from tests.support.fakes import ManualClock
 
 
 class Sky:
@@ -140,3 +141,21 @@ def test_jobs_of_one_name_are_twins_and_a_sweep_ends_all_of_a_run(sky: Sky) -> N
     assert [h.native for h in executor.orphans("s3://bucket/run", [found])] == ["8"]
     assert len(executor.sweep("s3://bucket/run")) == 2
     assert sky.asked[-1] == ("cancel", {"job_ids": [8, 7]})
+
+
+def test_a_job_whose_end_was_seen_is_no_orphan(sky: Sky) -> None:
+    """Before: the list of the last launch called it alive for ever, and the run ended ten minutes late."""
+    clock = ManualClock()
+    ours, other = job_name(handle()), job_name(handle("8", "r01"))
+    sky.rows = [row(7, "RUNNING", ours), row(8, "RUNNING", other), row(9, "RUNNING", other)]
+    executor = SkyExecutor(clock=clock)
+    first, second = executor.find("s3://bucket/run")
+    sky.rows = [row(7, "SUCCEEDED", ours), *sky.rows[1:]]
+    assert executor.poll([first])[0].state is State.SUCCEEDED
+    assert [h.native for h in executor.orphans("s3://bucket/run", [second])] == ["9"]
+    sky.rows = [row(7, "SUCCEEDED", ours), row(8, "RUNNING", other), row(9, "CANCELLED", other)]
+    clock.sleep(LISTED_S + 1)
+    assert executor.orphans("s3://bucket/run", [second]) == []
+    sky.fails["queue"] = error("NetworkError")
+    clock.sleep(LISTED_S + 1)
+    assert executor.orphans("s3://bucket/run", [second]) == [], "no answer is no news"

@@ -289,3 +289,9 @@ def test_slurm_is_told_to_send_no_signal_before_its_limit(login_node, tmp_path):
     files = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     written = [text for text in files if "#SBATCH --time" in text]
     assert written and all("#SBATCH --signal=USR2@0\n" in x and "#SBATCH --time=1\n" in x for x in written)
+
+
+def test_one_gpu_of_any_kind_may_be_asked_for(login_node, tmp_path):
+    executor = SlurmExecutor(folder=tmp_path / "jobs")
+    faults = {gpu: executor.fault_of(spec(tmp_path, gpu=(gpu,))) for gpu in ("1", "h100", "h100:2", "h200", "2")}
+    assert [gpu for gpu, fault in faults.items() if fault] == ["h200", "2"]

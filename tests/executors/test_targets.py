@@ -9,7 +9,7 @@ import pytest
 from executors.cli.checking.init import init
 from executors.cli.main import main
 from executors.cli.writing.verbs import MARK, mark_export, refuse_export
-from executors.preflight.run_url import UsageError, make_folder, refuse_foreign_files
+from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
 from rendezvous import layout
 
 ROOT = Path(__file__).parents[2]
@@ -91,3 +91,11 @@ def test_no_command_in_the_source_names_a_path_without_quotes() -> None:
     texts = [(path, path.read_text()) for room in ("diloco", "executors") for path in (ROOT / room).rglob("*.py")]
     found = [f"{path.name}: {m[0]}" for path, text in texts for m in command.finditer(text)]
     assert not found
+
+
+def test_a_home_that_the_shell_did_not_name_is_no_folder_called_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--run=~/mine`: shells put the home in only at the begin of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checked_url("~/mine") == f"{tmp_path}/mine"

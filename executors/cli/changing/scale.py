@@ -30,7 +30,7 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, actors: int | None
     wanted = read_control(run.store)
     if is_finished(run.store, wanted):
         return None
-    _check_quorum(replicas, quorum or wanted.min_replicas)
+    _check_size(replicas, quorum or wanted.min_replicas, actors or 0)
     if actors:
         refuse_actors(run.config)
     more = [*slots_of(replicas)[wanted.replicas :], *map(layout.actor_name, range(wanted.actors, actors or 0))]
@@ -71,7 +71,9 @@ def check_slot(wanted: Wanted, slot: str) -> None:
         raise UsageError(f"there is no slot {slot!r} in this run; there are {', '.join(there)}")
 
 
-def _check_quorum(replicas: int, quorum: int) -> None:
+def _check_size(replicas: int, quorum: int, actors: int) -> None:
+    if (many := max(replicas, actors)) > layout.MOST_SLOTS:
+        raise UsageError(f"{many} are more than a run can have; ask for at most {layout.MOST_SLOTS}")
     if replicas < quorum:
         raise UsageError(
             f"{replicas} replicas are fewer than the {quorum} that every outer step needs: none could be taken. "

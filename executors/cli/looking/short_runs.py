@@ -15,7 +15,7 @@ from pathlib import Path
 from diloco.units import dollars
 from executors.cli.answers import Answer
 from executors.platforms import EXECUTORS
-from executors.platforms.base import FleetExecutor, Status
+from executors.platforms.base import FleetExecutor, State, Status
 from executors.platforms.places import Place, make_executor
 from executors.platforms.short_form import wait_for_all
 from executors.preflight import run_url
@@ -63,6 +63,8 @@ class ShortRun:
 
     def hours(self, status: Status) -> float | None:
         """Return the hours of the process so far; None if its beginning or its end is unknown."""
+        if status.state is State.PENDING:  # its wait for a machine is not billed
+            return 0.0
         began = status.began_at or status.handle.launched_at
         ended = status.ended_at if status.state.ended else self.clock.wall()
         return max(0.0, ended - began) / 3600 if began and ended else None

@@ -26,7 +26,7 @@ def look_for_run(typed_url: str) -> outlook.Bucket:
 def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, checked: Checked) -> Answer:
     """Say what `train` would start and what it costs."""
     places = quote.wanted_places(asked.places, bucket.wanted.places)
-    named = replace(asked, url=outlook.stand_in_url(asked.url, places, quote.FAR))
+    named = replace(asked, url=outlook.stand_in_url(asked.url, places))
     spent = None if bucket.url and not bucket.note else Costs()
     offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
     replicas = asked.fleet.replicas or config.fleet.replicas

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # between tries
 ANSWER_S = 20.0  # limit for one answer of the Hub
 ENOUGH_S = 120.0  # limit for a request with all its tries
+PRICES_AGAIN_S = 60.0  # between two requests for the prices of jobs that exist
 UNTIL = "until"  # a label
 NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
@@ -83,8 +85,10 @@ class Hub:
         self._sdk = huggingface_hub
         self._clock = clock
         self._namespace = namespace
+        self._login = ""
         self._endpoint = os.environ.get("HF_ENDPOINT") or None  # the SDK reads it only once, at its import
         self._prices: dict[str, float | None] = {}
+        self._prices_again = float("-inf")  # when `known_price` may ask for them
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ account
@@ -104,15 +108,13 @@ class Hub:
 
     @property
     def namespace(self) -> str:
-        """The namespace, requested once; the client would request it before every call."""
-        with self._lock:
-            if not self._namespace:
-                self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
-            return self._namespace
+        return self._namespace or self.login()
 
-    def check_login(self) -> None:
-        """Raise Refused if the Hub does not know this token."""
-        self.patient("whoami", lambda: self.api.whoami())
+    def login(self) -> str:
+        """Return the account's name, requested once.  Raise Refused if the Hub does not know this token."""
+        with self._lock:
+            self._login = self._login or self.patient("whoami", lambda: self.api.whoami()["name"])
+            return self._login
 
     # ------------------------------------------------------------------ patience
 
@@ -136,6 +138,14 @@ class Hub:
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
             self._prices = {r.name: None if (n := units[r.name]) is None else r.unit_cost_usd * n for r in rows}
         return self._prices
+
+    def known_price(self, flavor: str) -> float | None:
+        """Return the flavor's price; None if the Hub gives no list of prices now, which must not hide a job."""
+        if not self._prices and self._clock.now() >= self._prices_again:
+            self._prices_again = self._clock.now() + PRICES_AGAIN_S
+            with suppress(ExecutorError):
+                self.prices()
+        return self._prices.get(flavor)
 
     # ------------------------------------------------------------------ jobs
 

@@ -88,7 +88,7 @@ class HFJobsExecutor(Executor):
         self._options |= {"code": code, "pip": _split_names(pip), "vllm": vllm}
         self._hub = Hub(namespace, self._clock)
         self._recipe = Recipe(self._hub, **{k: v for k, v in self._options.items() if k != "namespace"})
-        self._jobs = JobLists(self._hub)
+        self._jobs = JobLists(self._hub, self._clock)
 
     # ------------------------------------------------------------------ starting
 
@@ -98,7 +98,7 @@ class HFJobsExecutor(Executor):
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         names = sorted({name for s in specs for name in self._recipe.names(s)})
         if any(not self.fault_of(s) for s in specs):
-            self._hub.check_login()
+            self._hub.login()
         loads = {_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs if self._recipe.downloads}
         secrets = f"secrets from this environment: {', '.join(names) or 'none'}"
         return [secrets, f"code: {self._recipe.code_words()}", *sorted(loads)]
@@ -120,7 +120,7 @@ class HFJobsExecutor(Executor):
         there = {(run, j.slot, j.attempt): j for j in reversed(self._jobs.list_patiently(run))}  # the oldest counts
         new = [s for s in specs if launch_of(s) not in there]
         outcomes = at_once([_start_request(self._hub, self._recipe, self._options, s) for s in new])
-        if new and not there and all(refused(x) for x in outcomes):
+        if new and len(new) == len(specs) and all(refused(x) for x in outcomes):
             raise next(x for x in outcomes if isinstance(x, Exception))
         started = dict(zip(map(launch_of, new), outcomes, strict=True))
         return {**there, **started, **self._jobs.settle_duplicates(run, started)}
@@ -135,12 +135,13 @@ class HFJobsExecutor(Executor):
         self._jobs.given_up.discard(launch_of(spec))
         if isinstance(outcome, HubJob):
             return self._handle_for(spec.run, outcome)
-        if isinstance(outcome, Exception) and not refused(outcome):
-            self._jobs.given_up.add(launch_of(spec))
-        return NotStarted(str(outcome))
+        if isinstance(outcome, str) or refused(outcome):
+            return NotStarted(str(outcome))
+        self._jobs.given_up.add(launch_of(spec))
+        return NotStarted(str(outcome), State.LOST)
 
     def _handle_for(self, run: str, job: HubJob) -> Handle:
-        price = self._hub.prices().get(job.flavor)
+        price = self._hub.known_price(job.flavor)
         return Handle(run, job.slot, job.attempt, self.name, native=job.id, launched_at=job.created, usd_per_hour=price)
 
     # ------------------------------------------------------------------ watching
@@ -226,7 +227,7 @@ class HFJobsExecutor(Executor):
         self._jobs.end_later(h.native for h, is_own in zip(going, own, strict=True) if isinstance(is_own, Exception))
 
     def alive(self, run: str) -> list[Handle]:
-        return [self._handle_for(run, job) for job in self._jobs.alive(run)]
+        return [self._handle_for(run, job) for job in self._jobs.alive_now(run)]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
         """End all jobs in this namespace that have our labels."""

@@ -13,26 +13,37 @@ from collections.abc import Collection, Iterable
 from executors.platforms.base import ExecutorError
 from executors.platforms.executor import Launch
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
+from rendezvous.clock import Clock
 
 ANSWER_S = 10.0  # limit for a poll's requests; a status without an answer by then is stale
+LISTED_S = 5.0  # age of a list that a process counts as alive by; polls make a new one in every tick
 
 
 class JobLists:
     """The newest list of each run."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, clock: Clock) -> None:
         self.given_up: set[Launch] = set()
         self._hub = hub
+        self._clock = clock
         self._lists: dict[str, list[HubJob]] = {}
+        self._listed_at: dict[str, float] = {}
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
     def list_run(self, run: str) -> list[HubJob]:
         """List the jobs of a run, without a retry."""
+        self._listed_at[run] = self._clock.now()
         self._lists[run] = found = self._hub.jobs(run)
         return found
 
     def list_patiently(self, run: str) -> list[HubJob]:
         return self._hub.patient("list jobs", lambda: self.list_run(run))
+
+    def alive_now(self, run: str) -> list[HubJob]:
+        """Return the run's live jobs, by a new list if no poll has made one for LISTED_S (a place without work)."""
+        if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
+            at_once([lambda: self.list_run(run)], ANSWER_S)  # without an answer the old list counts
+        return self.alive(run)
 
     def alive(self, run: str) -> list[HubJob]:
         return [job for job in self._lists.get(run, ()) if not job.ended]

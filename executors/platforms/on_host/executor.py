@@ -50,6 +50,7 @@ from rendezvous.clock import Clock
 from rendezvous.layout import is_actor
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
+from rendezvous.store import Readable
 from rendezvous.stores.signed import open_signed
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ class LocalProcessExecutor(Executor):
             check_cores(cores)
             check_devices(devices)
         self._server: ForkServer | None = None
-        self._forked: set[int] = set()  # children of the present server, still running as far as we know
-        self._spawned: dict[int, subprocess.Popen[bytes]] = {}
+        self._forked = set[tuple[int, int]]()  # pid and start of the present server's children
+        self._spawned: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
         self._children = set[tuple[int, int]]()  # pid and start of all processes that we started
         self._kills = oom.Kills()
         self._starved = dict[Handle, str]()
@@ -122,7 +123,7 @@ class LocalProcessExecutor(Executor):
 
     def nameless_run(self) -> str:
         with launches_wait("the processes' files"):
-            return Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
+            return f"file://{tempfile.mkdtemp(prefix='diloco-')}"  # not as_uri(): no reader of a run's URL unquotes it
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         return replace(super().new_handle(spec), host=machine_name(), files=str(self._file_stem(spec)))
@@ -179,10 +180,10 @@ class LocalProcessExecutor(Executor):
             return []
         if self._server is None or not self._server.alive:  # if a server died, its children still run
             self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
-            self._forked = set()
+            self._forked.clear()
         found = self._server.fork(requests)
-        self._forked |= {pid[0] for pid in found if isinstance(pid, tuple)}
-        self._children |= {pid for pid in found if isinstance(pid, tuple)}
+        self._forked |= {pid for pid in found if isinstance(pid, tuple)}
+        self._children |= self._forked
         return found
 
     def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int] | OSError:
@@ -195,8 +196,8 @@ class LocalProcessExecutor(Executor):
                 )
         except OSError as error:
             return error
-        self._spawned[process.pid] = process
         born = process.pid, processes.start_ticks(process.pid) or 0
+        self._spawned[born] = process
         self._children.add(born)
         return born
 
@@ -243,13 +244,13 @@ class LocalProcessExecutor(Executor):
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
         """Return (exit code, whether the process has ended)."""
-        server = self._server
-        if server is not None and handle.pid in self._forked:
-            code = server.exits.get(handle.pid)
+        server, born = self._server, (handle.pid, handle.started)
+        if server is not None and born in self._forked:
+            code = server.exits.get(born)
             if code is not None or server.alive:  # a live server will report the end once it has reaped the process
                 return code, code is not None
-        if handle.pid in self._spawned:
-            code = _reap_group(self._spawned[handle.pid])
+        if born in self._spawned:
+            code = _reap_group(self._spawned[born])
             return code, code is not None
         if self.may_run(handle):
             return None, False
@@ -289,7 +290,7 @@ class LocalProcessExecutor(Executor):
         launches = launches_named(run, self.name, names)
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
         on_file = [c for c in cards if c is not None and c.host == machine_name()]
-        claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
+        claimed = [h for claim in newest_claims(open_signed(run)) if (h := claimed_process(run, claim)) is not None]
         alive = {h: self.may_run(h) for h in (*claimed, *on_file)}
         return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of a process's two handles, `on_file`'s is last
 
@@ -321,9 +322,8 @@ def make_folder(folder: Path) -> Path:
     return make_state_folder("processes", folder.name)
 
 
-def newest_claims(run: str) -> list[Claim]:
+def newest_claims(store: Readable) -> list[Claim]:
     """Return the newest claim of each slot and of each actor that has one."""
-    store = open_signed(run)
     newest = [newest_claim(store, slot) for slot in read_standing_control(store)[0].member_names]
     return [taken for taken in newest if taken is not None]
 

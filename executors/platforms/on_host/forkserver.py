@@ -5,7 +5,7 @@
                                └─fork──▶ r02
 
     {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}          one answer per request, in order
-                                 ◀─ {"exited": pid, "code": -9}
+                                 ◀─ {"exited": pid, "started": ticks, "code": -9}
 
 It is not multiprocessing's fork server, which waits for its children when the parent exits, holds the parent's stdout
 open, and imports the parent's main module again.  This server has its own session and runs until its parent and its
@@ -46,7 +46,7 @@ class ForkServer:
     """The parent's side.  The server starts to import at once; `fork` waits until the imports are done."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
-        self.exits: dict[int, int] = {}
+        self.exits: dict[tuple[int, int], int] = {}  # by pid and start, since a later process may have the same pid
         self._kills = oom.Kills()
         self._death = ""  # why the server died; computed once, as each counted kill explains one process
         with launches_wait("the fork server's log"):
@@ -107,7 +107,7 @@ class ForkServer:
                 raise self._gone_error(self._how_it_died())
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             messages = [json.loads(line) for line in lines]
-            self.exits.update({m["exited"]: m["code"] for m in messages if "exited" in m})
+            self.exits |= {(m["exited"], m["started"]): m["code"] for m in messages if "exited" in m}
             if answers := [m for m in messages if "exited" not in m]:
                 return answers
         return []
@@ -213,7 +213,7 @@ class _Server:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):  # the folder is gone, or the disk is full: the parent still gets the answer below
                 entrypoint.write_end(files, pid, started, code)
-            self._send_answer({"exited": pid, "code": code})
+            self._send_answer({"exited": pid, "started": started, "code": code})
 
     def _send_answer(self, message: dict[str, Any]) -> None:
         with suppress(OSError):

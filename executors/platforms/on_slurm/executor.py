@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -49,6 +49,10 @@ SIGNAL_S = 0  # seconds from Slurm's USR2 to its limit.  A replica leaves earlie
 # would make every session 90 s shorter, and would ask a session of one minute to leave at its start
 AT_ONCE = 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
+# sbatch's errors that say nothing about the job: the controller, the connection, munge, a limit on submitted jobs
+NOT_NOW = re.compile(
+    r"unable to contact|timed out|communication|zero bytes|temporarily|standby|authentication|MaxSubmitJob", re.I
+)
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 GOING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING", "COMPLETED")
 FORGOTTEN = "FORGOTTEN"  # our own word for a job that Slurm does not list any more
@@ -128,13 +132,14 @@ class SlurmExecutor(Executor):
             with launches_wait("the jobs' files"):
                 make_private(folder.parent.parent, folder.parent, folder)
                 turn = 1
-                while not slurm_job.create_exclusively(folder / f"submit.{turn}"):
+                while not slurm_job.create_exclusively(mine := folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
-                    turn += 1  # the launcher of that turn died; a job that it submitted finds no input and ends
-            return self._submit_job(spec, folder)
+                    turn += mine.exists()  # the launcher of that turn died; a job of it finds no input and ends
+            return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
-            return NotStarted(str(error))
+            words = str(error)
+            return NotStarted(words, State.LOST if NOT_NOW.search(words) else State.FAILED)
 
     def _submit_job(self, spec: ReplicaSpec, folder: Path) -> Handle:
         executor = _import_submitit().AutoExecutor(folder=folder, cluster=self._cluster)
@@ -169,9 +174,10 @@ class SlurmExecutor(Executor):
             return why
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
-        if spec.gpu and (kinds := self._gpu_kinds()) is not None and spec.gpu[0].partition(":")[0] not in kinds:
+        kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
+        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # 1: of any kind
             known = ", ".join(sorted(kinds)) or "none"
-            return f"no node of this cluster has the GPU {spec.gpu[0]!r}; there are: {known} (sinfo -o %G)"
+            return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""
 
     def _gpu_kinds(self) -> frozenset[str] | None:
@@ -289,6 +295,15 @@ def _check_cluster(cluster: str) -> None:
             "there is no `sbatch` here, so this is not a machine that can submit Slurm jobs. Run the same command on "
             "your cluster's login node, or use --executor local"
         )
+
+
+def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
+    """Submit a job; without an answer give the turn back, so that a repeated launch does not wait for it."""
+    try:
+        return submit()
+    except Exception:
+        turn.unlink(missing_ok=True)
+        raise
 
 
 def _import_submitit() -> Any:

@@ -19,6 +19,7 @@ from executors.platforms.places import build_executor
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.slot_state import can_be_asked, past
 from rendezvous.agreement.salvage import read_standing_control
+from rendezvous.errors import StoreUnclear
 from rendezvous.store import Store
 
 BEGUN = ("launching", "launched", "found")
@@ -58,7 +59,7 @@ class Launches:
             self._executor = self._executor or build_executor(wanted.places, (*wanted.former, *logged))
             found = self._executor.find(self._store.url)
             self.out_of_reach = ""
-        except (ExecutorError, ImportError) as error:
+        except (ExecutorError, ImportError, StoreUnclear) as error:
             self.out_of_reach = str(error)
         known = booked | {(h.slot, h.attempt): h for h in found}
         self._update_statuses(h for key, h in known.items() if key not in self.statuses and can_be_asked(h))
@@ -66,8 +67,11 @@ class Launches:
 
     def _note_strangers(self) -> None:
         own = [*self._opened, *(s.handle for s in self.statuses.values()), *self.strangers]
-        alive = [] if self._executor is None else self._executor.orphans(self._store.url, own)
-        self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
+        try:
+            alive = [] if self._executor is None else self._executor.orphans(self._store.url, own)
+            self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
+        except ExecutorError as error:
+            self.out_of_reach = str(error)
 
     def read_log(self) -> Report:
         """Read the log, and note the launches without an end in it."""
@@ -116,12 +120,12 @@ class Launches:
         if self._executor is None:
             return []
         try:
-            found = self._executor.sweep(self._store.url)
+            return self._executor.sweep(self._store.url)
         except ExecutorError as error:
             self.out_of_reach = str(error)
             return []
-        self._note_strangers()
-        return found
+        finally:
+            self._note_strangers()
 
     def cancel(self, handles: Iterable[Handle], grace_s: float) -> None:
         handles = list(handles)

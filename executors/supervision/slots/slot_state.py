@@ -141,7 +141,7 @@ class SlotState:
 
     handle, status: of the slot's present or last process.   attempt: the highest number used so far.
     gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: its changes.
-    running_since: when it was first seen to run.   ran: it has run, or may have run under an earlier supervisor.
+    running_since: when it was seen to run after a wait.   beaten: heard since then.   ran: ever, or maybe before us.
     pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.
@@ -224,10 +224,10 @@ class SlotState:
     def polled(self, status: Status, now: float) -> None:
         """Note the platform's status."""
         was_running = self.running
-        self.status = status
-        if status.state is State.RUNNING and self.running_since is None:
+        if status.state is State.RUNNING and (self.status is None or self.status.state is not State.RUNNING):
             self.running_since = now
             self.ran = True
+        self.status = status
         if was_running and status.state.ended:
             self.ended_at = now
             self.gone = status.handle
@@ -243,7 +243,7 @@ class SlotState:
             self.still_since = now
         if self.handle is None or beat.phase == "left" or not is_from_launch(self.handle, beat):
             return
-        self.beaten = True
+        self.beaten = self.running_since is None or self.still_since >= self.running_since
         s = self.status
         fresh = self.moved_at is not None and now - self.moved_at < fresh_s
         if fresh and s is not None and s.state in (State.PENDING, State.STARTING):
@@ -266,10 +266,10 @@ class SlotState:
         )  # fmt: skip
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
-        """Return seconds since the process's last new heartbeat, or since it began to run without one."""
-        if self.handle is not None and beat is not None and is_from_launch(self.handle, beat):
-            return now - self.still_since
-        return 0.0 if self.running_since is None else now - self.running_since
+        """Return seconds since the process's last new heartbeat, or since it began to run (again) without one."""
+        ran = 0.0 if self.running_since is None else now - self.running_since
+        own = self.handle is not None and beat is not None and is_from_launch(self.handle, beat)
+        return min(ran, now - self.still_since) if own else ran
 
     def _classify_holder(self, beat: Beat | None, now: float, fresh_s: float) -> Holder:
         if beat is None:

@@ -58,6 +58,7 @@ class Slots:
         self.replaced: dict[Handle, float] = {}  # -> time of our last cancel
         self.duplicates: dict[Handle, float] = {}  # -> time of our last cancel
         self.outages = Outages(clock)
+        self.opened: list[Handle] = []  # launches that had no end in the log when this supervisor began
         self._past: dict[str, History] | None = None  # None: the log was not read yet
         self._found: dict[str, Status] = {}
 
@@ -142,7 +143,8 @@ class Slots:
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
         before = past(report.events, self.run.store.url)
-        opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
+        self.opened = opened = [h for p in before.values() for h in p.open if can_be_asked(h)]
+        opened.sort(key=lambda h: -h.launched_at)
         launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the older one
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}

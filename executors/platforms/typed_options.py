@@ -1,0 +1,34 @@
+"""Makes an executor with options as a user typed them; an unknown option, or one of the wrong type, is named.
+
+    {"regoin": "us"}   ──▶ ExecutorError: local takes no option regoin; it takes …
+    {"cores": "abc"}   ──▶ ExecutorError: modal cannot use --option cores='abc': 'abc', not a number
+
+Not promised: a check of options that are no numbers; the executor's constructor may refuse them, or a later request.
+"""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+from executors.platforms.base import ExecutorError
+from rendezvous.records.schema import check_of
+
+NUMBERS = (int, float, float | None)
+
+
+def make_with(kind: Callable[..., Any], options: Mapping[str, Any], name: str, typed: Mapping[str, Any]) -> Any:
+    """Return kind(**options).   Raise ExecutorError for an option that it cannot have.   typed: the user's options."""
+    takes = signature(kind).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not anything and (wrong := sorted(options.keys() - takes.keys())):
+        raise ExecutorError(f"{name} takes no option {', '.join(wrong)}; it takes {', '.join(takes)}")
+    try:
+        for key in options.keys() & takes.keys():
+            if takes[key].annotation in NUMBERS:
+                check_of(takes[key].annotation)(options[key])
+        return kind(**options)
+    except ExecutorError:
+        raise
+    except (TypeError, ValueError) as error:
+        given = " --option ".join(f"{key}={value!r}" for key, value in typed.items())
+        raise ExecutorError(f"{name} cannot use --option {given}: {error}. Give another value") from error
