@@ -135,7 +135,8 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4 ** (number - 1)) if len(failed) == len(parts) else 0.0
             assert failure is not None
             yield Again(number, sum(map(len, failed)), failure, pause)
-        parts = _split_parts(failed, 1 if number + 1 == tries else group)
+        size = 1 if number + 1 == tries else group
+        parts = [rows[i : i + size] for rows in failed for i in range(0, len(rows), size)]
     if suspects and _has_number(values):
         answer = yield Ask([next(row for row, value in enumerate(values) if value is not None)], False)
         blamed |= set(suspects) if isinstance(answer, Values) and _has_number(answer.values) else set()
@@ -155,10 +156,6 @@ def _record_values(rows: Rows, answer: Values, values: list[Value], invalid: dic
         values[row] = answer.values[at]
         if at in answer.invalid:
             invalid[row] = answer.invalid[at]
-
-
-def _split_parts(parts: Sequence[Rows], size: int) -> list[Rows]:
-    return [rows[i : i + size] for rows in parts for i in range(0, len(rows), size)]
 
 
 def read_values(answer: Any, expected: int) -> Values:

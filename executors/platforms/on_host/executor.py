@@ -231,16 +231,12 @@ class LocalProcessExecutor(Executor):
             return Status(handle, State.SUCCEEDED, reason, code)
         if handle in self._cancelled:
             return Status(handle, State.CANCELLED, reason, code)
-        if starved := self._starved_by(handle, code):
+        if handle not in self._starved:  # repeated calls agree
+            self._starved[handle] = self._kills.explain(code)
+        if starved := self._starved[handle]:  # the kernel killed the process for its memory
             return Status(handle, State.FAILED, starved, code)
         outside = code is None or -code in (signal.SIGKILL, signal.SIGTERM)
         return Status(handle, State.LOST if outside else State.FAILED, reason, code)
-
-    def _starved_by(self, handle: Handle, code: int | None) -> str:
-        """Return the reason if the kernel killed the process for its memory, else "".  Repeated calls agree."""
-        if handle not in self._starved:
-            self._starved[handle] = self._kills.explain(code)
-        return self._starved[handle]
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
         """Return (exit code, whether the process has ended)."""

@@ -78,7 +78,9 @@ class ForkServer:
             while len(found) < len(requests):
                 if time.monotonic() > until:
                     raise self._gone_error(f"did not answer within {timeout_s:.0f} s")
-                found += [_parse_answer(message) for message in self._read_messages(wait_s=0.5)]
+                for told in self._read_messages(wait_s=0.5):
+                    why = told.get("failed")
+                    found.append(OSError(f"cannot fork: {why}") if why else (told["forked"], told["started"]))
         except OSError as error:
             found += [error] * (len(requests) - len(found))
         return found
@@ -122,12 +124,6 @@ class ForkServer:
         self._log.seek(0)
         last = self._log.read().strip().splitlines()[-5:]
         return OSError(f"the fork server {what}" + "".join(f"\n    {line}" for line in last))
-
-
-def _parse_answer(message: Mapping[str, Any]) -> tuple[int, int] | OSError:
-    if "failed" in message:
-        return OSError(f"cannot fork: {message['failed']}")
-    return message["forked"], message["started"]
 
 
 class _Server:
