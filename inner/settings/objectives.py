@@ -200,7 +200,9 @@ def po_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_rewards" in given:  # TRL takes booleans, too
         given["scale_rewards"] = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
     for knob in given:
-        _refuse_unread(name, preset, knob)
+        owner = knob.split("_")[0]
+        if knob in preset.ignores or (owner in ("sapo", "vespo") and owner != name):
+            raise ObjectiveError(f"objective = {name!r} does not read {knob}, so it does nothing. Leave {knob} out.")
     settings = {"scale_rewards": "group", **preset.values, **preset.fixed, **given}
     if name == "dapo" and (length := settings.get("max_completion_length")):
         settings.setdefault("soft_overlong_tokens", length // 5)  # the paper's 4096 of 20480
@@ -208,12 +210,6 @@ def po_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         settings["steps_per_generation"] = preset.stale * given.get("gradient_accumulation_steps", 1)
     check_settings(name, settings)
     return settings
-
-
-def _refuse_unread(name: str, preset: Objective, knob: str) -> None:
-    owner = knob.split("_")[0]
-    if knob in preset.ignores or (owner in ("sapo", "vespo") and owner != name):
-        raise ObjectiveError(f"objective = {name!r} does not read {knob}, so it would do nothing. Leave {knob} out.")
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:

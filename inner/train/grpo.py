@@ -19,7 +19,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ METRIC_NAMES = {
     "sdpo/grad_norm": "sdpo_grad_norm",
     "replay/grad_norm": "replay_grad_norm",
 }
+LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # of rewards' own metrics: prefix, most of them, most characters
 
 
 @contextmanager
@@ -138,8 +140,7 @@ class GrpoLoop:
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self._reward_calls.skip_rewardless(self.optimizer)  # after the schedule has wrapped optimizer.step
         self.trainer.remove_callback(PrinterCallback)
-        note = self.trainer._log_metric
-        self.trainer._log_metric = lambda name, value: note(f"logged/{name}", value)  # else "kl" of a reward is TRL's
+        self.trainer._log_metric = partial(_note_logged, self.trainer._log_metric)
         self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
@@ -245,6 +246,12 @@ class Rows(data.Dataset):
         return copy.deepcopy(self._rows[index])
 
 
+def _note_logged(note: Callable[[str, float], None], name: Any, value: Any) -> None:
+    """Note what a reward logs, under a name that is not TRL's ("kl"); a value that is no number is left out."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        note(f"{LOGGED}{name}"[:MOST_NAME], float(value))
+
+
 class _Watch(TrainerCallback):
     """Read a step's metrics before the optimizer's hooks run, and ask `stop` after every step."""
 
@@ -275,8 +282,8 @@ class _Watch(TrainerCallback):
             self.means.count("reward_missing", missing)
         if self.reward_calls.rewardless:
             return metrics.clear()  # the optimizer skips this step: it does not count
-        logged = {name: name for name in metrics if name.startswith("logged/")}
-        for source, name in (METRIC_NAMES | logged).items():
+        logged = [name for name in metrics if name.startswith(LOGGED)][:MOST_LOGGED]
+        for source, name in (METRIC_NAMES | dict(zip(logged, logged, strict=True))).items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)
         if self.masked is not None:

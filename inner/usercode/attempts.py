@@ -90,12 +90,6 @@ class Scored:
 Answer = Values | Failure | None
 
 
-def _is_connections(error: BaseException) -> bool:
-    from inner.connections import is_connection_error
-
-    return is_connection_error(error)
-
-
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
     """Yield the next call to make. Send the answer to each Ask, and None to each Again. It returns the batch's Scored.
 
@@ -125,7 +119,9 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
             assert answer is not None
             failure = answer
             failed.append(rows)
-            suspects += rows if len(rows) == 1 and not _is_connections(answer.error) else ()
+            from inner.connections import is_connection_error  # loaded where a reward has failed
+
+            suspects += rows if len(rows) == 1 and not is_connection_error(answer.error) else ()
             if isinstance(answer.error, TimedOut):
                 hung += 1
                 if number < tries or hung == HUNG_IN_A_ROW:

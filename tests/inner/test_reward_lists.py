@@ -29,6 +29,9 @@ calls = []
 def first(completions, log_metric, **columns):
     calls.append("first")
     log_metric("kl", len(completions))
+    for number in range(100):
+        log_metric(f"z{number:03d}" + "x" * 1000, number)
+    log_metric("odd", "a text")
     return [float(i % 2) for i in range(len(completions))]
 
 async def second(completions, **columns):
@@ -115,6 +118,8 @@ def test_rewards_are_summed_by_weight_and_logged_by_name(tmp_path: Path) -> None
     assert found["reward/first"] == 0.5 and found["reward/second"] == 2.0
     size = config.inner.generation_size
     assert found["logged/kl"] == size and "kl" not in found, "what a reward logs is not TRL's"
+    logged = [name for name in found if name.startswith("logged/")]
+    assert len(logged) == 32 and max(map(len, logged)) == 64 and "logged/odd" not in found, "an offer carries them"
     assert found["reward"] == pytest.approx(0.5 + 0.25 * 2.0 * (size - 1) / size), "None: that one does not count"
 
 
