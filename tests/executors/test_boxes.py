@@ -83,7 +83,11 @@ def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) 
     ("old", "new", "says"),
     [
         ('"local"', '"nowhere"', "inner.sampling.boxes = 'nowhere' is not known. Use one of: local, e2b"),
-        ('boxes = "local"', "tool_workers = 2", "inner.data.task = 'harbor:tasks' runs in boxes. Set inner.sampling"),
+        (
+            'boxes = "local"',
+            "tool_workers = 2",
+            "inner.data.task = 'harbor:tasks' runs in boxes. Set, e.g., inner.sampling",
+        ),
         ('task = "harbor:tasks"', "", "inner.sampling.boxes = 'local' has no Harbor tasks"),
         ("harbor:tasks", "harbor:absent", "absent has no Harbor task"),
         ('"harbor:tasks"', '"harbor:tasks"\ntask_options = {color = 1}', "Harbor tasks have no option 'color'"),
