@@ -10,17 +10,16 @@ Not promised: that the Hub keeps the commit; a dataset with its own code (`datas
 sound.  No torch here.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from inner.errors import InnerError
+from inner.models.hub_model import COMMIT, hub_endpoint
 from inner.models.naming import ASK_S
 
 PREFIX = "hub:"
-COMMIT = re.compile("[0-9a-f]{40}")
 _PAGES = {"model": "https://huggingface.co/", "dataset": "https://huggingface.co/datasets/"}
 _SPELLING = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:/]+))?(:(?P<split>.+))?", re.ASCII
@@ -86,11 +85,6 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
 
 
 # -------------------------------------------------------------------- commits, of models too
-
-
-def hub_endpoint() -> str | None:
-    """Return the Hub's address if it is not the usual one. The SDK reads the variable only once, at its import."""
-    return os.environ.get("HF_ENDPOINT") or None
 
 
 def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:

@@ -12,16 +12,17 @@ Not promised: that a commit stays on the Hub; that weights which no file has are
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from inner.data.hub_data import COMMIT, hub_endpoint
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
 from inner.models.naming import HubError, HubModel, is_on_hub
 from inner.settings.inner import InnerConfig, InnerError
 
+COMMIT = re.compile("[0-9a-f]{40}")
 _AT_ONCE = 4  # files at once, with one connection each
 _PIECE = 1 << 22  # bytes read and hashed at a time
 _TEXTS = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
@@ -148,3 +149,8 @@ def _file_sha256(path: Path) -> str:
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
+
+
+def hub_endpoint() -> str | None:
+    """Return the Hub's address if it is not the usual one. The SDK reads the variable only once, at its import."""
+    return os.environ.get("HF_ENDPOINT") or None

@@ -420,10 +420,10 @@ class Membership:
 
     def _beat(self) -> None:
         self._beats += 1
-        note = self.status.note[:NOTE].encode(errors="replace").decode()  # from user code, too: half of a pair
+        self.status.note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
         beat = Beat(
             slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
-            pid=self.pid, **{**vars(self.status), "note": note},
+            pid=self.pid, **vars(self.status),
         )  # fmt: skip
         self.store.put(layout.beat_key(self.slot), beat.encode())
 
