@@ -49,12 +49,15 @@ class Meeting:
 
     def __init__(self, count: int) -> None:
         self.seen = set[int]()
-        self._barrier = threading.Barrier(count)
+        self._barrier, self._lock = threading.Barrier(count), threading.Lock()
         self._outside = threading.get_ident() if count > 1 else 0
 
     def wait(self) -> None:
-        if (me := threading.get_ident()) not in self.seen | {self._outside}:
-            self.seen.add(me)
+        with self._lock:  # a pool may begin a further thread in a later pass, which would meet no other
+            me, full = threading.get_ident(), len(self.seen) == self._barrier.parties
+            meets = not full and me not in self.seen | {self._outside}
+            self.seen |= {me} if meets else set()
+        if meets:
             self._barrier.wait(timeout=5)
 
 
