@@ -9,6 +9,7 @@ Imports no torch.   Not promised: this sweep without a supervisor (a library run
 from collections.abc import Callable
 
 from diloco.run.config import BUCKET
+from diloco.run.founding import is_finished
 from diloco.run.record import ModelRecord, Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout
@@ -33,6 +34,6 @@ def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
         return 0
     rules = run.config.outer.rules
     elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
-    wanted = read_control(store).steps
-    steps = first_open_step(store, wanted if wanted and store.get(layout.commit_key(wanted - 1)) else 0)
+    wanted = read_control(store)
+    steps = first_open_step(store, wanted.steps if is_finished(store, wanted) else 0)
     return sweep_ended_run(store, rules, emit, steps=steps, budget=budget, elements=elements)

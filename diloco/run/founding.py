@@ -85,7 +85,7 @@ def found_run(
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
     key: script.json's, if the run was launched with a script.
-    codec = "auto" becomes the existing run's codec. If there is no run, it is chosen.
+    codec = "auto" becomes the existing run's codec. For a new run, `choose` measures and returns one.
     """
     auto = mine.codec == AUTO
     if store.get(key) is None:

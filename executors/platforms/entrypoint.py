@@ -55,7 +55,7 @@ def run_process(request: Mapping[str, Any]) -> int:
 
 
 def settle(request: Mapping[str, Any]) -> bool:
-    """Set environment, cores, log and process file.   Return False if another process runs this launch."""
+    """Set environment, cores, priority, log and process file.   Return False if another process runs this launch."""
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)

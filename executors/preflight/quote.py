@@ -230,7 +230,8 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
         )
     executor = build_executor(places)
     try:
-        plan = executor.plan([spec_for(url, place_of(places, slot), slot) for slot in slots])
+        name = open_store(url, make=False).url  # platforms name jobs by it, however the URL was typed
+        plan = executor.plan([spec_for(name, place_of(places, slot), slot) for slot in slots])
     finally:
         executor.close()
     if plan.refused:

@@ -357,11 +357,12 @@ def purge_run(store: Store) -> list[str]:
 
 def where_run_stays(url: str) -> str:
     """Return a sentence that says where the run is stored, and how to delete it there."""
-    scheme, _, rest = url.partition("://")
-    if scheme == "modal":
-        name = rest.partition("/")[0]
+    if url.startswith("modal://"):
+        place, _, environment = url.removeprefix("modal://").partition("?environment=")
+        name = place.partition("/")[0]
+        words = f"{name} --env {environment}" if environment else name
         return (
-            f"the run itself stays, in Modal's Dict and Volume {name!r}: `modal dict delete {name}` and `modal volume "
-            f"delete {name}` end it, with every other run below modal://{name}"
+            f"the run itself stays, in Modal's Dict and Volume {name!r}: `modal dict delete {words}` and `modal volume "
+            f"delete {words}` end it, with every other run below modal://{name}"
         )
     return f"the run itself stays in {url}"

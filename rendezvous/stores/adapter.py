@@ -27,6 +27,7 @@ from rendezvous.stores.urls import plain_url
 T = TypeVar("T")
 
 OWN = "fsspec+"  # in front of a URL: this store, where there is another client for its scheme
+CONTAINERS = ("abfs", "abfss")  # the part before "@" is a container: abfs://CONTAINER@ACCOUNT.dfs.core.windows.net
 CREATES = ("S3FileSystem", "GCSFileSystem", "AzureBlobFileSystem")
 RANGE = 16 << 20
 _REFUSED = ("NoSuchBucket", "bucket does not exist", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
@@ -39,10 +40,7 @@ class AdapterStore:
         bare = url.removeprefix(OWN)
         self._fs, root = _file_system(bare, options)
         self._root, self._clock = root.rstrip("/"), clock or SystemClock()
-        parts = urlsplit(plain_url(bare))
-        user, _, host = parts.netloc.rpartition("@")
-        place = host if ":" in user else parts.netloc  # without a password; abfs://CONTAINER@ACCOUNT… has none
-        self.url = f"{url[: -len(bare)]}{parts.scheme}://{place}{parts.path.rstrip('/')}"
+        self.url = url.removesuffix(bare) + url_without_secrets(bare)
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
     def put(self, key: str, body: Body) -> None:
@@ -203,6 +201,14 @@ def _safe_words(error: Exception) -> str:
     """Return the error's text without URLs and without parts that may be keys."""
     said = (isinstance(error, OSError) and error.strerror) or str(error)
     return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])
+
+
+def url_without_secrets(url: str) -> str:
+    """Return the URL without what stands before "@", which may be a password or a token; a container stays."""
+    parts = urlsplit(plain_url(url))
+    user, _, host = parts.netloc.rpartition("@")
+    place = parts.netloc if parts.scheme in CONTAINERS and ":" not in user else host
+    return f"{parts.scheme}://{place}{parts.path.rstrip('/')}"
 
 
 def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:

@@ -152,6 +152,7 @@ def test_a_call_that_begins_after_the_purge_goes(platform, executor, run, tmp_pa
 def test_what_is_kept_of_a_run_inside_modal_is_named() -> None:
     told = where_run_stays("modal://lab/first")
     assert "`modal dict delete lab`" in told and "`modal volume delete lab`" in told and "every other run" in told
+    assert "`modal dict delete lab --env dev`" in where_run_stays("modal://lab/first?environment=dev")
     assert where_run_stays("s3://b/r") == "the run itself stays in s3://b/r"
 
 

@@ -8,7 +8,7 @@ import pytest
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Store, put_once
-from rendezvous.stores.adapter import AdapterStore
+from rendezvous.stores.adapter import AdapterStore, url_without_secrets
 from rendezvous.stores.open import open_store
 from tests.rendezvous import test_store as contract
 from tests.rendezvous.test_store import (  # noqa: F401  the part of the contract that needs no register
@@ -148,7 +148,9 @@ def test_the_url_of_a_store_opens_the_same_store_again() -> None:
     """`diloco stop` and the names of jobs know a run by the URL of its store alone."""
     pytest.importorskip("fsspec")
     assert AdapterStore("fsspec+memory://a/b/").url == "fsspec+memory://a/b"
-    assert AdapterStore("memory://container@account/run").url == "memory://container@account/run"
+    assert url_without_secrets("abfss://runs@me.dfs.core.windows.net/a/") == "abfss://runs@me.dfs.core.windows.net/a"
+    for secret in ("memory://token@host/run", "memory://me:hunter2@host/run"):
+        assert url_without_secrets(secret) == "memory://host/run"
     store = open_store("fsspec+memory://a/b")
     again = open_store(store.url)
     assert type(store) is type(again) is AdapterStore and store.url == again.url
