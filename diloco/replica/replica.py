@@ -53,7 +53,7 @@ from rendezvous.keeping.garbage import Collected
 from rendezvous.layout import slot_index
 from rendezvous.records.records import WireError
 from rendezvous.snapshots import record as snapshots
-from rendezvous.stores.signed import VerifiedStore
+from rendezvous.stores.run_key import as_sealed
 
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
@@ -152,7 +152,8 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 
     A queue may start a machine late. At this point, no large import or download has happened.
     """
-    store = run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store  # the journal warns
+    sealed = as_sealed(run.store)
+    store = run.store if sealed is None else sealed.without_warnings()  # the journal warns
     desired = read_control(store)
     if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
         return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"

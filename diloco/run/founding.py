@@ -24,7 +24,7 @@ from rendezvous.records.digests import SHA256, digest, hex_of
 from rendezvous.records.records import new_nonce
 from rendezvous.store import PatientStore, Readable, Store, put_once
 from rendezvous.stores.open import open_store, urls_above
-from rendezvous.stores.signed import run_key, under_key
+from rendezvous.stores.run_key import run_key, under_key
 
 LAUNCH_PATIENCE_S = 5.0  # the user waits for an error message, so retry only briefly
 

@@ -24,7 +24,7 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.records.records import Claim, Control, decode_or_none, new_nonce
 from rendezvous.store import Store, put_once
 from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import run_key, under_key
+from rendezvous.stores.run_key import run_key, under_key
 
 AUTO = "auto"  # in place of a slot: a free one
 LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it

@@ -38,7 +38,7 @@ from rendezvous.records.schema import Where
 from rendezvous.store import Readable, Store
 from rendezvous.stores.ahead import Ahead
 from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import SignedStore, run_key, signed_store
+from rendezvous.stores.run_key import as_sealed, run_key, signed_store
 
 if TYPE_CHECKING:
     from inner.models.naming import HubModel
@@ -288,7 +288,7 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
             f"diloco train CONFIG --run {shlex.quote(url)}"
         )
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
-    return store.reading_through(answers) if isinstance(store, SignedStore) else answers, store
+    return sealed.reading_through(answers) if (sealed := as_sealed(store)) is not None else answers, store
 
 
 # -------------------------------------------------------------------- superseded runs

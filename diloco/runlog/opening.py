@@ -19,7 +19,7 @@ from rendezvous.store import Store
 from rendezvous.stores.ahead import Ahead, Answer, ask_store
 from rendezvous.stores.cache import Cache, cache_of, latest_cache
 from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import SignedStore
+from rendezvous.stores.run_key import as_sealed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def open_view(url: str, scope: Scope) -> View:
 
 def _verified_answers(store: Store, bare: Store, answers: dict[str, Answer]) -> dict[str, Answer]:
     """Return the answers as `store` gives them: for a sealed run, checked and without tags."""
-    if not isinstance(store, SignedStore):
+    if (own := as_sealed(store)) is None:
         return answers
-    sealed = store.reading_through(Ahead(bare, answers=answers))
+    sealed = own.reading_through(Ahead(bare, answers=answers))
     return {key: ask_store(sealed, key) for key in answers if key != layout.SEAL}

@@ -57,7 +57,7 @@ def slots_of(url: str, sessions: bool = False) -> list[str]:
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
     from diloco.runlog.scope import COSTS
     from rendezvous.stores.ahead import Ahead
-    from rendezvous.stores.signed import open_signed
+    from rendezvous.stores.run_key import open_signed
 
     try:
         found = take_look(Ahead(open_signed(url)), COSTS, ReadSoFar())

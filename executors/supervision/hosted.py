@@ -26,7 +26,7 @@ from executors.supervision.lease import supervisor_of
 from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError
-from rendezvous.stores.signed import open_signed
+from rendezvous.stores.run_key import open_signed
 
 ENTRYPOINT = "executors.supervision.supervisor:main"
 TRIES = 6

@@ -27,7 +27,7 @@ from rendezvous.records.records import Commit
 from rendezvous.snapshots.record import Arrays
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import run_key, under_key
+from rendezvous.stores.run_key import run_key, under_key
 
 Floats = NDArray[np.floating[Any]]
 STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform", announce=False)

@@ -19,23 +19,18 @@ objects can stop the run.  Beats are overwritten, so such a writer can restore a
 """
 
 import hmac
-import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rendezvous import layout
 from rendezvous.background import Emit, no_emit
-from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Forged, WrongRun
+from rendezvous.errors import Forged
 from rendezvous.records.digests import SHA256
-from rendezvous.records.records import Record, UnixTime, Word, new_nonce
-from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
-from rendezvous.stores.open import open_store
+from rendezvous.records.records import Record, UnixTime, Word
+from rendezvous.store import VOID, Body, Buffer, Readable, Store
 
-KEY = "DILOCO_RUN_KEY"
-LEAST = 16  # characters of a run key: a reader of the bucket can try guesses without limit
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
 _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights", "rollouts", "verdict", "reward"}
@@ -58,6 +53,7 @@ def warn_on_stderr(event: str, **fields: Any) -> None:
 class VerifiedStore:
     """The records of a sealed run, each verified when it is read.   emit: called for records that are ignored."""
 
+    is_sealed = True
     digests = SHA256  # kind of the blobs' digests: a writer must not be able to make another blob with the same digest
 
     def __init__(self, store: Readable, key: bytes, run: str, emit: Emit = warn_on_stderr) -> None:
@@ -141,71 +137,3 @@ def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | Non
 
 def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
     return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
-
-
-# -------------------------------------------------------------------- the run key
-
-
-def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
-    """Return the run key in the environment, None if there is none.   Raise WrongRun if it is too short."""
-    text = (os.environ if environ is None else environ).get(KEY, "").strip()
-    if not text:
-        return None
-    if len(text) < LEAST:
-        raise WrongRun(
-            f"the run key in {KEY} has {len(text)} characters; it needs {LEAST}, because it can be guessed offline. "
-            "Make one: python -c 'import secrets; print(secrets.token_hex(32))'"
-        )
-    return text.encode()
-
-
-def open_signed(url: str) -> Store:
-    """Return the store at `url`, sealed if the environment has the key of a sealed run there."""
-    return under_key(open_store(url, make=False), SystemClock(), run_key())
-
-
-def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
-    """Return `store`, sealed if it has a run with this run key.  If it has no run, a key begins a sealed one.
-
-    Raise WrongRun if the run there has another key or none, or if its key is missing here.
-    ask: the same store for the requests of this function, for instance one that retries.
-    """
-    if isinstance(store, SignedStore):
-        return store
-    ask = ask or store
-    stands = ask.get(layout.SEAL)
-    if stands is None and secret is not None and not _holds_a_run(ask):
-        mine = sign_record(Seal(new_nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
-        _, stands = put_once(ask, clock, layout.SEAL, mine)
-    return signed_store(store, secret, stands)
-
-
-def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
-    """Return the store of a run with this key.   Raise WrongRun if key and seal do not fit.
-
-    stands: the run's seal.json, None if it has none.
-    """
-    if stands is None and secret is None:
-        return store
-    if secret is None:
-        raise WrongRun(
-            f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
-            "founded with; without it you cannot join, read or stop the run"
-        )
-    if stands is None:
-        raise WrongRun(
-            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
-            "Unset it to go on with that run, or use another URL for a run under this key"
-        )
-    record = verify_record(stands, secret, "", layout.SEAL)
-    if record is None:
-        raise WrongRun(
-            f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
-            f"{KEY} to the key that the run was founded with, or use another URL for a new run"
-        )
-    return SignedStore(store, secret, Seal.decode(record).nonce)
-
-
-def _holds_a_run(store: Store) -> bool:
-    first = (layout.RUN, layout.control_key(0), layout.commit_key(0), layout.claim_key(layout.slot_name(0), 1))
-    return any(store.get(key) is not None for key in first)

@@ -28,7 +28,7 @@ from rendezvous.errors import Corrupt, WrongRun
 from rendezvous.records.digests import has_digest, required_digest_kind
 from rendezvous.records.records import Commit, Weights, WeightsPart, decode_or_none
 from rendezvous.store import PatientStore, Store
-from rendezvous.stores.signed import open_signed
+from rendezvous.stores.run_key import open_signed
 from rendezvous.weights.patch import decode, digest_of_bits
 from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 

@@ -26,7 +26,7 @@ from rendezvous.records.digests import digest
 from rendezvous.records.records import Weights, WeightsPart
 from rendezvous.records.rollouts import LARGE, RolloutVerdict, payload_digest, read_record, seal_bundle
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import under_key
+from rendezvous.stores.run_key import under_key
 from rendezvous.weights import patch
 from tests.diloco.test_actor import bundles, sampled_by
 from tests.diloco.test_recorded_fleet import PLAIN, Trouble, a_fleet, events, places

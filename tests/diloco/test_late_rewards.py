@@ -25,7 +25,8 @@ from rendezvous.keeping.reach import Reach
 from rendezvous.records.rollouts import LateReward
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import SignedStore, under_key
+from rendezvous.stores.run_key import under_key
+from rendezvous.stores.signed import SignedStore
 from tests.diloco.test_recorded_fleet import FITS, HERE, KEY, Trouble, places
 from tests.inner.test_recorded import a_bundle
 from tests.support import independent_reader as reader

@@ -32,7 +32,7 @@ from rendezvous.records.rollouts import read_record
 from rendezvous.store import PatientStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import under_key
+from rendezvous.stores.run_key import under_key
 from tests.diloco.test_channels_fleet import INNER, write_pairs
 from tests.inner.test_recorded import a_bundle
 from tests.inner.test_toolworld import SMALL, small_folder

@@ -35,7 +35,7 @@ from rendezvous.stores.ahead import AT_ONCE, Ahead
 from rendezvous.stores.cache import Cache, cache_of
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import KEY, under_key
+from rendezvous.stores.run_key import KEY, under_key
 from tests.diloco.test_report import T0, FixedClock, killed_and_replaced
 from tests.support.fakes import Fault, FaultyStore
 from tests.support.long_run import STEP_S, LongRun, copied, copy, long_run

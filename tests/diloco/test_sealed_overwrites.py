@@ -37,7 +37,8 @@ from rendezvous.records.records import Beat
 from rendezvous.store import Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import SignedStore, sign_record, under_key
+from rendezvous.stores.run_key import under_key
+from rendezvous.stores.signed import SignedStore, sign_record
 from tests.rendezvous.test_engine import TIMING
 from tests.support.fakes import ManualClock, VectorState
 from tests.support.fleet import Fleet

@@ -12,7 +12,7 @@ from diloco.model.export import model_record, state_at
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
 from rendezvous import follow_weights, layout
-from rendezvous.stores.signed import KEY, open_signed
+from rendezvous.stores.run_key import KEY, open_signed
 from rendezvous.weights.follower import WeightsFollower
 from rendezvous.weights.writer import read_weights
 from tests.support.fleet import Fleet, config

@@ -19,7 +19,8 @@ from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.records import WireError
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
-from rendezvous.stores.signed import KEY, SignedStore, open_signed
+from rendezvous.stores.run_key import KEY, open_signed
+from rendezvous.stores.signed import SignedStore
 from tests.executors.test_again import founded as founded_in_a_folder
 from tests.executors.test_again import mended
 from tests.executors.test_cli import complaint, config, run, say  # noqa: F401  (fixtures)

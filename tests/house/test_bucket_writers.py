@@ -21,7 +21,7 @@ from rendezvous.records.digests import SHA256, digest, hex_of
 from rendezvous.records.records import Control
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import under_key
+from rendezvous.stores.run_key import under_key
 from tests.support.fakes import ManualClock
 from tests.support.puppets import PuppetRun
 

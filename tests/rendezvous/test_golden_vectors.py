@@ -24,7 +24,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.records.records import Listed, Record
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
-from rendezvous.stores.signed import under_key
+from rendezvous.stores.run_key import under_key
 from rendezvous.weights.patch import bf16_bits, changes_between, encode, whole
 from tests.rendezvous.test_engine import TIMING
 from tests.support import independent_reader as reader

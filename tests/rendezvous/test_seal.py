@@ -21,7 +21,8 @@ from rendezvous.errors import Fenced, Forged, WrongRun
 from rendezvous.records.records import Claim, Commit, Control, Leave, Offer, Record, Snapshot
 from rendezvous.store import VOID, put_once
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.stores.signed import Seal, SignedStore, open_signed, run_key, sign_record, under_key, verify_record
+from rendezvous.stores.run_key import open_signed, run_key, under_key
+from rendezvous.stores.signed import Seal, SignedStore, sign_record, verify_record
 from tests.rendezvous.test_engine import Seat, together
 from tests.support.fakes import ManualClock, unchecked
 

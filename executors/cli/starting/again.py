@@ -25,7 +25,7 @@ from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.records.records import new_nonce
 from rendezvous.store import Store, put_once
-from rendezvous.stores.signed import open_signed
+from rendezvous.stores.run_key import open_signed
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:

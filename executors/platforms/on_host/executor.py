@@ -51,7 +51,7 @@ from rendezvous.layout import is_actor
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
 from rendezvous.store import Readable
-from rendezvous.stores.signed import open_signed
+from rendezvous.stores.run_key import open_signed
 
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
