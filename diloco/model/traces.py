@@ -26,8 +26,9 @@ from diloco.model.late_rewards import bundle_attempt, late_rewards
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
+from inner.masking import secrets_here
 from inner.rollouts.rollout_states import bundle_rollouts, rollout_states
-from inner.rollouts.sample import SampledRollout, secrets_here
+from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
 from rendezvous.records.records import WireError
 from rendezvous.records.rollouts import LateReward, read_record

@@ -3,7 +3,8 @@
     log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
     log/{slot}-{generation}/000000.rollouts.jsonl, …             rollouts of one outer step (inner/rollouts/sample.py)
 
-A `kill -9` loses only the events since the last outer step.  A failed write never ends a replica.
+A `kill -9` loses only the events since the last outer step.  A failed write never ends a replica.  Secrets of the
+environment are masked (inner/masking.py).
 
 Logs are untrusted: any process with write access may have written an object there, and a line may be incomplete.
 Readers check the types of the fields that they use. They count and skip a line that is not an event.
@@ -20,6 +21,7 @@ from typing import Any
 
 from diloco.events import KINDS, WARNINGS
 from diloco.units import is_reckonable, rounded
+from inner.masking import secret_masker, secrets_here
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
@@ -46,7 +48,8 @@ class Journal:
         """Add an event to the log.   Raises ValueError for a kind that diloco/events.py does not have."""
         if event not in KINDS:
             raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
-        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **rounded(fields)}, default=str)
+        fields = {"at": round(self._clock.wall(), 3), "event": event, **rounded(fields)}
+        line = secret_masker(secrets_here())(json.dumps(fields, default=str))
         if event in WARNINGS:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:
@@ -82,7 +85,7 @@ class Journal:
         for sample in samples:
             try:
                 head = {k: v for k, v in sample.items() if k != "rollouts"}
-                body = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *sample["rollouts"]])
+                body = "".join(json.dumps(row) + "\n" for row in [head, *sample["rollouts"]])
                 self._store.put(layout.rollouts_key(self._slot, self._generation, self._samples), body.encode())
                 self._samples += 1
             except StoreError as error:

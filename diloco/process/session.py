@@ -25,13 +25,14 @@ from diloco.process import exitcodes
 from diloco.process.journal import Journal
 from diloco.process.processes import device_name, host_name, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
+from inner.masking import mask_secrets
 from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.store import PatientStore, Store
-from rendezvous.stores.signed import SignedStore
+from rendezvous.stores.run_key import as_sealed
 
 if TYPE_CHECKING:
     from rendezvous.weights.writer import WeightsWriter
@@ -76,8 +77,8 @@ class Session:
         self._alone_since = 0.0
         self._alone_at: tuple[str, int, int] | None = None
         self._early: list[tuple[str, dict[str, Any]]] = []  # emitted before there was a journal
-        if isinstance(store, SignedStore):
-            store.emit = self.emit
+        if (sealed := as_sealed(store)) is not None:
+            sealed.emit = self.emit
         mark_run(store.url)  # before other processes can read the claim
         self._ended = threading.Event()
         self.why = "asked to leave"
@@ -270,7 +271,7 @@ class SessionHost:
         self.owner = (run, session.rv.slot, session.rv.generation)
 
     def note(self, text: str) -> None:
-        self._session.rv.members.status.note = text
+        self._session.rv.members.status.note = mask_secrets(text)
         self._session.watchdog.resume()
 
     def emit(self, event: str, text: str, **fields: Any) -> None:

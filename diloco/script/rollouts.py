@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.process.session import Session
 from diloco.run.config import FleetConfig
-from inner.rollouts.sample import RolloutSample, secrets_here
+from inner.masking import secrets_here
+from inner.rollouts.sample import RolloutSample
 
 if TYPE_CHECKING:
     from diloco.outer.managers.manager import StoreManager

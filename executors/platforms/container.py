@@ -38,6 +38,7 @@ from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
 from executors.platforms.machine import oom
 from executors.platforms.time_limit import staggered_s
+from inner.masking import mask_secrets
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
@@ -320,7 +321,8 @@ def main(argv: list[str]) -> int:
 
 
 def _make_end(code: int, *, reason: str = "", value: Any = None, tail: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"exit_code": code, "reason": reason or describe_exit(code), "value": value, "tail": list(tail)}
+    last = [mask_secrets(line) for line in tail]
+    return {"exit_code": code, "reason": reason or describe_exit(code), "value": value, "tail": last}
 
 
 def _time_left(spec: ReplicaSpec, began: float) -> float | None:

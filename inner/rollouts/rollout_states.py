@@ -13,9 +13,10 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from inner.masking import secret_masker
 from inner.replay.actions import Message, action_text
 from inner.replay.states import TraceState, error_record
-from inner.rollouts.sample import RolloutBatch, SampledRollout, secret_masker
+from inner.rollouts.sample import RolloutBatch, SampledRollout
 
 
 def rollout_states(

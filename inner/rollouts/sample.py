@@ -10,26 +10,24 @@
 
 The sample has its own random state, so training does not depend on it.
 
-Values of environment variables with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in their name are replaced by "***".
+Secrets of the environment are masked (inner/masking.py).
 
 Not promised: that a prompt or a tool's output has no other secret. Every reader of the run can read its rollouts.
 """
 
 import json
-import os
 import random
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, log
 from typing import Any, TypedDict
 
+from inner.masking import secret_masker
 from inner.replay.actions import Message, action_key, action_text
 
 MOST = 64  # rollouts kept between two takes
 MOST_BYTES = 256 * 1024  # size of one take, as JSON
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.I)
 
 
 class SampledRollout(TypedDict):
@@ -116,18 +114,6 @@ def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]]
             total = sum(counts.values())
             found[str(first + i)] = round(-sum(c / total * log(c / total) for c in counts.values()) + 0.0, 4)
     return found
-
-
-def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the values to mask: of environment variables named like secrets, with 8 characters or more."""
-    return [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
-
-
-def secret_masker(secrets: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that replaces each of the secrets in a JSON text by ***."""
-    found = sorted({json.dumps(s)[1:-1] for s in secrets if s}, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, found))) if found else None
-    return (lambda text: pattern.sub("***", text)) if pattern else (lambda text: text)
 
 
 def _as_messages(turns: Any, role: str) -> list[Message]:

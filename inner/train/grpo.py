@@ -32,10 +32,11 @@ from torch.utils import data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from inner.masking import secrets_here
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, gpu_has_bfloat16
 from inner.rollouts.generation import BROKEN, MASKED
-from inner.rollouts.sample import RolloutSample, secrets_here
+from inner.rollouts.sample import RolloutSample
 from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
 from inner.settings.poconfig import POConfig, make_po_config
 from inner.train.metric_means import MetricMeans

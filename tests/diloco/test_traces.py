@@ -15,11 +15,14 @@ from diloco.process.journal import Journal
 from diloco.run.config import ConfigError, FleetConfig, RunConfig, load_config
 from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
+from diloco.views.page.rollouts import read_rollouts
+from diloco.views.samples import session_samples
 from examples.local_teachers import serving, tool_name, wrong_name
 from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs
+from inner.masking import secrets_here
 from inner.rollouts.rollout_states import rollout_states
-from inner.rollouts.sample import MOST, MOST_BYTES, RolloutSample, secrets_here
+from inner.rollouts.sample import MOST, MOST_BYTES, RolloutSample
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from rendezvous import layout
@@ -247,3 +250,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["traces", url, "--to", str(to), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rollouts"] == 2
     assert len(load_states(to)) == 2
+
+
+def test_characters_that_end_a_line_elsewhere_stay_inside_their_text() -> None:
+    """Before: U+2028 and U+0085 tore a rollout in two, and it was left out of traces, the page and trackers."""
+    store = MemoryStore()
+    journal = Journal(store, ManualClock(), "r00", 1)
+    said = "a\u2028b\x85c\u2029d"
+    journal.emit("step", step=0)
+    journal.add_sample(0, {"rollouts": [rollout(say(said)), rollout(say("next"))], "tools": {"": [{"name": said}]}})
+    journal.flush()
+    assert [state["student_action"] for state in run_states(store)] == [said, "next"]
+    body = store.get(layout.rollouts_key("r00", 1, 0)) or b""
+    assert [turns["turns"][-1]["text"] for turns in read_rollouts(body, "r00")] == [said, "next"]
+    assert len(session_samples(store, "r00", 1, 9)) == 2
+
+
+def test_another_file_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    run = open_run(load_config(Path(__file__).parents[2] / "diloco" / "demo.toml"), url, ManualClock())
+    logged(run.store, "r00", 0, 1)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "mine"}')
+    for words, told in (
+        (["--to", str(tmp_path / "prompts.jsonl")], "is another file, and would be overwritten"),
+        (["--to", str(tmp_path / "x.jsonl"), "--pairs", str(tmp_path / "x.jsonl")], "Name two files"),
+        (["--to", str(tmp_path / "x.jsonl"), "--by", "human"], "Add --pairs FILE"),
+        (["--to", str(tmp_path)], "is a folder"),
+    ):
+        assert main(["traces", url, *words]) == 2
+        assert told in capsys.readouterr().err
+    assert (tmp_path / "prompts.jsonl").read_text() == '{"prompt": "mine"}' and not (tmp_path / "x.jsonl").exists()

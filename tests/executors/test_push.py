@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from executors.cli.main import main
+from executors.cli.writing.exported import MARK
 from tests.support.hub_writer import HubWriter
 from tests.support.puppets import PuppetRun
 
@@ -43,9 +44,24 @@ def test_the_folder_is_one_commit_of_a_private_repository(
         assert export(run, tmp_path / "out", "--json") == 0
         assert json.loads(capsys.readouterr().out)["pushed"].startswith(f"{hub.url}/me/learned")
         assert hub.private == {"me/learned": True}
-        here = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file()}
+        here = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file() and p.name != MARK}
         assert hub.repos["me/learned"] == here
         assert export(run, tmp_path / "again", "--public") == 0 and hub.private == {"me/learned": True}
+
+
+def test_the_users_own_files_are_not_uploaded_and_old_weights_go(
+    run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `.env` in the folder went to the Hub, and an adapter of an earlier push stayed beside the model."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".env").write_text("KEY=s3cret")
+    with HubWriter() as hub:
+        point_at(hub, monkeypatch)
+        hub.repos["me/learned"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"", "mine.md": b""}
+        assert export(run, tmp_path / "out") == 0
+        found = set(hub.repos["me/learned"])
+    assert {"model.safetensors", "README.md", "mine.md"} <= found
+    assert not found & {".env", MARK, "adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_a_token_that_may_not_write_is_told_and_the_folder_stays(

@@ -2,13 +2,14 @@
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from executors.cli.checking.init import init
 from executors.cli.main import main
-from executors.cli.writing.verbs import MARK, mark_export, refuse_export
+from executors.cli.writing.exported import MARK, fresh_folder, mark_export, refuse_export, replace_export
 from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
 from rendezvous import layout
 
@@ -72,6 +73,33 @@ def test_a_model_is_written_over_an_earlier_export_and_nothing_else(tmp_path: Pa
     (tmp_path / "run" / layout.RUN).write_text("{}")
     with pytest.raises(UsageError, match="lies in the run at"):
         refuse_export(tmp_path / "run" / "model")
+
+
+def test_a_later_export_leaves_no_file_of_the_earlier_one(tmp_path: Path) -> None:
+    """Before: an adapter stayed beside the whole model with that adapter in it, and was applied a second time."""
+    to = tmp_path / "model"
+    for files in (("adapter_config.json", "adapter_model.safetensors", "sub/notes.txt"), ("config.json",)):
+        with fresh_folder(to) as made:
+            for name in files:
+                (made / name).parent.mkdir(exist_ok=True)
+                (made / name).write_text(name)
+            assert replace_export(to, made, "file:///run", 3) == sorted(files)
+        (to / "mine.txt").write_text("mine")
+    assert sorted(p.name for p in to.rglob("*") if p.is_file()) == ["config.json", MARK, "mine.txt"]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
+    to = tmp_path / "model"
+    with fresh_folder(to) as made:
+        (made / "config.json").write_text("old")
+        replace_export(to, made, "file:///run", 3)
+    with suppress(KeyboardInterrupt), fresh_folder(to) as made:
+        (made / "config.json").write_text("new")
+        raise KeyboardInterrupt
+    assert (to / "config.json").read_text() == "old" and sorted(p.name for p in to.iterdir()) == ["config.json", MARK]
+    with suppress(KeyboardInterrupt), fresh_folder(tmp_path / "none"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_is_printed_to_be_copied_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,11 @@ class HubWriter:
                 self._send(*(hub.answer(self.path, body) if allowed else (401, {"error": "Invalid credentials"})))
 
             def do_GET(self) -> None:
-                self._send(404, {"error": "not found"})
+                name = self.path.removeprefix("/api/models/").partition("/tree/")[0]
+                if "/tree/" not in self.path or name not in hub.repos:
+                    return self._send(404, {"error": "not found"})
+                files = [{"type": "file", "path": p, "size": len(b), "oid": "0"} for p, b in hub.repos[name].items()]
+                self._send(200, files)
 
             def _send(self, status: int, found: Any) -> None:
                 told = json.dumps(found).encode()
@@ -69,6 +73,8 @@ class HubWriter:
             entry = json.loads(line)
             if entry["key"] == "file":
                 self.repos[name][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            if entry["key"] == "deletedFile":
+                self.repos[name].pop(entry["value"]["path"], None)
         return 200, {"commitUrl": f"{self.url}/{name}/commit/1", "commitOid": "1" * 40, "success": True}
 
     def __enter__(self) -> "HubWriter":

@@ -1,7 +1,7 @@
 """`diloco export RUN --to DIR --push OWNER/NAME`: an exported model as a repository of the Hub.
 
     DIR ─▶ model or adapter + README.md (the card) + report.html + rollouts.jsonl ─▶ one commit of OWNER/NAME
-           --dry-run ends here ┘
+           --dry-run ends here ┘                          no other file of DIR is uploaded
 
 The card comes from the run's log alone: base model, curve, held-out rewards, sessions and their ends, price, versions,
 and the digest by which `diloco verify` knows the weights.  A new repository is private unless --public says otherwise.
@@ -9,6 +9,8 @@ and the digest by which `diloco verify` knows the weights.  A new repository is 
 Not promised: a licence. The card names none; the base model's licence counts.
 """
 
+import glob
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +30,7 @@ from inner.models.naming import is_hub_name
 from rendezvous.clock import SystemClock
 
 CARD, ROLLOUTS = "README.md", "rollouts.jsonl"
+WEIGHTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")  # an export writes no others
 PACKAGES = ("serverless-diloco", "torch", "transformers", "trl", "peft")
 
 
@@ -88,8 +91,10 @@ def _digest(report: Report, step: int) -> str:
     return found.pop() if len(found) == 1 else "unknown"
 
 
-def push(folder: Path, name: str, *, public: bool) -> str:
-    """Upload a folder as one commit; return its URL.   Raises UsageError with the next thing to do."""
+def push(folder: Path, files: Sequence[str], name: str, *, public: bool) -> str:
+    """Upload these files of a folder as one commit; return its URL.   Raises UsageError with the next thing to do.
+
+    Weights of an earlier export that the repository still has are deleted by the same commit."""
     try:
         from huggingface_hub import HfApi
     except ModuleNotFoundError:
@@ -97,7 +102,10 @@ def push(folder: Path, name: str, *, public: bool) -> str:
     api = HfApi(library_name="serverless-diloco")
     try:
         api.create_repo(name, private=not public, exist_ok=True)
-        found = api.upload_folder(folder_path=folder, repo_id=name, commit_message="diloco export")
+        found = api.upload_folder(
+            folder_path=folder, repo_id=name, commit_message="diloco export",
+            allow_patterns=[glob.escape(file) for file in files], delete_patterns=[*WEIGHTS],
+        )  # fmt: skip
     except Exception as error:  # without a network, the client raises errors of whichever HTTP library it uses
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(

@@ -8,8 +8,6 @@ Not promised: that manual changes in a folder of an earlier export are kept; tha
 says which are).
 """
 
-import json
-import shlex
 import sys
 from argparse import SUPPRESS, Namespace
 from pathlib import Path
@@ -20,14 +18,12 @@ from executors.cli.answers import Answer, fit_lines, say
 from executors.cli.opening import opened
 from executors.cli.options import add_run_verb, again, flag, offer, value
 from executors.preflight import run_url
-from rendezvous import layout
 from rendezvous.clock import SystemClock
 
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
     from diloco.run.record import Run
 
-MARK = "diloco-export.json"  # in an exported folder: its run and outer step; such a folder may be overwritten
 STEP = "after T outer steps (default: the newest)"
 
 
@@ -97,14 +93,23 @@ def _add_track(verbs: Any) -> None:
 
 
 def _export(args: Namespace, run: "Run") -> Answer:
+    from executors.cli.writing.exported import fresh_folder, refuse_export, replace_export
+
     to = Path(args.to)
+    if (args.public or args.dry_run) and not args.push:
+        raise run_url.UsageError("--public and --dry-run are of --push OWNER/NAME. Add it, or leave them out")
     refuse_export(to)
     from diloco.model.export import export
 
-    step = export(run.url, best_step(run, args.step) if args.best else args.step, to, args.merge)
-    mark_export(to, run.url, step)
-    is_adapter = (to / "adapter_config.json").exists()
-    what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
+    beside: list[str] = []
+    with fresh_folder(to) as made:
+        step = export(run.url, best_step(run, args.step) if args.best else args.step, made, args.merge)
+        if args.push:
+            from executors.cli.writing.push import write_bundle
+
+            beside = write_bundle(run, step, made)
+        names = replace_export(to, made, run.url, step)
+    what, reader = ("adapter", "PEFT's") if "adapter_config.json" in names else ("model", "transformers'")
     lines = [f"wrote the {what} after {step} outer steps to {to}; {reader} from_pretrained reads it"]
     if args.merge and (lora := run.config.inner.lora) is not None and lora.base is not None:
         lines.append(
@@ -112,31 +117,16 @@ def _export(args: Namespace, run: "Run") -> Answer:
         )
     data = {"run": run.url, "outer_step": step, "to": args.to}
     if args.push:
-        from executors.cli.writing.push import push, write_bundle
-
-        lines.append(f"beside it: {', '.join(write_bundle(run, step, to))}")
-        data["pushed"] = None if args.dry_run else push(to, args.push, public=args.public)
+        lines.append(f"beside it: {', '.join(beside)}")
+        data["pushed"] = None if args.dry_run else _pushed(args, to, names)
         lines.append(f"pushed: {data['pushed']}" if data["pushed"] else "nothing was pushed")
     return Answer(data, lines)
 
 
-def refuse_export(to: Path) -> None:
-    """Raise UsageError if the export would overwrite files that are not of an export, or write into a run."""
-    if to.is_file():
-        raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
-    for above in (to, *to.resolve().parents):
-        if (above / layout.RUN).is_file() and (above / "control").is_dir():
-            where = f"{to} lies in the run at {above}, whose own files it would write over"
-            raise run_url.UsageError(f"{where}. Name a folder beside it")
-    if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
-        raise run_url.UsageError(
-            f"{to} holds {found}, which no export has written; an export would overwrite some. Name a new folder: "
-            f"--to {shlex.quote(str(to / 'model'))}"
-        )
+def _pushed(args: Namespace, to: Path, names: list[str]) -> str:
+    from executors.cli.writing.push import push
 
-
-def mark_export(to: Path, run: str, step: int) -> None:
-    (to / MARK).write_text(json.dumps({"run": run, "outer_step": step}, indent=1), encoding="utf-8")
+    return push(to, names, args.push, public=args.public)
 
 
 def best_step(run: "Run", step: int | None) -> int:
@@ -249,6 +239,7 @@ def _held_out_file(spelling: str, config: "RunConfig") -> Path:
 def _traces(args: Namespace, run: "Run") -> Answer:
     from diloco.model.traces import freeze
 
+    _refuse_targets(args)
     made = freeze(run.store, Path(args.to))
     text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
     data, lines = {"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)]
@@ -258,6 +249,20 @@ def _traces(args: Namespace, run: "Run") -> Answer:
         data |= {"pairs": (pairs := write_pairs(args.to, args.pairs, args.by)), "pairs_to": args.pairs}
         lines.append(f"wrote {pairs} pairs to {args.pairs}: [inner.replay] pairs of the next run")
     return Answer(data, lines)
+
+
+def _refuse_targets(args: Namespace) -> None:
+    """Raise UsageError if `traces` would overwrite another file than its own."""
+    if args.by and not args.pairs:
+        raise run_url.UsageError("--by names the judge of --pairs. Add --pairs FILE, or leave it out")
+    if args.pairs and Path(args.pairs).resolve() == Path(args.to).resolve():
+        raise run_url.UsageError(f"--to and --pairs are both {args.to}. Name two files")
+    for option, name, key in (("--to", args.to, b'"state_id"'), ("--pairs", args.pairs, b'"chosen"')):
+        path = Path(name or "")
+        if name and path.is_dir():
+            raise run_url.UsageError(f"{option} {name} is a folder. Name a file in it")
+        if name and path.is_file() and (start := path.open("rb").read(1 << 16)) and key not in start:
+            raise run_url.UsageError(f"{option} {name} is another file, and would be overwritten. Name a new one")
 
 
 def _reward(args: Namespace, run: "Run") -> Answer:

@@ -1,0 +1,76 @@
+"""The folder of an export, which later exports replace and --push uploads: only the files that an export wrote.
+
+    DIR/.export-x7f3/  ◀── the model, the card, the report          a fresh folder, so what it holds is the export
+    DIR                ◀── its files, after those of the export before (named in diloco-export.json) are removed
+
+So no adapter of an earlier export lies beside a whole model, and no file of the user's is uploaded.
+
+Not promised: that manual changes in an exported file are kept; an export that is killed between two files.
+"""
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from executors.preflight import run_url
+from rendezvous import layout
+
+MARK = "diloco-export.json"  # in an exported folder: its run, outer step and files; such a folder may be overwritten
+
+
+def refuse_export(to: Path) -> None:
+    """Raise UsageError if the export would overwrite files that are not of an export, or write into a run."""
+    if to.is_file():
+        raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
+    for above in (to, *to.resolve().parents):
+        if (above / layout.RUN).is_file() and (above / "control").is_dir():
+            where = f"{to} lies in the run at {above}, whose own files it would write over"
+            raise run_url.UsageError(f"{where}. Name a folder beside it")
+    if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
+        raise run_url.UsageError(
+            f"{to} holds {found}, which no export has written; an export would overwrite some. Name a new folder: "
+            f"--to {shlex.quote(str(to / 'model'))}"
+        )
+
+
+@contextmanager
+def fresh_folder(to: Path) -> Generator[Path]:
+    """Give an empty folder below `to` for the files of an export; it is always removed."""
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=to, prefix=".export-") as made:
+            yield Path(made)
+    finally:
+        with suppress(OSError):
+            to.rmdir()  # if it is empty, as nothing was exported
+
+
+def replace_export(to: Path, made: Path, run: str, step: int) -> list[str]:
+    """Move the files of `made` into `to`, in place of those of the export before.   Return their names."""
+    names = sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file())
+    mark_export(to, run, step, [*_earlier_files(to), *names])  # of both, if this process is killed in between
+    for name in _earlier_files(to):
+        if name not in names and (to / name).resolve().is_relative_to(to.resolve()):
+            (to / name).unlink(missing_ok=True)
+    for name in names:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(made / name, to / name)
+    mark_export(to, run, step, names)
+    return names
+
+
+def mark_export(to: Path, run: str, step: int, files: Sequence[str] = ()) -> None:
+    found = {"run": run, "outer_step": step, "files": sorted(set(files))}
+    (to / MARK).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def _earlier_files(to: Path) -> list[str]:
+    """Return the names that the export before has marked; [] without one, or if its mark cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        names = json.loads((to / MARK).read_text(encoding="utf-8"))["files"]
+        return [name for name in names if isinstance(name, str) and name not in ("", ".", MARK)]
+    return []

@@ -1,0 +1,48 @@
+"""Secrets of the environment are masked in what a run keeps, wherever a text of the user's code comes in."""
+
+import json
+
+import pytest
+
+from diloco.process.journal import Journal, read_log
+from executors.platforms.container import _make_end
+from inner.masking import mask_secrets, secret_masker, secrets_here
+from rendezvous import layout
+from rendezvous.stores.memory import MemoryStore
+from tests.support.fakes import ManualClock
+
+KEY = "AIza-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+
+
+def test_an_events_texts_have_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: the text of a judge's HTTPError, with ?key=…, went into the log, the report and the published page."""
+    store = MemoryStore()
+    journal = Journal(store, ManualClock(), "r00", 1)
+    journal.emit("reward_failed", step=0, text=f"HTTPError: 400 for url: https://api/score?key={KEY}")
+    journal.emit("lost", slot="r00", tail=["Traceback", f"KeyError: '{KEY}'"])
+    journal.flush()
+    failed, lost = read_log(store, layout.log_key("r00", 1, 0)).events
+    assert failed["text"].endswith("?key=***") and lost["tail"] == ["Traceback", "KeyError: '***'"]
+    assert KEY not in str([store.get(key) for key in store.list("")]) + "".join(capsys.readouterr())
+
+
+def test_the_last_lines_of_a_container_have_no_secret() -> None:
+    assert _make_end(1, tail=(f"key={KEY}",))["tail"] == ["key=***"]
+
+
+def test_numbers_and_short_values_are_no_secrets() -> None:
+    """Before: TOKEN_BUDGET=10000000 masked that number in JSON, and the line could not be read."""
+    environ = {"TOKEN_BUDGET": "10000000", "TOKEN_RATE": "-0.12345678", "TOKENIZERS_X": "true", "A_KEY": "k" * 8}
+    assert secrets_here(environ) == ["k" * 8]
+    assert json.loads(secret_masker(secrets_here(environ))(json.dumps({"n": 10000000}))) == {"n": 10000000}
+
+
+@pytest.mark.parametrize("value", ['with "quotes" in it', "a\\backslash\\x", "ümläut-1234"])
+def test_a_secret_is_found_in_any_spelling(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PASSWORD", value)
+    assert mask_secrets(f"before {value} after") == "before *** after"
