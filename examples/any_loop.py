@@ -5,7 +5,6 @@ python examples/any_loop.py              kill -9 one of the two while it runs, s
 
 import multiprocessing
 import sys
-import tempfile
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ def train(url: str, slot: str) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = StoreManager(url, slot, replicas=2, steps=20)
+    loss = torch.zeros(())
     with make_diloco(model, optimizer, manager, sync_every=H) as loop:
         step = loop.committed() * H  # 0, or where the run is: with F fragments, committed() · H / F
         while not manager.done:
@@ -38,7 +38,7 @@ def train(url: str, slot: str) -> None:
 
 
 if __name__ == "__main__":
-    url = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="any-loop-")
+    url = sys.argv[1] if len(sys.argv) > 1 else "runs/any-loop"
     print("the run is", url)
     fleet = [multiprocessing.get_context("spawn").Process(target=train, args=(url, slot)) for slot in ("r00", "r01")]
     for replica in fleet:

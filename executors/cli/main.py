@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from diloco.process.output import print_plainly
+from diloco.process.output import print_plainly, survive_lost_output
 from executors.cli.answers import Answer, print_answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import SystemClock
@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser(words).parse_args(words)
     args.judge = command
     print_plainly()
+    if args.command == "stop":
+        survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
     try:
         return print_answer(_short_form(args) or args.act(args), args.json)
     except KeyboardInterrupt:

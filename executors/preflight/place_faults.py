@@ -29,7 +29,7 @@ from executors.preflight.needs.vllm_faults import notes_about_vllm, vllm_missing
 from executors.preflight.platform_options import options_fault
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
-from rendezvous.stores.signed import KEY
+from rendezvous.stores.run_key import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)
@@ -117,7 +117,8 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
     Raise InnerError if replicas lack it, too: an image has the packages installed here and those that an option adds.
     """
-    without = next((p for p in places if p.executor not in FAR or not may_bring(p, package)), None)
+    brings = lambda p: p.executor in FAR and (may_bring(p, package) or _named_elsewhere(p))  # noqa: E731
+    without = next((p for p in places if not brings(p)), None)
     if without is None:
         return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
@@ -125,6 +126,13 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
         f"{package}` (a module of your own, like {package}.py, is sent if it is beside the code)."
     )
+
+
+def _named_elsewhere(place: Place) -> bool:
+    """Whether `--pip` names a package that is not installed here: it may have modules of other names (cv2, sklearn)."""
+    from executors.preflight.needs.task_packages import is_installed, named_packages
+
+    return not all(map(is_installed, named_packages(place)))
 
 
 def may_bring(place: Place, package: str) -> bool:

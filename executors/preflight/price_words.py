@@ -7,13 +7,18 @@ from diloco.units import dollars
 from executors.supervision.costs import Budget
 
 
-def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget) -> str:
-    """Return the price per hour, the costs so far, and the run's limit.   usd_per_hour: None if unknown."""
+def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget, running: float = 0.0) -> str:
+    """Return the price per hour, the costs so far, and the run's limit.
+
+    usd_per_hour: of this start; None if unknown.   running: US dollars per hour of what runs already, beside it.
+    """
     spent = f"{dollars(spent_usd)} spent so far, " if spent_usd else ""
-    limit = _limit_words(usd_per_hour, spent_usd, budget)
+    beside = f", beside {dollars(running)} per hour now" if running else ""
     if usd_per_hour is None:
-        return f"{spent}the price of one of these is unknown; {limit}"
-    return f"{spent}{dollars(usd_per_hour)} per hour in all; {limit}"
+        return f"{spent}the price of one of these is unknown{beside}; {_limit_words(None, spent_usd, budget)}"
+    limit = _limit_words(usd_per_hour + running, spent_usd, budget)
+    price = f"{dollars(usd_per_hour)} per hour more, {dollars(usd_per_hour + running)} in all"
+    return f"{spent}{price if running else f'{dollars(usd_per_hour)} per hour in all'}; {limit}"
 
 
 def _limit_words(usd_per_hour: float | None, spent_usd: float, budget: Budget) -> str:

@@ -162,13 +162,14 @@ def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
 
 @dataclass(frozen=True)
 class Quote:
-    """The effects and the price of a start."""
+    """The effects and the price of a start.   running: US dollars per hour of what runs beside it."""
 
     places: tuple[Place, ...]
     plan: LaunchPlan
     budget: Budget
     spent: Costs
     actors: int = 0
+    running: float = 0.0
 
     @property
     def free(self) -> bool:
@@ -179,7 +180,7 @@ class Quote:
             return [*self.plan.lines]
         from executors.preflight.price_words import price_words
 
-        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget)]
+        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget, self.running)]
 
     def to_dict(self) -> dict[str, Any]:
         price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
@@ -202,9 +203,9 @@ def quote_start(
     spent = spent_so_far(asked.url) if spent is None else spent
     budget = budget_from(asked.budget, wanted)
     if config.inner.sampling.boxes is not None:
-        from executors.preflight.needs.box_faults import refuse_unpriced
+        from executors.preflight.needs import box_faults
 
-        refuse_unpriced(config.inner.sampling, budget)
+        box_faults.refuse_unpriced(config.inner.sampling, budget)
     return replace(make_offer(asked.url, places, names, budget, spent), actors=actors)
 
 

@@ -31,9 +31,11 @@ from executors.preflight.run_url import UsageError
 MOST_BYTES = 20_000_000
 JOINS = ("DiLoCoCallback", "make_diloco")
 SECRETS = re.compile(
-    r"(\.env|\.netrc|\.npmrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*|.*secret.*|.*\.(pem|key|p12|pfx))",
+    r"(\.env.*|.*\.env|\.netrc|\.npmrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*|.*secret.*|service_account.*|"
+    r"(.*[._-])?token(\.(txt|json))?|.*\.(pem|key|p12|pfx))",
     re.I,
 )
+SECRET_MODULE = re.compile(r"(.*_)?(secrets?|credentials?|token)(_.*)?\.py", re.I)
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
 OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}
@@ -137,6 +139,11 @@ def _named(
 ) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file) of the code, of files that it or an argument names, and of --file."""
     for code in codes:
+        if SECRET_MODULE.fullmatch(code.name):
+            raise UsageError(
+                f"the code imports {code.name}, which has the name of a secret, and the run's files are plain. Read "
+                "its values from os.environ and name the variables with --secret, or give the module another name"
+            )
         yield code.resolve().relative_to(base.resolve()).as_posix(), code
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     for text in sorted(typed | {text for code in codes for text in _strings(code)}):

@@ -109,7 +109,10 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
-        yield from _numbered(csv.DictReader(lines, restkey=BEYOND))
+        for where, row in _numbered(csv.DictReader(lines, restkey=BEYOND)):
+            if None in row.values():  # DictReader's value for a field that the line does not have
+                raise InnerError(f"{name}, {where} has fewer fields than the header. Complete it, or take it out.")
+            yield where, row
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:

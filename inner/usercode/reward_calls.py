@@ -187,7 +187,7 @@ class RewardCalls:
         call = _Call(reward, columns, step)
         try:
             return call.read_answer(
-                call_within(self.timeout_s, call.call_reward, lambda waited: self._note_waiting(reward, waited))
+                call_within(self.timeout_s, call.call_now, lambda waited: self._note_waiting(reward, waited))
             )
         except (Exception, SystemExit) as error:  # a reward's sys.exit() must not end the replica
             return Failure(error)
@@ -282,6 +282,10 @@ class _Call:
 
     def call_reward(self) -> Any:
         return self._reward(**self._columns)
+
+    def call_now(self) -> Any:
+        answer = self.call_reward()
+        return asyncio.run(answer) if asyncio.iscoroutine(answer) else answer  # of a function that a wrapper calls
 
     def read_answer(self, answer: Any) -> Values:
         values = read_values(answer, len(self._step.rows))

@@ -410,6 +410,12 @@ def test_a_tracker_without_its_package_says_what_to_install(monkeypatch) -> None
         make_tracker("mlflow", Path())
 
 
+def test_a_tracker_that_is_switched_off_is_no_tracker() -> None:
+    """Before: WANDB_MODE=disabled counted as a login, and 40 rows were told as written that nobody had."""
+    assert missing_login("wandb", {"WANDB_MODE": "offline"}) == ""
+    assert "Set WANDB_MODE=offline" in missing_login("wandb", {"WANDB_MODE": "disabled", "WANDB_API_KEY": "x"})
+
+
 @pytest.mark.parametrize(
     ("name", "environ", "says"),
     [

@@ -19,6 +19,7 @@ from executors.cli import typed
 from executors.platforms.base import ExecutorError, LaunchPlan
 from executors.platforms.places import Place, make_executor
 from executors.preflight import place_faults, quote
+from executors.preflight.price_words import price_words
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
@@ -347,10 +348,56 @@ def test_scale_up_for_money_asks(run):  # noqa: F811
     place = Place("slurm", options={"cluster": "local", "usd_per_hour": 4})
     write_control(run.store, SystemClock(), places=[place.to_dict()], max_usd=50.0)
     done = outcome(["scale", run.url, "3"])
-    assert done.returncode == 2 and "--yes" in done.stderr and "$4.00 per hour in all" in done.stderr
+    assert done.returncode == 2 and "--yes" in done.stderr and "$4.00 per hour in all" in done.stderr, "none runs yet"
     assert read_control(run.store).replicas == 2
     assert outcome(["scale", run.url, "3", "--yes"]).returncode == 0
     assert read_control(run.store).replicas == 3
+
+
+def test_the_price_of_more_replicas_counts_those_that_run():
+    """Before: "$4.00 per hour in all … (12.5 hours at this price)", beside two replicas of $4.00 each."""
+    said = price_words(4.0, 2.0, Budget(max_usd=50.0), running=8.0)
+    assert said == (
+        "$2.00 spent so far, $4.00 per hour more, $12.00 in all; ends by itself before $50.00 (4.0 hours at this price)"
+    )
+    assert "unknown, beside $8.00 per hour now;" in price_words(None, 0.0, Budget(), running=8.0)
+
+
+def test_a_stop_whose_reader_leaves_stops_all_the_same(tmp_path):
+    """Before: `diloco stop RUN | head -1` ended with exit code 0 before it cancelled a rented machine."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom executors.supervision import shutdown\n"
+        "def stop_run(store, clock, grace, say):\n"
+        "    for _ in range(9): say('asked every replica to leave')\n"
+        "    Path(sys.argv[1], 'cancelled').touch()\n    return []\n"
+        "shutdown.stop_run = stop_run\nfrom executors.cli.main import main\n"
+        "sys.exit(main(['stop', sys.argv[1] + '/run']))"
+    )
+    (tmp_path / "run" / "control").mkdir(parents=True)
+    (tmp_path / "run" / layout.RUN).write_text("{}")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=writer, stderr=subprocess.PIPE, env=env)
+    os.close(writer)
+    assert (tmp_path / "cancelled").exists(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["export", "RUN", "--to", "m", "--dry-run"], "--public and --dry-run are of --push"),
+        (["export", "RUN", "--to", "m", "--public"], "--public and --dry-run are of --push"),
+        (["watch", "RUN", "--port", "8080"], "of the page that --web serves"),
+        (["watch", "RUN", "--bind", "0.0.0.0"], "of the page that --web serves"),
+        (["stop", "--all", "--executor", "modal", "--purge"], "--purge and --grace are of `diloco stop RUN`"),
+        (["stop", "--all", "--executor", "modal", "--grace", "60"], "--purge and --grace are of `diloco stop RUN`"),
+    ],
+)
+def test_an_option_without_the_one_that_it_belongs_to(capsys, run, words, told, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    assert told in complaint(capsys, *[run.url if word == "RUN" else word for word in words])
+    assert not (tmp_path / "m").exists()
 
 
 def test_drain(capsys, run):  # noqa: F811

@@ -16,6 +16,7 @@ from executors.cli.looking.status import Screen, status_table
 from executors.platforms.base import Handle
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
+from rendezvous.clock import SystemClock
 from rendezvous.records.records import Beat, Claim
 from tests.diloco.test_report import T0, Bucket, killed_and_replaced
 from tests.executors.test_cli import complaint, config, run, say  # noqa: F401
@@ -128,7 +129,6 @@ def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # no
     """Before: "there is no slot 'r01-1' in this run"."""
     from diloco.process.journal import Journal
     from executors.platforms.on_host.executor import make_process_folder
-    from rendezvous.clock import SystemClock
     from rendezvous.machine import machine_name
 
     stem = make_process_folder(run.url) / "r01.1"
@@ -149,6 +149,13 @@ def test_a_dead_session_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run
     assert "no session r01-7 has joined this run; there have been r00-1, r01-1, r01-2" in complaint(
         capsys, "logs", run.url, "r01-7"
     )
+
+
+def test_the_log_of_an_actors_session_is_told_too(capsys, run):  # noqa: F811
+    """Before: "there is no slot 'a00-1' in this run", though TAB offers it."""
+    assert "no session a00-1 has joined this run" in complaint(capsys, "logs", run.url, "a00-1")
+    write_control(run.store, SystemClock(), steps=12, actors=1)
+    assert "a00 has not been launched yet" in complaint(capsys, "logs", run.url, "a00")
 
 
 def test_tab_offers_sessions_for_logs_and_slots_for_drain(capsys, run):  # noqa: F811

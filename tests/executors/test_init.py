@@ -34,6 +34,12 @@ def test_the_config_the_prompts_and_the_reward_fit_each_other(tmp_path: Path, ta
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
+@pytest.mark.parametrize("name", ["🚀run", "a\x7fb", "ünder", 'a"b'])
+def test_any_name_of_a_folder_can_be_read_back(name: str, tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / name), "--model", "some/model"]) == 0
+    assert load_config(tmp_path / name / "run.toml").name == name
+
+
 def test_every_setting_that_it_writes_is_explained(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "mine")]) == 0
     lines = (tmp_path / "mine" / "run.toml").read_text().splitlines()

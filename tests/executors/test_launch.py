@@ -129,13 +129,23 @@ def test_a_path_that_goes_up_and_down_is_sent_once(folder: Path) -> None:
     assert sorted(read().config.files) == ["helper.py", "rows.json", "train.py"]
 
 
-@pytest.mark.parametrize("name", [".env", "id_rsa", "server.pem", "my_secrets.json", "credentials.json"])
+NAMES = (".env", ".env.local", ".envrc", "prod.env", "id_rsa", "server.pem", "my_secrets.json", "credentials.json")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "hf_token", "token.txt", "service_account.json"])
 def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
     (folder / name).write_text("s3cret")
     (folder / "helper.py").write_text(f"EVERY = 5\nKEY = open({name!r}).read()\n")
     assert name not in read().config.files
     with pytest.raises(UsageError, match=f"{re.escape(name)} has the name of a secret"):
         read(more=(name,))
+
+
+def test_a_module_of_secrets_is_refused(folder: Path) -> None:
+    (folder / "my_secrets.py").write_text("KEY = 's3cret'\n")
+    (folder / "helper.py").write_text("EVERY = 5\nimport my_secrets\n")
+    with pytest.raises(UsageError, match=r"imports my_secrets\.py, which has the name of a secret.*--secret"):
+        read()
 
 
 def test_a_link_that_leads_out_of_the_folder_is_not_sent(

@@ -465,6 +465,15 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: di
     assert "not checked: the image docker.io/me/mine:1" in told.out
 
 
+def test_a_package_may_have_modules_of_another_name() -> None:
+    """Before: `--pip scikit-learn` was refused for a reward that imports sklearn: "pip install sklearn"."""
+    named = Place("modal", options={"pip": ["no-such-package-xyz==1.0"]})
+    assert "not checked: reward.py" in place_faults.about_missing("sklearn_xyz", "reward.py:score", "no", [named])
+    for here in (Place("modal"), Place("modal", options={"pip": ["torch"]}), Place("local")):
+        with pytest.raises(InnerError, match="sklearn_xyz is not installed"):
+            place_faults.about_missing("sklearn_xyz", "reward.py:score", "no", [here])
+
+
 SANDBOXED = """
 from inner.extras.deletion.world import FeatureDeletion
 """

@@ -108,6 +108,13 @@ def test_hugging_face_makes_the_bucket_and_asks_for_the_keys(
         assert f"--run hf://buckets/{bucket}/first --executor hf-jobs --gpu t4-small --secret HF_TOKEN" in out
 
 
+def test_a_folder_of_this_machine_is_refused_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: "all there", and a command that `train` refuses."""
+    for place in ("modal", "hf"):
+        assert cli.main(["setup", place, "--run", "runs/mine"]) == 2
+        assert "is a folder of this machine" in capsys.readouterr().err
+
+
 def test_hugging_face_without_a_login(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with HFPlatform() as platform:
         monkeypatch.delenv("HF_TOKEN")

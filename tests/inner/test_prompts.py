@@ -104,6 +104,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"row 1 has 1 fields more than the header\. Put quotes"),
+        ("a.csv", b"prompt,answer\n1,2\nWhat is 2+2?\n", r"row 2 has fewer fields than the header\. Complete it"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": "z"}', "line 2: column answer is not in every row"),
     ],
 )

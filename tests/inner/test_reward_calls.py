@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import functools
 import math
 import signal
 import socket
@@ -265,6 +266,21 @@ def caused_by(cause: BaseException, base: type[Exception] = RuntimeError) -> Exc
 )
 def test_whose_fault_an_error_is(error: BaseException, connections: bool) -> None:
     assert is_connection_error(error) is connections
+
+
+def test_a_coroutine_of_a_function_behind_a_plain_wrapper_is_awaited() -> None:
+    """Before: `check` awaited it, and each replica refused it, as TRL takes the wrapper for a plain function."""
+
+    async def judge(completions: list[int], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(one) for one in completions]
+
+    @functools.wraps(judge)
+    def logged(*args: Any, **columns: Any) -> Any:
+        return judge(*args, **columns)
+
+    values, _, listener = score_batch(logged)
+    assert values == [float(i) for i in range(16)] and not listener.events
 
 
 def test_a_chain_of_errors_that_bites_its_tail_ends() -> None:

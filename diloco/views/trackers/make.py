@@ -62,8 +62,10 @@ def _missing_wandb(environ: Mapping[str, str]) -> str:
     from diloco.views.trackers.on_wandb import OFFLINE
 
     settings = _wandb_settings(environ)
-    if environ.get("WANDB_MODE", settings.get("mode", "")) in OFFLINE:
+    if (mode := environ.get("WANDB_MODE", settings.get("mode", ""))) in OFFLINE:
         return ""
+    if mode == "disabled":
+        return "wandb is disabled (WANDB_MODE or its settings), so nothing would be written. Set WANDB_MODE=offline"
     host = urlparse(environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai").hostname or ""
     keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
     if any(environ.get(key) for key in keys) or settings.get("api_key") or _has_netrc_line(host, environ):

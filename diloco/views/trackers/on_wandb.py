@@ -24,7 +24,7 @@ from diloco.views.curves import CurvePoint
 from diloco.views.samples import COLUMNS, Sample
 from diloco.views.trackers.tracker import TrackedRun, TrackerError
 
-OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
+OFFLINE = ("offline", "dryrun")  # values of WANDB_MODE with which wandb writes files here
 BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # a .wandb file is a LevelDB log: checksum, length, part of a record
 FILE_HEAD = 7  # bytes: ":W&B", a magic number, a version
 WHOLE, FIRST, LAST = 1, 2, 4  # a whole record, its first part, its last part

@@ -8,6 +8,7 @@ Not promised: an effect at once; the supervisor reads the control records every 
 
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 
 from diloco.run.combinations import refuse_actors
 from diloco.run.founding import is_finished
@@ -34,7 +35,10 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, actors: int | None
     if actors:
         refuse_actors(run.config)
     more = [*slots_of(replicas)[wanted.replicas :], *map(layout.actor_name, range(wanted.actors, actors or 0))]
-    return make_offer(run.url, places_of(wanted.places), more, Budget.of(wanted), spent) if more else None
+    if not more:
+        return None
+    found = make_offer(run.url, places_of(wanted.places), more, Budget.of(wanted), spent)
+    return replace(found, running=spent.rate_soon)
 
 
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int | None = None) -> list[str]:

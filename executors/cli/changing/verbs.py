@@ -88,6 +88,8 @@ def _stop_all(args: Namespace) -> Answer:
 
     if args.run or not (args.all and args.executor):
         raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` ends all there")
+    if args.purge or args.grace is not None:
+        raise run_url.UsageError("--purge and --grace are of `diloco stop RUN`: --all ends everything there at once")
     executor = make_executor(Place(args.executor))
     try:
         found = executor.sweep_all(dry_run=True)

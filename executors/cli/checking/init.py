@@ -142,12 +142,17 @@ def project_files(name: str, model: str, task: StarterTask) -> dict[str, str]:
     """Return the text of every file, by name."""
     split = len(task.rows) - task.held_out
     return {
-        "run.toml": RUN.format(name=json.dumps(name)[1:-1], model=json.dumps(model)[1:-1], length=task.length),
+        "run.toml": RUN.format(name=_in_toml(name), model=_in_toml(model), length=task.length),
         "rewards.py": REWARDS.format(worth=task.worth, body=task.body),
         "test_rewards.py": TEST.format(right=task.right, long=task.long, wrong=task.wrong),
         "prompts.jsonl": _lines(task.rows[:split]),
         "held_out.jsonl": _lines(task.rows[split:]),
     }
+
+
+def _in_toml(text: str) -> str:
+    """Return the text for a place between quotes.  TOML refuses the escapes of half characters, and a bare DEL."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _lines(rows: Iterable[tuple[str, str]]) -> str:

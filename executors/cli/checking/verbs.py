@@ -136,10 +136,12 @@ def _doctor(args: Namespace) -> Answer:
 
 def _setup(args: Namespace) -> Answer:
     from executors.cli.checking import setup
-    from executors.preflight.quote import yes
+    from executors.platforms.places import Place
+    from executors.preflight.quote import check_reach, yes
 
     clock = SystemClock()
     url = run_url.checked_url(args.url or setup.default_url(args.place, clock))
+    check_reach(url, [Place("hf-jobs" if args.place == "hf" else "modal")])
     steps = list[setup.SetupStep]()
     for step in setup.setup(args.place, url, args.secret, clock, lambda text: yes(text, args.yes), os.environ):
         steps.append(step)

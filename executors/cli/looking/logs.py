@@ -39,7 +39,7 @@ from rendezvous.stores.cache import cache_of
 from rendezvous.stores.open import open_store
 
 PAUSE_S = 0.2
-SESSION = re.compile(r"(r\d+)-(\d+)")
+SESSION = re.compile(r"([ra]\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _session_in_words(session: SessionSummary, report: Report, store: Store) -> 
 
 
 def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
-    there = sorted({*slots_of(wanted.replicas), *found})
+    there = sorted({*slots_of(wanted.replicas), *wanted.member_names, *found})
     if slot in there:
         return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
     if slot == SUPERVISOR:

@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from diloco.runlog.scope import Scope
 
 
+HOME = "127.0.0.1"  # where --web serves the page
+
+
 def add_verbs(verbs: Any) -> None:
     add_run_verb(verbs, "status", "what a run is doing", patient(_status))
     text = "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts"
     watch = add_run_verb(verbs, "watch", text, _watch)
     flag(watch, "--web", help="as a page in your browser")
     value(watch, "--port", "P", "of --web: default 8642, else a free one; 0: a free one", type="port")
-    value(watch, "--bind", "HOST", "of --web: elsewhere its address has a token", default="127.0.0.1")
+    value(watch, "--bind", "HOST", "of --web: elsewhere its address has a token", default=HOME)
     flag(watch, "--publish", help="write the page into the bucket, again and again")
     logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
     told = "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor; none: the slots are named"
@@ -79,6 +82,8 @@ def _status(args: Namespace) -> Answer:
 
 def _watch(args: Namespace) -> Answer:
     url = run_url.checked_url(args.run)
+    if not args.web and (args.port is not None or args.bind != HOME):
+        raise run_url.UsageError("--port and --bind are of the page that --web serves. Add --web, or leave them out")
     if args.web or args.publish:
         from executors.cli.web.run import PageRequest, watch_page
 

@@ -122,6 +122,15 @@ def _is_local(name: str) -> bool:
         return True
 
 
+def is_installed(requirement: str) -> bool:
+    """Whether this machine has the requirement's package.  A text that is no requirement, such as a URL, is unknown."""
+    try:
+        metadata.distribution(Requirement(requirement).name)
+    except (InvalidRequirement, metadata.PackageNotFoundError):
+        return False
+    return True
+
+
 def _name_of(requirement: str) -> str:
     return requirement.partition("==")[0].partition("[")[0].strip().replace("_", "-").lower()
 
