@@ -149,8 +149,10 @@ def tell_storm(report: Report, folder: Path) -> None:
     rounds = [b.at - a.at for a, b in zip(report.steps, report.steps[1:], strict=False)]
     slow = [seconds for seconds in rounds if seconds > 2 * median(rounds)]
     lost = [e for e in report.of_kind("lost") if is_actor(e["slot"])]
+    waited = max(e["wait_s"] for e in report.of_kind("step"))  # for the other replica's offer and the commit
     print(
         f"{report.head} outer steps, median {median(rounds):.2f} s, {len(slow)} above twice that ({max(rounds):.2f} s)"
+        f"; a replica waited {waited:.2f} s at most"
     )
     print(f"actors: {actor_words(report)[0]}; {len(lost)} lost")
     found = recompute_offers(read_run(str(folder / "run")))
