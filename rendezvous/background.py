@@ -94,16 +94,18 @@ def at_once(*jobs: Job) -> None:
         raise errors[0]
 
 
-def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[str]) -> dict[str, T]:
-    """Return key -> ask(key), with at most `AT_ONCE` requests at the same time."""
+def fetch_together(
+    together: Together, ask: Callable[[str], T], keys: Iterable[str], most: int = AT_ONCE
+) -> dict[str, T]:
+    """Return key -> ask(key), with at most `most` requests at the same time."""
     answers = dict[str, T]()
 
     def fetch_one(key: str) -> None:
         answers[key] = ask(key)
 
     keys = list(keys)
-    for at in range(0, len(keys), AT_ONCE):
-        together(*(partial(fetch_one, key) for key in keys[at : at + AT_ONCE]))
+    for at in range(0, len(keys), most):
+        together(*(partial(fetch_one, key) for key in keys[at : at + most]))
     return answers
 
 

@@ -163,6 +163,7 @@ class PatientStore:
 
     def __post_init__(self) -> None:
         self.url = self.store.url
+        self.cheap = getattr(self.store, "cheap", False)
         self.digests: str | None = getattr(self.store, "digests", None)  # the kind of digest that blobs need, if given
         self._undone = dict[str, float]()  # key whose `create` failed -> the time when it first did
 

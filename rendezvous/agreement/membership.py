@@ -22,11 +22,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from rendezvous import layout
 from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
-from rendezvous.background import Emit, Parts, no_emit
+from rendezvous.background import Emit, Parts, fetch_together, in_turn, no_emit, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
 from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Spent, decode_or_none, new_nonce
@@ -34,6 +36,7 @@ from rendezvous.store import Readable, Store, put_once
 
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
+MOST_AT_ONCE = 64  # numbered records in one round of requests
 NOTE = 1000  # most characters of a heartbeat's note
 JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
 
@@ -135,7 +138,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
     an object.
     """
     wanted = wanted or Wanted()
-    while (body := store.get(layout.control_key(wanted.records))) is not None:
+    for body in _numbered_objects(store, layout.control_key, wanted.records):
         control = decode_or_none(Control, body)
         if control is not None and control.n == wanted.records:
             wanted = wanted.with_control(control)
@@ -148,6 +151,21 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
                 )
             wanted = replace(wanted, records=wanted.records + 1)
     return wanted
+
+
+def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
+    """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
+
+    A run of weeks has thousands: where a request costs time, each round of requests is larger than the last one.
+    """
+    count, together = 1, together_on(store)
+    while True:
+        keys = [key_of(n) for n in range(first, first + count)]
+        found = fetch_together(together, store.get, keys, MOST_AT_ONCE)
+        yield from takewhile(lambda body: body is not None, map(found.__getitem__, keys))  # pyright: ignore[reportReturnType]
+        if found[keys[-1]] is None:
+            return
+        first, count = first + count, 1 if together is in_turn else min(2 * count, MOST_AT_ONCE)
 
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so no replica joins and no request is written."
@@ -195,12 +213,12 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
             )
 
 
-def write_control(store: Store, clock: Clock, **changes: object) -> Wanted:
-    """Append one control record.   Return the desired state after this record."""
+def write_control(store: Store, clock: Clock, known: Wanted | None = None, **changes: object) -> Wanted:
+    """Append one control record.   Return the desired state after this record.   known: an earlier one, to read on."""
     if "places" in changes:
         changes["places"] = tuple(changes["places"])  # type: ignore[arg-type]
     while True:
-        wanted = read_control(store)
+        wanted = read_control(store, known)
         refuse_lost(store, wanted)
         record = Control(n=wanted.records, nonce=new_nonce(), at=clock.wall(), **changes)  # type: ignore[arg-type]
         _check_control(record)
@@ -228,11 +246,10 @@ def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
     An object that is not a claim of this slot and generation is skipped, and uses up its number.
     """
-    generation = above + 1
-    while (body := store.get(layout.claim_key(slot, generation))) is not None:
+    bodies = _numbered_objects(store, partial(layout.claim_key, slot), above + 1)
+    for generation, body in enumerate(bodies, above + 1):
         if (found := _claim_in(body, slot, generation)) is not None:
             yield found
-        generation += 1
 
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:

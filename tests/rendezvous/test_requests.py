@@ -1,6 +1,7 @@
 """A replica asks its bucket for little: others' beats only while it waits, everything else only when it is due."""
 
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.agreement import rules
-from rendezvous.agreement.membership import Membership, updated_peer, write_control
+from rendezvous.agreement.membership import Membership, newest_claim, read_control, updated_peer, write_control
 from rendezvous.agreement.rules import Peer, Rules, Timing, beat_age
 from rendezvous.agreement.step_wait import StepWait
-from rendezvous.records.records import Beat
+from rendezvous.records.records import Beat, Claim
 from rendezvous.stores.memory import MemoryStore
 from tests.benchmarks.bench_scale import DATA, Counting, calm_fleet, deaths, play
 from tests.rendezvous.test_engine import TIMING, Seat, bucket, together
@@ -370,3 +371,36 @@ def test_a_replica_left_alone_closes_although_it_does_not_lead(seen_beating: boo
     commit = led[0].rv.settle()
     assert [o.slot for o in commit.fresh_offers] == [seat.rv.slot for seat in led[:m]]
     assert clock.now() - began < 2 * TIMING.dead_after + 2 * TIMING.beat
+
+
+class Far(MemoryStore):
+    """A bucket far away: it counts GETs, and how many rounds of requests at the same time there were."""
+
+    cheap = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gets, self.rounds, self._asking = 0, 0, 0
+
+    def get(self, key: str) -> bytes | None:
+        if threading.current_thread() is threading.main_thread():
+            self.rounds += 1  # the first request of a round is this thread's own
+        self.gets += 1
+        return super().get(key)
+
+
+def test_a_run_of_weeks_is_read_in_rounds_and_a_renewed_lease_reads_on() -> None:
+    """Before: 2,880 control records were 2,880 GETs one after the other, in each `stop` and each replacement."""
+    store, clock = Far(), ManualClock()
+    wanted = write_control(store, clock, replicas=2, steps=9, min_replicas=1)
+    for minute in range(1, 1500):
+        wanted = write_control(store, clock, wanted, until=60.0 * minute)
+    store.gets = store.rounds = 0
+    assert read_control(store) == wanted and wanted.records == 1500
+    assert store.rounds <= 6 + 1500 // 64 + 1 and store.gets < 1500 + 2 * 64
+    store.gets = store.rounds = 0
+    assert write_control(store, clock, wanted, stop=True).stop and store.gets <= 3
+    for generation in range(1, 301):
+        store.create(layout.claim_key("r00", generation), Claim("r00", generation, "n", 0.0, "h", 1).encode())
+    store.rounds = 0
+    assert getattr(newest_claim(store, "r00"), "generation", 0) == 300 and store.rounds <= 12

@@ -62,6 +62,7 @@ class SimClock:
 class SimStore:
     """The bucket as one process sees it: each call takes time, and something may happen before or after it."""
 
+    cheap = True  # one request after the other: threads would end the order of the simulation
     url = "sim://"
 
     def __init__(self, world: "World", process: Process) -> None:
