@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError, SandboxMissing
-from inner.extras.boxes import local, world
+from inner.extras.boxes import episode, local
 from inner.extras.boxes.box import (
     CUT,
     Box,
@@ -27,17 +27,20 @@ from inner.extras.boxes.box import (
     Ran,
     read_output,
 )
+from inner.extras.boxes.episode import read_number
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
-from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, _read_number, harbor_environment
+from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
+from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
 from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks
 from inner.tasks.spec import TaskSpec
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
+from tests.inner.test_tools_at_once import PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, namespaces, namespaces_work
 
@@ -379,7 +382,7 @@ def test_a_call_that_outlives_its_episode_says_nothing_about_the_next() -> None:
     env.reset(TASK)
     late = threading.Thread(target=env.bash, args=("wait",))
     late.start()
-    while not env._actions:
+    while not env._begun.actions:
         pass
     env.get_reward()
     env.reset(TASK)
@@ -388,11 +391,70 @@ def test_a_call_that_outlives_its_episode_says_nothing_about_the_next() -> None:
     assert not provider.alive and len(provider.made) == 2, "and starts no box to look for blame"
 
 
+def test_a_call_that_outlives_its_limit_decides_for_the_verdict() -> None:
+    """The loop gives up while fresh boxes start, and asks for the reward. The verifier's own death says nothing."""
+
+    class Boxes(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            if "fresh" in owner.place:
+                asked.set()
+                assert go.wait(PATIENCE_S)
+            return super().start(owner, recipe, timeout_s=timeout_s)
+
+    clock, asked, go = VirtualClock(), threading.Event(), threading.Event()
+    provider = Boxes(clock)
+    starter = _starter(provider, clock)
+    env = harbor_environment(starter)()
+    env.reset(TASK)
+    (tools,) = ToolsAtOnce(
+        [{"bash": env.bash}], [[asks(("bash", {"command": "break"}))]], workers=1, limit_s=0.2
+    ).tools()
+    with pytest.raises(TimeoutError, match="no answer"):
+        tools["bash"]()
+    assert asked.wait(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(env.get_reward)
+        while not env._begun._judging.locked():
+            pass
+        go.set()
+        assert isinstance(found.result(PATIENCE_S), AtMostWorst)
+    assert (starter.counts["policy"], starter.counts["provider"]) == (1, 0)
+    assert provider.alive == {}
+
+
+def test_a_death_beside_a_call_that_still_runs_is_one_of_either() -> None:
+    """The verifier sees the dead box first; the command that killed it has not returned."""
+    actions = [BoxAction(lambda box: box.call())] * 3  # pyright: ignore
+    open_fresh: Any = lambda n: _Dies(1)  # noqa: E731
+    assert blame(actions, open_fresh, lambda n: None, survived=1) == "policy"
+    assert (
+        blame(actions, open_fresh, lambda n: None)
+        == blame(actions, open_fresh, lambda n: None, survived=2)
+        == "provider"
+    )
+
+
+def test_a_verdict_that_comes_after_the_next_reset_ends_no_box_of_it() -> None:
+    clock, go = VirtualClock(), threading.Event()
+    provider = PlantedBoxes(clock)
+    env = harbor_environment(_starter(provider, clock))()
+    env.reset(TASK)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(episode, "verify", lambda box, task: (begun.set(), go.wait(PATIENCE_S), 0.0)[2])
+        begun = threading.Event()
+        late = pool.submit(env.get_reward)
+        assert begun.wait(PATIENCE_S)
+        env.reset(TASK)
+        go.set()
+        assert late.result(PATIENCE_S) == 0.0
+    assert env.bash("answer 1") == "ok" and env.get_reward() == 1.0
+
+
 def test_a_verdict_that_is_asked_for_twice_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, judged, go = VirtualClock(), list[int](), threading.Event()
     env = harbor_environment(_starter(PlantedBoxes(clock), clock))()
     env.reset(TASK)
-    monkeypatch.setattr(world, "_verify", lambda box, task: (judged.append(1), go.wait(30), 1.0)[2])
+    monkeypatch.setattr(episode, "verify", lambda box, task: (judged.append(1), go.wait(30), 1.0)[2])
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(env.get_reward) for _ in range(2)]
         go.set()
@@ -543,7 +605,7 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
     ids=lambda x: str(x)[:20],
 )  # fmt: skip
 def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | None) -> None:
-    assert _read_number(text) == number
+    assert read_number(text) == number
 
 
 @real
@@ -561,11 +623,11 @@ def test_a_reward_file_is_read_up_to_a_bound(
     boxes: LocalBoxes, tmp_path: Path, written: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[int]()
-    monkeypatch.setattr(world, "_read_number", lambda text: (read.append(len(text)), _read_number(text))[1])
+    monkeypatch.setattr(episode, "read_number", lambda text: (read.append(len(text)), read_number(text))[1])
     (row,) = make_rows(TaskSpec(f"harbor:{write_task(tmp_path / 'task', test=written)}", 1, 0))
     task = load_harbor(row["harbor"])
-    assert world._verify(boxes.start(OWNER, BoxRecipe(), timeout_s=1), task) == reward
-    assert max(read, default=0) <= world.MOST_REWARD
+    assert episode.verify(boxes.start(OWNER, BoxRecipe(), timeout_s=1), task) == reward
+    assert max(read, default=0) <= episode.MOST_REWARD
 
 
 @real
