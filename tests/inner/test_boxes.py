@@ -164,6 +164,74 @@ def test_box_seconds_are_counted_when_no_box_runs() -> None:
     assert starter.take_used() == Used(2, 15 + 105) and starter.take_used() is None
 
 
+class _Lossy(PlantedBoxes):
+    """Its creates take effect, take 5 s, and say nothing."""
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+        super().start(owner, recipe, timeout_s=timeout_s)
+        self.clock.sleep(5)
+        raise ProviderFailed("the reply of the create was lost")
+
+
+def _told(starter: BoxStarter) -> list[float]:
+    told = list[float]()
+    starter.on_used = lambda seconds, usd_per_hour: told.append(seconds)
+    return told
+
+
+def test_an_adopted_box_counts_from_its_create() -> None:
+    clock = VirtualClock()
+    starter = _starter(_Lossy(clock), clock)
+    told = _told(starter)
+    starter.start(OWNER, BoxRecipe())
+    assert clock.now > 5, "the pause before the look-up"
+    clock.sleep(10)
+    starter.release(OWNER)
+    assert told == [clock.now]
+
+
+def test_a_box_of_a_start_that_gave_up_counts_until_it_is_swept() -> None:
+    class Blind(_Lossy):
+        def find(self, labels: Mapping[str, str]) -> list[PlantedBox]:
+            if self.clock.now < 300:
+                raise ProviderFailed("the list does not answer")
+            return super().find(labels)
+
+    clock = VirtualClock()
+    starter = _starter(Blind(clock), clock)
+    told = _told(starter)
+    with pytest.raises(ProviderFailed):
+        starter.start(OWNER, BoxRecipe())
+    clock.sleep(9)
+    starter.release(OWNER)
+    assert told == [clock.now] and starter.take_used() == Used(1, clock.now)
+
+
+def test_a_box_that_dies_while_it_is_furnished_counts_and_one_that_never_was_does_not() -> None:
+    class Fragile(PlantedBox):
+        def write(self, path: str, data: bytes) -> None:
+            self.provider.clock.sleep(7)
+            if self.number == 0:
+                raise BoxGone("lost")
+
+    class Boxes(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Fragile(self, owner, None)
+
+    clock = VirtualClock()
+    starter = _starter(Boxes(clock), clock)
+    told = _told(starter)
+    starter.start(OWNER, BoxRecipe(files={"/app/a": b""}))
+    starter.release(OWNER)
+    assert told == pytest.approx([7, 7])
+    starter = _starter(PlantedBoxes(clock, hung=1.0), clock)
+    told = _told(starter)
+    with pytest.raises(ProviderFailed):
+        starter.start(OWNER, BoxRecipe())
+    starter.release(OWNER)
+    assert told == [] and starter.take_used() is None
+
+
 def test_failures_in_a_row_pause_the_starts_of_all() -> None:
     clock = VirtualClock()
     starter = _starter(PlantedBoxes(clock, hung=1.0), clock, failures=2, pause_s=1000.0)
