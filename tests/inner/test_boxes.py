@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError, SandboxMissing
-from inner.extras.boxes import episode, local
+from inner.extras.boxes import episode, local, starting
 from inner.extras.boxes.box import (
     CUT,
     Box,
@@ -230,6 +230,27 @@ def test_a_box_that_dies_while_it_is_furnished_counts_and_one_that_never_was_doe
         starter.start(OWNER, BoxRecipe())
     starter.release(OWNER)
     assert told == [] and starter.take_used() is None
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_provider_that_cannot_be_opened_yet_is_opened_later(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's whoami, Modal's look-up of the app: a server error there once ended the replica."""
+    clock, asked = VirtualClock(), list[str]()
+
+    def open_late(name: str, **options: Any) -> PlantedBoxes:
+        asked.append(name)
+        if len(asked) <= 2:
+            raise ProviderFailed("HTTP 500")
+        return PlantedBoxes(clock)
+
+    monkeypatch.setattr(starting, "open_provider", open_late)
+    Harbor = harbor_environment("hf")
+    host: Any = SimpleNamespace(owner=("n", "r01", generation), rented=print, emit=lambda *_, **__: None)
+    Harbor._report_to(host)
+    Harbor._shared.starter.clock, Harbor._shared.starter._sleep = clock, clock.sleep
+    env = Harbor()
+    env.reset(TASK)
+    assert env.bash("answer 1") == "ok" and env.get_reward() == 1.0 and asked == ["hf"] * 3
 
 
 def test_failures_in_a_row_pause_the_starts_of_all() -> None:

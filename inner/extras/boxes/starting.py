@@ -19,8 +19,8 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,33 @@ class BoxStarter:
             self.counts[name] += 1
 
 
+class OpenedLater:
+    """A provider that is opened when it is needed, and again if that failed: opening may ask the provider's server.
+
+    Raises InnerError at once for what no second try would change."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._open = lambda: open_provider(name, **options)
+        self._lock = threading.Lock()
+        self._provider: BoxProvider | None = None
+        with suppress(ProviderFailed):
+            self._opened()
+
+    @property
+    def price_per_hour(self) -> float | None:
+        return None if self._provider is None else self._provider.price_per_hour
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
+        return self._opened().start(owner, recipe, timeout_s=timeout_s)
+
+    def find(self, labels: Mapping[str, str]) -> Sequence[Box]:
+        return self._opened().find(labels)
+
+    def _opened(self) -> BoxProvider:
+        with self._lock:
+            if self._provider is None:
+                self._provider = self._open()
+            return self._provider
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:

@@ -23,7 +23,7 @@ from typing import Any
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, ProviderFailed
 from inner.extras.boxes.episode import Episode
-from inner.extras.boxes.starting import BoxStarter, open_provider
+from inner.extras.boxes.starting import BoxStarter, OpenedLater
 from inner.host import Host
 from inner.tasks.harbor import load_harbor
 
@@ -46,7 +46,7 @@ class _Shared:
         """Return the BoxStarter, made at the first call."""
         with self._lock:
             if isinstance(self._provider, str):
-                self._provider = BoxStarter(open_provider(self._provider, **self._options))
+                self._provider = BoxStarter(OpenedLater(self._provider, self._options))
             return self._provider
 
 
