@@ -1,12 +1,14 @@
 """E2B's own SDK against a server of the tests. `make test-boxes` has the SDK; without it, one test runs."""
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inner.errors import InnerError
+from inner.extras.boxes import e2b_boxes
 from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from tests.support.e2b_server import E2bServer
@@ -87,6 +89,24 @@ def test_an_adopted_box_that_dies_is_not_named_again_either(server: E2bServer) -
     assert box.read("a.txt") == b"one" and list(server.boxes) == ["id1"]
 
 
+@sdk
+def test_a_process_that_stays_in_the_background_is_a_time_limit_and_no_death(
+    server: E2bServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the output, so the SDK's own limit ends the call."""
+    box = _starter(server).start(OWNER, BoxRecipe())
+    monkeypatch.setattr(e2b_boxes, "ANSWER_S", 0.5)
+    monkeypatch.setattr(e2b_boxes, "KILL_AFTER_S", 0)
+    assert box.exec("sleep 5 & echo begun", user="user", timeout_s=1) == Ran(137, "")
+    threading.Timer(0.5, lambda: server.dead.update(server.boxes)).start()
+    with pytest.raises(BoxGone):
+        box.exec("sleep 5 & echo begun", user="user", timeout_s=1)
+    monkeypatch.undo()
+    server.dead.clear()
+    assert box.exec("echo alive", user="user", timeout_s=30) == Ran(0, "alive\n")
+
+
+@sdk
 @sdk
 def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.refuse = 1

@@ -79,6 +79,12 @@ class E2bBox:
                 ended = self._made.commands.run(words, user=user, timeout=limit)
             except self._sdk.CommandExitException as error:
                 ended = error
+            except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
+                raise  # they are TimeoutExceptions, too
+            except self._sdk.TimeoutException:  # something in the background keeps the output open, if the box runs
+                if not self._made.is_running(request_timeout=ANSWER_S):
+                    raise
+                return Ran(137, "")
             return Ran(ended.exit_code, read_output(ended.stdout.encode()))
 
     def read(self, path: str) -> bytes:
