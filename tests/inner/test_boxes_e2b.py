@@ -107,6 +107,18 @@ def test_a_process_that_stays_in_the_background_is_a_time_limit_and_no_death(
 
 
 @sdk
+@pytest.mark.parametrize("fault", ["busy", "html", "drop"])
+def test_what_the_sdk_does_not_call_its_own_error_is_a_failed_start(server: E2bServer, fault: str) -> None:
+    setattr(server, fault, 1)
+    starter = _starter(server)
+    box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
+    assert box.read("a.txt") == b"one" and starter.counts["failed"] == 1 and len(server.boxes) == 1
+    server.drop = 1
+    with pytest.raises(BoxGone):
+        box.exec("true", user="user", timeout_s=5)
+
+
+@sdk
 @sdk
 def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.refuse = 1

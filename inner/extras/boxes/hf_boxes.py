@@ -139,13 +139,14 @@ def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
-    """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`."""
-    import httpx2
-    from huggingface_hub.errors import SandboxError
+    """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`.
 
+    All of them: an answer that is no JSON, for one, is a ValueError."""
     try:
         yield
-    except (SandboxError, httpx2.HTTPError, OSError) as error:
+    except (InnerError, ProviderFailed, BoxGone):
+        raise
+    except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (401, 403) and kind is ProviderFailed:
             raise InnerError(f"Hugging Face refuses the token: {error}. Give one that may write Jobs.") from error
