@@ -19,6 +19,7 @@ from inner.errors import InnerError, SandboxMissing
 from inner.extras.boxes import episode, local, starting
 from inner.extras.boxes.box import (
     CUT,
+    HALF_OUTPUT,
     Box,
     BoxGone,
     BoxOwner,
@@ -594,7 +595,26 @@ def test_much_output_is_cut_in_the_box(boxes: LocalBoxes) -> None:
 
 def test_output_is_text_whatever_its_bytes_are() -> None:
     assert read_output(b"\xff") == "\ufffd"
-    assert read_output(b"x" * 8191) == "x" * 8191
+    assert read_output(b"x" * 8192) == "x" * 8192
+    assert read_output("\ufffd" * 8192) == "\ufffd" * 8192
+    assert read_output(b"x" * 100_000) == CUT.join(["x" * HALF_OUTPUT] * 2), "from a box that does not cut"
+
+
+@real
+@pytest.mark.parametrize("length", [4095, 4096, 4097, 8191, 8192])
+def test_output_of_two_halves_is_whole(boxes: LocalBoxes, length: int) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec(f"head -c {length} /dev/zero | tr '\\0' a; exit 3", user="user", timeout_s=30)
+    assert ran == Ran(3, "a" * length)
+
+
+@real
+def test_output_of_a_byte_more_is_marked_and_no_byte_becomes_another(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec(
+        "head -c 4096 /dev/zero; printf x; head -c 4096 /dev/zero | tr '\\0' '\\n'", user="user", timeout_s=30
+    )
+    assert ran.output == "\0" * HALF_OUTPUT + CUT + "\n" * HALF_OUTPUT
 
 
 @real

@@ -9,7 +9,7 @@ import pytest
 
 from inner.errors import InnerError
 from inner.extras.boxes import e2b_boxes
-from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
+from inner.extras.boxes.box import CUT, HALF_OUTPUT, BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from tests.support.e2b_server import E2bServer
 from tests.support.planted_boxes import VirtualClock, namespaces_work
@@ -119,6 +119,15 @@ def test_what_the_sdk_does_not_call_its_own_error_is_a_failed_start(server: E2bS
 
 
 @sdk
+def test_bytes_that_are_no_text_are_not_a_cut(server: E2bServer) -> None:
+    """The SDK makes three bytes of each."""
+    box = _starter(server).start(OWNER, BoxRecipe())
+    ran = box.exec("head -c 3000 /dev/zero | tr '\\0' '\\377'", user="user", timeout_s=30)
+    assert ran == Ran(0, "\ufffd" * 3000)
+    ran = box.exec("head -c 9000 /dev/zero", user="user", timeout_s=30)
+    assert ran.output == CUT.join(["\0" * HALF_OUTPUT] * 2)
+
+
 @sdk
 def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.refuse = 1

@@ -85,7 +85,7 @@ class E2bBox:
                 if not self._made.is_running(request_timeout=ANSWER_S):
                     raise
                 return Ran(137, "")
-            return Ran(ended.exit_code, read_output(ended.stdout.encode()))
+            return Ran(ended.exit_code, read_output(ended.stdout))
 
     def read(self, path: str) -> bytes:
         with _as_ours(self._sdk, BoxGone):

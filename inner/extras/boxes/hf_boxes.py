@@ -83,7 +83,7 @@ class HfBox:
         words = [*as_user(user), *wrapped_command(there, timeout_s)]
         with _as_ours(BoxGone):
             ran = self._connected().run(words, timeout=timeout_s + KILL_AFTER_S + ANSWER_S, check=False)
-            return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout.encode()))
+            return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout))
 
     def read(self, path: str) -> bytes:
         with self._file_errors(FileNotFoundError, path):
