@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -633,6 +635,42 @@ def test_late_boxes_go_with_the_next_start(tmp_path: Path) -> None:
     now = 1011.0
     boxes.start(BoxOwner("run", "0", 1, "8"), BoxRecipe(), timeout_s=1)
     assert len(boxes.find({"run": "run"})) == 1
+
+
+def test_a_folder_whose_start_was_killed_goes_after_an_hour(tmp_path: Path) -> None:
+    boxes = LocalBoxes(tmp_path, wrap=namespaces)
+    old, new = tmp_path / "box-old", tmp_path / "box-new"
+    for home in (old, new):
+        (home / "root/app").mkdir(parents=True)
+    os.utime(old, (time.time() - 3601,) * 2)
+    boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    assert not old.exists() and new.exists()
+
+
+def test_a_box_that_cannot_be_deleted_whole_is_still_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode takes its own folders' permissions away, and `rmtree` fails there: root's, too, in this test."""
+
+    def refusing(path: Path, ignore_errors: bool) -> None:
+        if not any(at.is_dir() and at.stat().st_mode & 0o700 != 0o700 for at in [path, *path.rglob("*")]):
+            remove(path, ignore_errors=ignore_errors)
+
+    remove = shutil.rmtree
+    boxes = LocalBoxes(tmp_path, wrap=namespaces)
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    (home,) = tmp_path.iterdir()
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir(mode=0o750)
+    (home / "root/app/deep/er").mkdir(parents=True)
+    (home / "root/app/link").symlink_to(outside)
+    monkeypatch.setattr(local.shutil, "rmtree", lambda path, ignore_errors: None)
+    box.stop()
+    assert len(boxes.find(OWNER.labels)) == 1, "a later sweep stops it"
+    monkeypatch.setattr(local.shutil, "rmtree", refusing)
+    for path in ("deep/er", "deep"):
+        (home / "root/app" / path).chmod(0)
+    box.stop()
+    assert not home.exists() and boxes.find({}) == []
+    assert outside.stat().st_mode & 0o777 == 0o750, "a link leads out of no box"
 
 
 def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
