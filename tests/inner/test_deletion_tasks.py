@@ -4,7 +4,10 @@ import json
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.errors import InnerError
+from inner.extras.deletion import sandbox
 from inner.extras.deletion.generate import make_tasks, prompt_row
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import CANARY, DeletionTask, judge, load_task
@@ -145,6 +149,29 @@ def harbor_reward(folder: Path) -> str:
     words = [str(PYTHON), "-I", "-S", str(folder / "tests/judge.py"), "--work", str(folder / "environment/repo")]
     subprocess.run([*words, "--tests", str(folder / "tests"), "--to", str(folder / "r")], check=True, timeout=60)
     return (folder / "r").read_text()
+
+
+def test_sandboxes_wait_for_a_turn_however_many_worlds_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their limits are wall clock: 128 at once on two cores, and an honest solution ended with "time limit"."""
+    running, most, lock = [0], [0], threading.Lock()
+
+    def watch(command: Any, stdin: bytes, limits: Any) -> sandbox.Ended:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+        return sandbox.Ended(b"", 0, "")
+
+    worlds = [FeatureDeletion() for _ in range(16)]
+    for world in worlds:
+        world.reset(shipped()[0].dump())
+    monkeypatch.setattr(sandbox, "_watch", watch)
+    monkeypatch.setattr(sandbox, "TURNS", threading.BoundedSemaphore(3))
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda world: world.get_reward(), worlds)) == [0.0] * 16
+    assert 1 <= most[0] <= 3
 
 
 def says(task: DeletionTask) -> Any:
