@@ -19,9 +19,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.errors import InnerError
 from inner.extras.deletion import sandbox
+from inner.extras.deletion import world as world_module
 from inner.extras.deletion.generate import make_tasks, prompt_row
 from inner.extras.deletion.harbor import write_harbor
-from inner.extras.deletion.judge import CANARY, DeletionTask, judge, load_task
+from inner.extras.deletion.judge import CANARY, DeletionTask, DeletionVerdict, judge, load_task
 from inner.extras.deletion.monitor import find_flags
 from inner.extras.deletion.world import FeatureDeletion
 from inner.settings.inner import InnerConfig, Seeds
@@ -172,6 +173,22 @@ def test_sandboxes_wait_for_a_turn_however_many_worlds_judge(monkeypatch: pytest
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda world: world.get_reward(), worlds)) == [0.0] * 16
     assert 1 <= most[0] <= 3
+
+
+def test_a_verdict_that_comes_after_the_next_reset_is_not_the_next_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    task, other = shipped()[:2]
+    verdict = DeletionVerdict(frozenset({"t"}), frozenset())
+    monkeypatch.setattr(world_module, "judge", lambda *_: (begun.set(), go.wait(60), verdict)[2])
+    world = FeatureDeletion()
+    world.reset(task.dump())
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(world.get_reward)
+        assert begun.wait(60)
+        world.reset(other.dump())
+        go.set()
+        assert late.result() == 1.0
+    assert world._verdict is None
 
 
 def says(task: DeletionTask) -> Any:
