@@ -10,7 +10,10 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
 1 (fleet.check_rollouts).
 
-A server that is silent is asked again for PATIENCE_S seconds.  Not promised: an API key.
+A server that is silent, busy (429) or broken (5xx) is asked again for PATIENCE_S seconds; an adapter under another name
+each time, because the server may have loaded it before its reply was lost.
+
+Not promised: an API key.
 """
 
 import secrets
@@ -35,7 +38,7 @@ SHOWN = 300  # characters of an answer in an error
 class AdapterServer:
     """A server at `address`.   config: PEFT's, of the adapter.   folder: for adapter files.
 
-    patience_s: for a server that does not answer.   sleep: waits seconds.
+    patience_s: for a server that does not answer, or is busy.   sleep: waits seconds.
     """
 
     name, together = "openai", 16
@@ -58,25 +61,36 @@ class AdapterServer:
         self._sleep = sleep
         self._loaded = 0
         self._model = ""
+        self._files: Path | None = None  # of the adapter that samples
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter's files, and let the server load them."""
-        before, self._loaded = self._model, self._loaded + 1
-        model = f"{self._prefix}-{self._loaded}"
-        folder = self._folder / model
+        self._loaded += 1
+        folder = self._folder / f"{self._prefix}-{self._loaded}"
         self._config.save_pretrained(folder)
         safetensors.torch.save_file(adapter_tensors(parameters), folder / "adapter_model.safetensors")
-        said = self._post("/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder.resolve())})
+        asked = list[str]()
+
+        def body() -> dict[str, Any]:
+            asked.append(f"{folder.name}-{len(asked) + 1}")
+            return {"lora_name": asked[-1], "lora_path": str(folder.resolve())}
+
+        said = self._post("/v1/load_lora_adapter", body)
         if said.is_error:
             raise InnerError(
                 f"{self._address} does not load the adapter in {folder} ({_shown(said)}). Start it on this machine "
                 "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and --max-lora-rank of at least "
                 f"{self._config.r}"
             )
-        self._model = model
-        if before:
-            self._post("/v1/unload_lora_adapter", {"lora_name": before})  # an old one that stays only takes memory
-            shutil.rmtree(self._folder / before, ignore_errors=True)
+        self._forget([self._model, *asked[:-1]] if self._model else asked[:-1])
+        self._model, self._files = asked[-1], folder
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Unload adapters, and delete the files of the one that sampled. One that stays only takes memory."""
+        for name in names:
+            self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         asked = {
@@ -84,7 +98,7 @@ class AdapterServer:
             "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             "stop_token_ids": sorted(settings.ends), "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
-        said = self._post("/v1/completions", asked)
+        said = self._post("/v1/completions", lambda: asked)
         try:
             if said.is_error:
                 raise ValueError("an error")
@@ -99,17 +113,24 @@ class AdapterServer:
             ) from error
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
-    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        errors = list[Exception]()
-        while len(errors) < self._tries and sum(isinstance(error, httpx.ReadTimeout) for error in errors) < 2:
-            if errors:
+    def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
+        """Return the server's answer; the last one, if it is still busy or broken.   body: makes one for each try."""
+        found = list[httpx.Response | Exception]()
+        while len(found) < self._tries and sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
+            if found:
                 self._sleep(PAUSE_S)
             try:
-                return httpx.post(self._address + path, json=body, timeout=httpx.Timeout(10.0, read=ANSWER_S))
-            except httpx.TransportError as found:
-                errors.append(found)
+                said = httpx.post(self._address + path, json=body(), timeout=httpx.Timeout(10.0, read=ANSWER_S))
+            except httpx.TransportError as error:
+                found.append(error)
+                continue
+            if said.status_code != 429 and said.status_code < 500:
+                return said
+            found.append(said)
+        if isinstance(found[-1], httpx.Response):
+            return found[-1]
         raise InnerError(
-            f"{self._address} did not answer {len(errors)} times ({errors[-1]!r}). Start the server, and then this "
+            f"{self._address} did not answer {len(found)} times ({found[-1]!r}). Start the server, and then this "
             "actor again"
         )
 
