@@ -137,6 +137,14 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
         (setting(token_ids=[5, 6]), "2 token ids and"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"), "ended a completion"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [None]}, finish_reason="length"), "float"),
+        (setting(finish_reason="abort"), "ended by 'abort'"),
+        (setting(finish_reason=None), "ended by None"),
+        (
+            setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
+            "of 1 tokens .* limit is 3",
+        ),
+        (setting(token_ids=[5] * 4, logprobs={"token_logprobs": [-1.0] * 4}, finish_reason="length"), "of 4 tokens"),
+        (setting(token_ids=[5, 5, 5, 9], logprobs={"token_logprobs": [-1.0] * 4}, finish_reason="stop"), "of 4 tokens"),
         (lambda answer: {"choices": answer["choices"][:1]}, "1 completions of 2"),
         (lambda answer: {"error": "no"}, "'choices'"),
         (lambda answer: [], "list indices"),
@@ -150,7 +158,7 @@ def test_answers_without_ids_or_log_probs_end_the_actor_with_a_sentence(
     engine.load(loop.model.named_parameters())
     state.change = change
     with pytest.raises(InnerError, match=f"(?s){words}.*An actor needs `return_token_ids`"):
-        engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))
+        engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset({9}), 7))
 
 
 def test_an_adapter_that_the_server_does_not_load_is_told_with_the_flags_that_it_needs(

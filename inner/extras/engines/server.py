@@ -105,7 +105,7 @@ class AdapterServer:
             choices = sorted(said.json()["choices"], key=lambda choice: choice["index"])
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} completions of {n}")
-            read = [_read_choice(choice, settings.ends) for choice in choices]
+            read = [_read_choice(choice, settings) for choice in choices]
         except (ValueError, KeyError, TypeError) as error:
             raise InnerError(
                 f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
@@ -135,16 +135,28 @@ class AdapterServer:
         )
 
 
-def _read_choice(choice: Any, ends: frozenset[int]) -> tuple[list[int], list[float]]:
+def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[float]]:
     """Return ids and log-probs of one completion.   Raise ValueError, KeyError or TypeError if it lacks them."""
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")
     if not all(type(token) is int for token in ids):
         raise ValueError("token ids that are not whole numbers")
-    if choice["finish_reason"] == "stop" and ids[-1] not in ends:
+    numbers = [float(logprob) for logprob in logprobs]
+    _check_end(ids, choice["finish_reason"], settings)
+    return ids, numbers
+
+
+def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
+    """Raise ValueError unless a completion ended by itself, or at its limit: a stump would be trained on as it is."""
+    if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
-    return ids, [float(logprob) for logprob in logprobs]
+    ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)
+    if not ended:
+        raise ValueError(
+            f"a completion of {len(ids)} tokens ended by {reason!r}, and its limit is {settings.most}; the server's "
+            "own limit (--max-model-len) may be too small"
+        )
 
 
 def _shown(said: httpx.Response) -> str:
