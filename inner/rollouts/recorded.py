@@ -185,14 +185,14 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
         return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
-    if bundle.logprobs is not None and not all(_is_log_prob(x, trainer) for row in bundle.logprobs for x in row):
-        return "it has log-probs that are no numbers or above 0"
     if not all(map(_begins_as, bundle.prompts, inputs)):
         return "its prompts are those of other rows"
     if bundle.logprobs is None:
         return ""
     from inner.rollouts import drift
 
+    if why := drift.why_uncorrected(trainer, bundle):
+        return why
     off = drift.drift_of(trainer, bundle)
     return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
 
@@ -202,10 +202,6 @@ def is_truncated(trainer: Any) -> bool:
     args = trainer.args
     kept = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0
     return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)
-
-
-def _is_log_prob(x: float, trainer: Any) -> bool:
-    return -1e9 < x < 1e-3 or (x != x and trainer.use_vllm)  # vLLM has none for some tokens, and TRL leaves those alone
 
 
 def _begins_as(prompt: Any, row: Mapping[str, Any]) -> bool:
