@@ -20,10 +20,22 @@ if TYPE_CHECKING:
     from inner.rollouts.bundle import Bundle
 
 FARTHEST = 0.2  # nats per token; engines of 8 bits are at .01, of 4 bits at .1
+MISSING = 0.05  # share of the log-probs that vLLM may lack (NaN): a bundle of NaN would be trained on uncorrected
+
+
+def why_uncorrected(trainer: Any, bundle: "Bundle") -> str:
+    """Return why a trainer cannot correct by a bundle's log-probs; "" if it can."""
+    told = [x for row in bundle.logprobs or [] for x in row]
+    missing = sum(x != x for x in told) if trainer.use_vllm else 0
+    if not all(-1e9 < x < 1e-3 or (x != x and trainer.use_vllm) for x in told):
+        return "it has log-probs that are no numbers or above 0"
+    if missing > MISSING * len(told):
+        return f"it has no log-probs for {missing} of {len(told)} tokens"
+    return ""
 
 
 def drift_of(trainer: Any, bundle: "Bundle") -> float:
-    """Return the drift between the trainer's model and a bundle with log-probs."""
+    """Return the drift between the trainer's model and a bundle with log-probs, over the tokens that have one."""
     device = trainer.accelerator.device
     prompt_ids, prompt_mask = _padded(bundle.prompt_ids, trainer._tokenizer.pad_token_id, "left", device)
     ids, mask = _padded(bundle.ids, trainer._tokenizer.pad_token_id, "right", device)
@@ -32,6 +44,7 @@ def drift_of(trainer: Any, bundle: "Bundle") -> float:
     own = mask.cpu()
     if bundle.mask is not None:
         own = own * _padded([*map(list, bundle.mask)], 0, "right", torch.device("cpu"))[0]
+    own = own * ~sampled.isnan()
     off = torch.nan_to_num((now - sampled) * own).abs()
     return float(off.sum() / own.sum().clamp(min=1))
 

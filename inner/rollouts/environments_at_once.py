@@ -13,7 +13,8 @@ An environment whose rollouts depend on their order (a global random generator, 
 
 Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
 
-Not promised: a limit in time; a gain for an environment with __slots__.
+Calls that have not begun at the end of the `with` (a reward may time out) are not made: the next batch resets the same
+environments.  Not promised: a limit in time; an end of a call in a thread; a gain for an environment with __slots__.
 """
 
 import asyncio
@@ -72,9 +73,10 @@ def methods_at_once(
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
         if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
     ]
+    batches = list[_Threads | _Tasks]()
     for kind in (_Threads, _Tasks):  # async ones are called in the event loop, the others are not
         calls = [(one, call) for one, call in chosen if iscoroutinefunction(call.func) == (kind is _Tasks)]
-        batch = kind([call for _, call in calls], workers)
+        batches.append(batch := kind([call for _, call in calls], workers))
         for i, (one, _) in enumerate(calls):
             vars(one)[method] = partial(_call_once, one, method, batch, i)
     try:
@@ -82,6 +84,8 @@ def methods_at_once(
     finally:
         for one, _ in chosen:
             vars(one).pop(method, None)
+        for batch in batches:
+            batch.end()
 
 
 def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
@@ -115,6 +119,12 @@ class _Threads:
                 else:
                     answer.set_result(result)
 
+    def end(self) -> None:
+        """Make no call that has not begun."""
+        with suppress(IndexError):
+            while True:
+                self._waiting.popleft()[1].set_exception(TimeoutError("the batch was over before this call began"))
+
 
 class _Tasks:
     """The same for async calls."""
@@ -130,6 +140,11 @@ class _Tasks:
             limit = asyncio.Semaphore(self._workers)
             self._tasks = [asyncio.ensure_future(_limited(limit, call)) for call in self._calls]
         return self._tasks[i]
+
+    def end(self) -> None:
+        """Cancel the calls that have not ended, all in one step of their loop: else the next one begins."""
+        if not all(task.done() for task in self._tasks):
+            self._tasks[0].get_loop().call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
 
 
 async def _limited(limit: asyncio.Semaphore, call: Callable[[], Any]) -> Any:

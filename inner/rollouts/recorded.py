@@ -19,7 +19,6 @@ keeps between episodes.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -185,14 +184,17 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
         return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
-    if bundle.logprobs is not None and not all(_is_log_prob(x, trainer) for row in bundle.logprobs for x in row):
-        return "it has log-probs that are no numbers or above 0"
-    if not all(map(_begins_as, bundle.prompts, inputs)):
+    adds = trainer.environment_factories is not None
+    if not all(_begins_as(prompt, row, adds) for prompt, row in zip(bundle.prompts, inputs, strict=True)):
         return "its prompts are those of other rows"
+    if not _renders(trainer, inputs, bundle):
+        return "its prompts have other tokens than this trainer gives them"
     if bundle.logprobs is None:
         return ""
     from inner.rollouts import drift
 
+    if why := drift.why_uncorrected(trainer, bundle):
+        return why
     off = drift.drift_of(trainer, bundle)
     return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
 
@@ -204,18 +206,47 @@ def is_truncated(trainer: Any) -> bool:
     return bool(kept or args.repetition_penalty != 1 or args.generation_kwargs)
 
 
-def _is_log_prob(x: float, trainer: Any) -> bool:
-    return -1e9 < x < 1e-3 or (x != x and trainer.use_vllm)  # vLLM has none for some tokens, and TRL leaves those alone
-
-
-def _begins_as(prompt: Any, row: Mapping[str, Any]) -> bool:
-    """Whether a recorded prompt is a row's.  An environment may have added to the last message."""
-    asked = row.get("prompt", [])
-    if not isinstance(prompt, list) or not isinstance(asked, list):
+def _begins_as(prompt: Any, row: Mapping[str, Any], adds: bool) -> bool:
+    """Whether a recorded prompt is a row's.   adds: an environment may have added to the last message's content."""
+    asked = row.get("prompt", [{"role": "user", "content": ""}])  # as TRL has it
+    if not prompt or not isinstance(prompt, list) or not isinstance(asked, list):
         return prompt == asked
-    plain = partial(json.dumps, sort_keys=True, default=str)
-    own = plain(prompt[:-1]) == plain(asked[:-1]) and len(prompt) == max(1, len(asked))
-    return own and isinstance(prompt[-1], dict)
+    if not adds or not isinstance(prompt[-1], dict) or not asked:
+        return _plain(prompt) == _plain(asked)
+    before = asked[-1].get("content")
+    own = [*prompt[:-1], {**prompt[-1], "content": before}]
+    return _plain(own) == _plain(asked) and _starts_with(prompt[-1].get("content"), before)
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _starts_with(content: Any, before: Any) -> bool:
+    """Whether a content is another one with something added: text to text, or parts to parts or to a text."""
+    if isinstance(content, str) and isinstance(before, str):
+        return content.startswith(before)
+    before = [{"type": "text", "text": before}] if isinstance(before, str) else before
+    both = isinstance(content, list) and isinstance(before, list)
+    return _plain(content[: len(before)] if both else content) == _plain(before)
+
+
+def _renders(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) -> bool:
+    """Whether the prompts' tokens are those of this trainer.   A template that reads the clock is not asked."""
+    if "strftime_now" in str(trainer.chat_template or getattr(trainer.processing_class, "chat_template", "")):
+        return True
+    known = dict[str, list[int]]()
+    for prompt, ids, row in zip(bundle.prompts, bundle.prompt_ids, inputs, strict=True):
+        name = row.get("environment") if trainer._multi_environment else None
+        key = f"{name}\n{json.dumps(prompt, default=str)}"
+        if key not in known:
+            try:
+                known[key] = list(trainer._prompt_ids(prompt, name))
+            except Exception:  # a template may raise anything for what no environment of ours has said
+                return False
+        if known[key] != list(ids):
+            return False
+    return True
 
 
 def _always(column: list[float]) -> Callable[..., list[float | None]]:

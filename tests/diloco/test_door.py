@@ -131,6 +131,17 @@ def test_an_honest_actors_first_bundle_is_believed_and_the_model_is_as_before(ho
     assert loop.model.training and torch.equal(random, torch.random.get_rng_state())
 
 
+def test_an_honest_vllm_without_the_log_prob_of_one_token_is_believed(honest: Bundle) -> None:
+    store, loop = MemoryStore("memory://x"), a_loop()
+    round_to_bf16(loop.model)
+    put_weights(store, loop.model, 5)
+    rows = [list(row) for row in honest.logprobs or []]
+    rows[0][0] = float("nan")
+    deliver(store, replace(honest, logprobs=rows), 42)
+    here = at_door(store, ModelCheck(store, loop.trainer, loop.model, a_fail), told := list[Any]())
+    assert here.find(at(42), FITS) is not None and not told
+
+
 def test_an_actor_with_other_weights_is_doubted_and_the_replica_makes_the_place(liar: Bundle, honest: Bundle) -> None:
     store, loop = MemoryStore("memory://x"), a_loop()
     round_to_bf16(loop.model)

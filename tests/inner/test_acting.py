@@ -156,6 +156,26 @@ def test_log_probs_that_are_none_are_refused(bad: float) -> None:
     assert "log-probs" in kept.refused[0] and not kept.found
 
 
+def test_a_few_tokens_may_have_no_log_prob_where_vllm_samples_and_not_all() -> None:
+    """A bundle of NaN had no drift, and was trained on without a correction."""
+    loop = a_loop()
+    record_rollouts(loop.trainer, Kept())
+    loop.trainer.use_vllm = True
+    ((_, body),) = sampled().bodies.items()
+    bundle = Bundle.unpack(body)
+    rows = [list(row) for row in bundle.logprobs or []]
+    rows[0][0] = math.nan
+    assert drift.why_uncorrected(loop.trainer, replace(bundle, logprobs=rows)) == ""
+    assert drift.drift_of(loop.trainer, replace(bundle, logprobs=rows)) == pytest.approx(0, abs=1e-5)
+    for row in rows:
+        row[0] = math.nan
+    nothing = replace(bundle, logprobs=[[math.nan] * len(ids) for ids in bundle.ids])
+    total = sum(map(len, bundle.ids))
+    assert f"no log-probs for {total} of {total} tokens" in drift.why_uncorrected(loop.trainer, nothing)
+    if len(rows) > drift.MISSING * total:
+        assert "no log-probs for 16 of" in drift.why_uncorrected(loop.trainer, replace(bundle, logprobs=rows))
+
+
 def test_objectives_that_need_their_own_weights_have_no_actors() -> None:
     with pytest.raises(InnerError, match="Start no actors"):
         Sampler(a_loop(grpo={"objective": "dapo"}).trainer)

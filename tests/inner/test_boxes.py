@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +18,10 @@ import pytest
 import torch
 
 from inner.errors import InnerError, SandboxMissing
-from inner.extras.boxes import local, world
+from inner.extras.boxes import episode, local, starting
 from inner.extras.boxes.box import (
     CUT,
+    HALF_OUTPUT,
     Box,
     BoxGone,
     BoxOwner,
@@ -27,17 +30,20 @@ from inner.extras.boxes.box import (
     Ran,
     read_output,
 )
+from inner.extras.boxes.episode import read_number
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
-from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, _read_number, harbor_environment
+from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
+from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
 from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks
 from inner.tasks.spec import TaskSpec
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
+from tests.inner.test_tools_at_once import PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 from tests.support.planted_boxes import PlantedBox, PlantedBoxes, VirtualClock, namespaces, namespaces_work
 
@@ -159,6 +165,95 @@ def test_box_seconds_are_counted_when_no_box_runs() -> None:
     starter.release(other)
     assert told == [(105, starter.provider.price_per_hour)], "each box once, when it ends"
     assert starter.take_used() == Used(2, 15 + 105) and starter.take_used() is None
+
+
+class _Lossy(PlantedBoxes):
+    """Its creates take effect, take 5 s, and say nothing."""
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+        super().start(owner, recipe, timeout_s=timeout_s)
+        self.clock.sleep(5)
+        raise ProviderFailed("the reply of the create was lost")
+
+
+def _told(starter: BoxStarter) -> list[float]:
+    told = list[float]()
+    starter.on_used = lambda seconds, usd_per_hour: told.append(seconds)
+    return told
+
+
+def test_an_adopted_box_counts_from_its_create() -> None:
+    clock = VirtualClock()
+    starter = _starter(_Lossy(clock), clock)
+    told = _told(starter)
+    starter.start(OWNER, BoxRecipe())
+    assert clock.now > 5, "the pause before the look-up"
+    clock.sleep(10)
+    starter.release(OWNER)
+    assert told == [clock.now]
+
+
+def test_a_box_of_a_start_that_gave_up_counts_until_it_is_swept() -> None:
+    class Blind(_Lossy):
+        def find(self, labels: Mapping[str, str]) -> list[PlantedBox]:
+            if self.clock.now < 300:
+                raise ProviderFailed("the list does not answer")
+            return super().find(labels)
+
+    clock = VirtualClock()
+    starter = _starter(Blind(clock), clock)
+    told = _told(starter)
+    with pytest.raises(ProviderFailed):
+        starter.start(OWNER, BoxRecipe())
+    clock.sleep(9)
+    starter.release(OWNER)
+    assert told == [clock.now] and starter.take_used() == Used(1, clock.now)
+
+
+def test_a_box_that_dies_while_it_is_furnished_counts_and_one_that_never_was_does_not() -> None:
+    class Fragile(PlantedBox):
+        def write(self, path: str, data: bytes) -> None:
+            self.provider.clock.sleep(7)
+            if self.number == 0:
+                raise BoxGone("lost")
+
+    class Boxes(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Fragile(self, owner, None)
+
+    clock = VirtualClock()
+    starter = _starter(Boxes(clock), clock)
+    told = _told(starter)
+    starter.start(OWNER, BoxRecipe(files={"/app/a": b""}))
+    starter.release(OWNER)
+    assert told == pytest.approx([7, 7])
+    starter = _starter(PlantedBoxes(clock, hung=1.0), clock)
+    told = _told(starter)
+    with pytest.raises(ProviderFailed):
+        starter.start(OWNER, BoxRecipe())
+    starter.release(OWNER)
+    assert told == [] and starter.take_used() is None
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_provider_that_cannot_be_opened_yet_is_opened_later(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's whoami, Modal's look-up of the app: a server error there once ended the replica."""
+    clock, asked = VirtualClock(), list[str]()
+
+    def open_late(name: str, **options: Any) -> PlantedBoxes:
+        asked.append(name)
+        if len(asked) <= 2:
+            raise ProviderFailed("HTTP 500")
+        return PlantedBoxes(clock)
+
+    monkeypatch.setattr(starting, "open_provider", open_late)
+    Harbor = harbor_environment("hf")
+    host: Any = SimpleNamespace(owner=("n", "r01", generation), rented=print, emit=lambda *_, **__: None)
+    Harbor._report_to(host)
+    Harbor._shared.starter.clock, Harbor._shared.starter._sleep = clock, clock.sleep
+    env = Harbor()
+    env.reset(TASK)
+    assert env.bash("answer 1") == "ok" and env.get_reward() == 1.0 and asked == ["hf"] * 3
 
 
 def test_failures_in_a_row_pause_the_starts_of_all() -> None:
@@ -379,7 +474,7 @@ def test_a_call_that_outlives_its_episode_says_nothing_about_the_next() -> None:
     env.reset(TASK)
     late = threading.Thread(target=env.bash, args=("wait",))
     late.start()
-    while not env._actions:
+    while not env._begun.actions:
         pass
     env.get_reward()
     env.reset(TASK)
@@ -388,11 +483,70 @@ def test_a_call_that_outlives_its_episode_says_nothing_about_the_next() -> None:
     assert not provider.alive and len(provider.made) == 2, "and starts no box to look for blame"
 
 
+def test_a_call_that_outlives_its_limit_decides_for_the_verdict() -> None:
+    """The loop gives up while fresh boxes start, and asks for the reward. The verifier's own death says nothing."""
+
+    class Boxes(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            if "fresh" in owner.place:
+                asked.set()
+                assert go.wait(PATIENCE_S)
+            return super().start(owner, recipe, timeout_s=timeout_s)
+
+    clock, asked, go = VirtualClock(), threading.Event(), threading.Event()
+    provider = Boxes(clock)
+    starter = _starter(provider, clock)
+    env = harbor_environment(starter)()
+    env.reset(TASK)
+    (tools,) = ToolsAtOnce(
+        [{"bash": env.bash}], [[asks(("bash", {"command": "break"}))]], workers=1, limit_s=0.2
+    ).tools()
+    with pytest.raises(TimeoutError, match="no answer"):
+        tools["bash"]()
+    assert asked.wait(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(env.get_reward)
+        while not env._begun._judging.locked():
+            pass
+        go.set()
+        assert isinstance(found.result(PATIENCE_S), AtMostWorst)
+    assert (starter.counts["policy"], starter.counts["provider"]) == (1, 0)
+    assert provider.alive == {}
+
+
+def test_a_death_beside_a_call_that_still_runs_is_one_of_either() -> None:
+    """The verifier sees the dead box first; the command that killed it has not returned."""
+    actions = [BoxAction(lambda box: box.call())] * 3  # pyright: ignore
+    open_fresh: Any = lambda n: _Dies(1)  # noqa: E731
+    assert blame(actions, open_fresh, lambda n: None, survived=1) == "policy"
+    assert (
+        blame(actions, open_fresh, lambda n: None)
+        == blame(actions, open_fresh, lambda n: None, survived=2)
+        == "provider"
+    )
+
+
+def test_a_verdict_that_comes_after_the_next_reset_ends_no_box_of_it() -> None:
+    clock, go = VirtualClock(), threading.Event()
+    provider = PlantedBoxes(clock)
+    env = harbor_environment(_starter(provider, clock))()
+    env.reset(TASK)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(episode, "verify", lambda box, task: (begun.set(), go.wait(PATIENCE_S), 0.0)[2])
+        begun = threading.Event()
+        late = pool.submit(env.get_reward)
+        assert begun.wait(PATIENCE_S)
+        env.reset(TASK)
+        go.set()
+        assert late.result(PATIENCE_S) == 0.0
+    assert env.bash("answer 1") == "ok" and env.get_reward() == 1.0
+
+
 def test_a_verdict_that_is_asked_for_twice_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, judged, go = VirtualClock(), list[int](), threading.Event()
     env = harbor_environment(_starter(PlantedBoxes(clock), clock))()
     env.reset(TASK)
-    monkeypatch.setattr(world, "_verify", lambda box, task: (judged.append(1), go.wait(30), 1.0)[2])
+    monkeypatch.setattr(episode, "verify", lambda box, task: (judged.append(1), go.wait(30), 1.0)[2])
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(env.get_reward) for _ in range(2)]
         go.set()
@@ -443,7 +597,26 @@ def test_much_output_is_cut_in_the_box(boxes: LocalBoxes) -> None:
 
 def test_output_is_text_whatever_its_bytes_are() -> None:
     assert read_output(b"\xff") == "\ufffd"
-    assert read_output(b"x" * 8191) == "x" * 8191
+    assert read_output(b"x" * 8192) == "x" * 8192
+    assert read_output("\ufffd" * 8192) == "\ufffd" * 8192
+    assert read_output(b"x" * 100_000) == CUT.join(["x" * HALF_OUTPUT] * 2), "from a box that does not cut"
+
+
+@real
+@pytest.mark.parametrize("length", [4095, 4096, 4097, 8191, 8192])
+def test_output_of_two_halves_is_whole(boxes: LocalBoxes, length: int) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec(f"head -c {length} /dev/zero | tr '\\0' a; exit 3", user="user", timeout_s=30)
+    assert ran == Ran(3, "a" * length)
+
+
+@real
+def test_output_of_a_byte_more_is_marked_and_no_byte_becomes_another(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec(
+        "head -c 4096 /dev/zero; printf x; head -c 4096 /dev/zero | tr '\\0' '\\n'", user="user", timeout_s=30
+    )
+    assert ran.output == "\0" * HALF_OUTPUT + CUT + "\n" * HALF_OUTPUT
 
 
 @real
@@ -462,6 +635,42 @@ def test_late_boxes_go_with_the_next_start(tmp_path: Path) -> None:
     now = 1011.0
     boxes.start(BoxOwner("run", "0", 1, "8"), BoxRecipe(), timeout_s=1)
     assert len(boxes.find({"run": "run"})) == 1
+
+
+def test_a_folder_whose_start_was_killed_goes_after_an_hour(tmp_path: Path) -> None:
+    boxes = LocalBoxes(tmp_path, wrap=namespaces)
+    old, new = tmp_path / "box-old", tmp_path / "box-new"
+    for home in (old, new):
+        (home / "root/app").mkdir(parents=True)
+    os.utime(old, (time.time() - 3601,) * 2)
+    boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    assert not old.exists() and new.exists()
+
+
+def test_a_box_that_cannot_be_deleted_whole_is_still_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode takes its own folders' permissions away, and `rmtree` fails there: root's, too, in this test."""
+
+    def refusing(path: Path, ignore_errors: bool) -> None:
+        if not any(at.is_dir() and at.stat().st_mode & 0o700 != 0o700 for at in [path, *path.rglob("*")]):
+            remove(path, ignore_errors=ignore_errors)
+
+    remove = shutil.rmtree
+    boxes = LocalBoxes(tmp_path, wrap=namespaces)
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    (home,) = tmp_path.iterdir()
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir(mode=0o750)
+    (home / "root/app/deep/er").mkdir(parents=True)
+    (home / "root/app/link").symlink_to(outside)
+    monkeypatch.setattr(local.shutil, "rmtree", lambda path, ignore_errors: None)
+    box.stop()
+    assert len(boxes.find(OWNER.labels)) == 1, "a later sweep stops it"
+    monkeypatch.setattr(local.shutil, "rmtree", refusing)
+    for path in ("deep/er", "deep"):
+        (home / "root/app" / path).chmod(0)
+    box.stop()
+    assert not home.exists() and boxes.find({}) == []
+    assert outside.stat().st_mode & 0o777 == 0o750, "a link leads out of no box"
 
 
 def test_bad_providers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -543,7 +752,7 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
     ids=lambda x: str(x)[:20],
 )  # fmt: skip
 def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | None) -> None:
-    assert _read_number(text) == number
+    assert read_number(text) == number
 
 
 @real
@@ -561,11 +770,11 @@ def test_a_reward_file_is_read_up_to_a_bound(
     boxes: LocalBoxes, tmp_path: Path, written: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[int]()
-    monkeypatch.setattr(world, "_read_number", lambda text: (read.append(len(text)), _read_number(text))[1])
+    monkeypatch.setattr(episode, "read_number", lambda text: (read.append(len(text)), read_number(text))[1])
     (row,) = make_rows(TaskSpec(f"harbor:{write_task(tmp_path / 'task', test=written)}", 1, 0))
     task = load_harbor(row["harbor"])
-    assert world._verify(boxes.start(OWNER, BoxRecipe(), timeout_s=1), task) == reward
-    assert max(read, default=0) <= world.MOST_REWARD
+    assert episode.verify(boxes.start(OWNER, BoxRecipe(), timeout_s=1), task) == reward
+    assert max(read, default=0) <= episode.MOST_REWARD
 
 
 @real

@@ -1,13 +1,15 @@
 """E2B's own SDK against a server of the tests. `make test-boxes` has the SDK; without it, one test runs."""
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inner.errors import InnerError
-from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
+from inner.extras.boxes import e2b_boxes
+from inner.extras.boxes.box import CUT, HALF_OUTPUT, BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from tests.support.e2b_server import E2bServer
 from tests.support.planted_boxes import VirtualClock, namespaces_work
@@ -85,6 +87,45 @@ def test_an_adopted_box_that_dies_is_not_named_again_either(server: E2bServer) -
     box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
     assert starter.counts["adopted"] == 1
     assert box.read("a.txt") == b"one" and list(server.boxes) == ["id1"]
+
+
+@sdk
+def test_a_process_that_stays_in_the_background_is_a_time_limit_and_no_death(
+    server: E2bServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the output, so the SDK's own limit ends the call."""
+    box = _starter(server).start(OWNER, BoxRecipe())
+    monkeypatch.setattr(e2b_boxes, "ANSWER_S", 0.5)
+    monkeypatch.setattr(e2b_boxes, "KILL_AFTER_S", 0)
+    assert box.exec("sleep 5 & echo begun", user="user", timeout_s=1) == Ran(137, "")
+    threading.Timer(0.5, lambda: server.dead.update(server.boxes)).start()
+    with pytest.raises(BoxGone):
+        box.exec("sleep 5 & echo begun", user="user", timeout_s=1)
+    monkeypatch.undo()
+    server.dead.clear()
+    assert box.exec("echo alive", user="user", timeout_s=30) == Ran(0, "alive\n")
+
+
+@sdk
+@pytest.mark.parametrize("fault", ["busy", "html", "drop"])
+def test_what_the_sdk_does_not_call_its_own_error_is_a_failed_start(server: E2bServer, fault: str) -> None:
+    setattr(server, fault, 1)
+    starter = _starter(server)
+    box = starter.start(OWNER, BoxRecipe(files={"/app/a.txt": b"one"}))
+    assert box.read("a.txt") == b"one" and starter.counts["failed"] == 1 and len(server.boxes) == 1
+    server.drop = 1
+    with pytest.raises(BoxGone):
+        box.exec("true", user="user", timeout_s=5)
+
+
+@sdk
+def test_bytes_that_are_no_text_are_not_a_cut(server: E2bServer) -> None:
+    """The SDK makes three bytes of each."""
+    box = _starter(server).start(OWNER, BoxRecipe())
+    ran = box.exec("head -c 3000 /dev/zero | tr '\\0' '\\377'", user="user", timeout_s=30)
+    assert ran == Ran(0, "\ufffd" * 3000)
+    ran = box.exec("head -c 9000 /dev/zero", user="user", timeout_s=30)
+    assert ran.output == CUT.join(["\0" * HALF_OUTPUT] * 2)
 
 
 @sdk

@@ -1,11 +1,14 @@
 """Boxes through huggingface_hub's own sandboxes, against the Hub of the tests."""
 
+import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from inner.errors import InnerError
+from inner.extras.boxes import hf_boxes
 from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from tests.support.hf_boxes import BoxHub
@@ -73,6 +76,14 @@ def test_a_box_that_still_starts_is_waited_for(hub: BoxHub) -> None:
     starter = _starter()
     assert starter.start(OWNER, BoxRecipe(files={"a.txt": b"one"})).read("a.txt") == b"one"
     assert hub.live_boxes() == len(hub.jobs) == 1 and starter.counts["adopted"] == 1
+
+
+@pytest.mark.parametrize("kind", [ProviderFailed, BoxGone])
+def test_an_answer_that_is_no_json_is_the_providers_failure(kind: Any) -> None:
+    with pytest.raises(kind, match="JSONDecodeError"), hf_boxes._as_ours(kind):
+        json.loads("<html>")
+    with pytest.raises(InnerError, match="ours"), hf_boxes._as_ours(kind):
+        raise InnerError("ours")
 
 
 def test_a_dead_box_is_gone(hub: BoxHub) -> None:

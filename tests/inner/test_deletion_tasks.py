@@ -4,7 +4,10 @@ import json
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.errors import InnerError
+from inner.extras.deletion import sandbox
+from inner.extras.deletion import world as world_module
 from inner.extras.deletion.generate import make_tasks, prompt_row
 from inner.extras.deletion.harbor import write_harbor
-from inner.extras.deletion.judge import CANARY, DeletionTask, judge, load_task
+from inner.extras.deletion.judge import CANARY, DeletionTask, DeletionVerdict, judge, load_task
 from inner.extras.deletion.monitor import find_flags
 from inner.extras.deletion.world import FeatureDeletion
 from inner.settings.inner import InnerConfig, Seeds
@@ -145,6 +150,45 @@ def harbor_reward(folder: Path) -> str:
     words = [str(PYTHON), "-I", "-S", str(folder / "tests/judge.py"), "--work", str(folder / "environment/repo")]
     subprocess.run([*words, "--tests", str(folder / "tests"), "--to", str(folder / "r")], check=True, timeout=60)
     return (folder / "r").read_text()
+
+
+def test_sandboxes_wait_for_a_turn_however_many_worlds_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their limits are wall clock: 128 at once on two cores, and an honest solution ended with "time limit"."""
+    running, most, lock = [0], [0], threading.Lock()
+
+    def watch(command: Any, stdin: bytes, limits: Any) -> sandbox.Ended:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+        return sandbox.Ended(b"", 0, "")
+
+    worlds = [FeatureDeletion() for _ in range(16)]
+    for world in worlds:
+        world.reset(shipped()[0].dump())
+    monkeypatch.setattr(sandbox, "_watch", watch)
+    monkeypatch.setattr(sandbox, "TURNS", threading.BoundedSemaphore(3))
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda world: world.get_reward(), worlds)) == [0.0] * 16
+    assert 1 <= most[0] <= 3
+
+
+def test_a_verdict_that_comes_after_the_next_reset_is_not_the_next_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    task, other = shipped()[:2]
+    verdict = DeletionVerdict(frozenset({"t"}), frozenset())
+    monkeypatch.setattr(world_module, "judge", lambda *_: (begun.set(), go.wait(60), verdict)[2])
+    world = FeatureDeletion()
+    world.reset(task.dump())
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(world.get_reward)
+        assert begun.wait(60)
+        world.reset(other.dump())
+        go.set()
+        assert late.result() == 1.0
+    assert world._verdict is None
 
 
 def says(task: DeletionTask) -> Any:

@@ -12,12 +12,18 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from inner.errors import InnerError
+from inner.extras.boxes.local import LocalBoxes
+from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.world import harbor_environment
 from inner.extras.deletion.generate import OWN_TEST
 from inner.extras.deletion.harbor import read_harbor, write_harbor
 from inner.extras.deletion.judge import DeletionTask, load_task
 from inner.extras.deletion.sandbox import write_files
 from inner.extras.deletion.world import FeatureDeletion
+from inner.tasks.harbor import make_rows
+from inner.tasks.spec import TaskSpec
 from tests.support.deletion_cheats import CHEATS
+from tests.support.planted_boxes import namespaces, namespaces_work
 
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
 pytestmark = [
@@ -146,7 +152,21 @@ def test_a_judge_that_can_build_no_wall_gives_nothing(place: Path) -> None:
     harbor_said(place, task, task.solution, STRANGER)
     done = judged(place, STRANGER, path="/nowhere")
     assert done.returncode == 1 and "bubblewrap cannot make a sandbox here" in done.stderr
-    assert (place / "verifier/reward.txt").read_text() == "0\n"
+    assert not (place / "verifier/reward.txt").exists(), "0 would be a verdict on the solution"
+
+
+@root
+@pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
+def test_a_box_in_which_no_wall_stands_gives_none(place: Path) -> None:
+    """Every rollout had 0.0 there, and no event said why."""
+    write_harbor(SHIPPED["rowlet-totals"], place)
+    text = (place / "tests/judge.py").read_text()
+    text = text.replace("os.geteuid() == 0", "False").replace('shutil.which("bwrap") or "bwrap"', '"false"')
+    (place / "tests/judge.py").write_text(text)
+    env = harbor_environment(BoxStarter(LocalBoxes(place.parent / "boxes", wrap=namespaces)))()
+    (row,) = make_rows(TaskSpec(f"harbor:{place}", 1, 0))
+    env.reset(**row)
+    assert env.get_reward() is None
 
 
 @root

@@ -64,7 +64,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture
 def server(served: Served) -> Iterator[Served]:
     address, state = served
-    state.change, state.asked = (lambda answer: answer), []
+    state.change, state.asked, state.busy, state.lose = (lambda answer: answer), [], 0, 0
     yield address, state
 
 
@@ -137,6 +137,14 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
         (setting(token_ids=[5, 6]), "2 token ids and"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"), "ended a completion"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [None]}, finish_reason="length"), "float"),
+        (setting(finish_reason="abort"), "ended by 'abort'"),
+        (setting(finish_reason=None), "ended by None"),
+        (
+            setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="length"),
+            "of 1 tokens .* limit is 3",
+        ),
+        (setting(token_ids=[5] * 4, logprobs={"token_logprobs": [-1.0] * 4}, finish_reason="length"), "of 4 tokens"),
+        (setting(token_ids=[5, 5, 5, 9], logprobs={"token_logprobs": [-1.0] * 4}, finish_reason="stop"), "of 4 tokens"),
         (lambda answer: {"choices": answer["choices"][:1]}, "1 completions of 2"),
         (lambda answer: {"error": "no"}, "'choices'"),
         (lambda answer: [], "list indices"),
@@ -150,7 +158,7 @@ def test_answers_without_ids_or_log_probs_end_the_actor_with_a_sentence(
     engine.load(loop.model.named_parameters())
     state.change = change
     with pytest.raises(InnerError, match=f"(?s){words}.*An actor needs `return_token_ids`"):
-        engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))
+        engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset({9}), 7))
 
 
 def test_an_adapter_that_the_server_does_not_load_is_told_with_the_flags_that_it_needs(
@@ -169,6 +177,23 @@ def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: 
     with pytest.raises(InnerError, match=r"did not answer 4 times.*Start the server"):
         engine.load(loop.model.named_parameters())
     assert waited == [2.0] * 3
+
+
+def test_a_busy_server_is_asked_again_and_a_lost_answer_leaves_no_adapter(server: Served, tmp_path: Path) -> None:
+    address, state = server
+    waited = list[float]()
+    loop, engine = a_server_engine(address, tmp_path, patience_s=6.0, sleep=waited.append)
+    state.models.clear()
+    state.busy, state.lose = 2, 3
+    engine.load(loop.model.named_parameters())
+    assert waited == [2.0] * 3 and len(state.models) == 1, "two busy answers, which are lost, too, and a lost load"
+    state.busy = 2
+    ids, _ = engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))
+    assert len(ids) == 2 and waited == [2.0] * 5
+    state.busy = 99
+    with pytest.raises(InnerError, match=r"does not load the adapter .*HTTP 503"):
+        engine.load(loop.model.named_parameters())
+    state.busy = 0
 
 
 def test_a_server_that_hangs_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

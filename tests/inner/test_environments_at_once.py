@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,48 @@ def test_async_calls_wait_for_each_other_and_again_reaches_the_method() -> None:
         return first + list(again)
 
     assert asyncio.run(score()) == [0, 1, 2, 3, 4] * 2
+
+
+def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None:
+    """A reward that hangs, and a limit that ends the batch. The next one resets the environments."""
+    begun, release = threading.Event(), threading.Event()
+    ones = [One(0, lambda: (begun.set(), release.wait(PATIENCE_S))), One(1), One(2)]
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 3, 1):  # as deadline.py interrupts
+        waiting = threading.Thread(target=ones[0].reset)
+        waiting.start()
+        assert begun.wait(PATIENCE_S)
+        late = ones[1].reset
+        raise KeyboardInterrupt
+    with pytest.raises(TimeoutError, match="the batch was over"):
+        late()
+    release.set()
+    waiting.join(PATIENCE_S)
+    while threading.active_count() > before:
+        pass
+    assert [one.times for one in ones] == [1, 0, 0]
+
+
+def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -> None:
+    async def wait() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def nothing() -> None: ...
+
+    begun = threading.Event()
+    ones = [One(0, wait), One(1, nothing), One(2, nothing)]
+
+    async def first() -> Any:
+        return await ones[0].get_reward()
+
+    with methods_at_once(ones, "get_reward", [{}] * 3, 1):
+        asked = asyncio.run_coroutine_threadsafe(first(), loop)
+        assert begun.wait(PATIENCE_S)
+    with pytest.raises(CancelledError):
+        asked.result(PATIENCE_S)
+    ask(loop, nothing())
+    assert [one.times for one in ones] == [0, 0, 0]
 
 
 def test_an_error_is_its_rollouts_and_the_others_have_their_results() -> None:

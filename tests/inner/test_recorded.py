@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inner.rollouts.bundle import Bundle, RandomStates
-from inner.rollouts.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recorded import BundlePlace, _begins_as, record_rollouts
 from inner.rollouts.rollout_states import bundle_rollouts
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
@@ -133,14 +133,49 @@ def test_bytes_tell_what_was_packed() -> None:
         ({"mask": None}, "tool turns"),
         ({"prompts": [[{"role": "user", "content": "x"}] * 2] * 16}, "other rows"),
         ({"prompts": [["x"]] * 16}, "other rows"),
+        ({"prompts": [[]] * 16}, "other rows"),
+        ({"prompts": [[{"role": "user", "content": "op1 2 3"}]] * 16}, "other rows"),
+        ({"prompts": "mixed"}, "other rows"),
+        ({"prompt_ids": "altered"}, "other tokens"),
     ],
 )
 def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words: str) -> None:
     bundle, kept = a_bundle()
+    if change.get("prompts") == "mixed":
+        change = {"prompts": [*bundle.prompts[1:], bundle.prompts[0]]}
+    if "prompt_ids" in change:
+        change = {"prompt_ids": [*bundle.prompt_ids[:-1], [*bundle.prompt_ids[-1][:-1], 1]]}
     kept.bodies[BundlePlace(0, 0, 0)] = replace(bundle, **change).pack()
     alone, _ = trained(1, None)
     here, _ = trained(1, kept)
     assert words in kept.refused[0] and torch.equal(alone, here) and not kept.found
+
+
+PARTS = [{"type": "text", "text": "op0 3 4"}]
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "adds", "fits"),
+    [
+        ("op0 3 4", "op0 3 4", False, True),
+        ("op0 3 4 (try 1)", "op0 3 4", False, False),
+        ("op0 3 4 (try 1)", "op0 3 4", True, True),
+        ("op1 3 4 (try 1)", "op0 3 4", True, False),
+        ([*PARTS, *PARTS], "op0 3 4", True, True),
+        ([*PARTS, {"type": "text", "text": "x"}], PARTS, True, True),
+        ([{"type": "text", "text": "x"}, *PARTS], PARTS, True, False),
+        ("op0 3 4", PARTS, True, False),
+        (None, "op0 3 4", True, False),
+        (7, "op0 3 4", True, False),
+    ],
+)
+def test_only_an_environment_adds_to_a_rows_prompt(said: Any, asked: Any, adds: bool, fits: bool) -> None:
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": asked}]}
+    told = {"role": "user", "content": said}
+    assert _begins_as([{"role": "system", "content": "s"}, told], row, adds) == fits
+    assert not _begins_as([{"role": "system", "content": "t"}, told], row, adds)
+    assert not _begins_as([{"role": "system", "content": "s"}, {**told, "role": "assistant"}], row, adds)
+    assert not _begins_as([told], row, adds)
 
 
 def test_its_texts_can_be_read_without_torch_and_without_known_secrets() -> None:

@@ -4,11 +4,14 @@
     /process.Process/Start                             Connect, JSON: 5 bytes (flag, length) and a message, per message
     /files?path=                                       multipart up, plain down
 
-Boxes are LocalBoxes in namespaces.   lose_replies, refuse: what the next creates suffer.   dead: ids that answer 502.
+Boxes are LocalBoxes in namespaces.   lose_replies, refuse, busy, html: what the next creates suffer.   drop: the next
+commands' connections are reset.   dead: ids that answer 502.
 """
 
 import base64
 import json
+import os
+import socket
 import struct
 import subprocess
 import threading
@@ -34,7 +37,7 @@ class E2bServer(ThreadingHTTPServer):
         self.local = LocalBoxes(folder, wrap=namespaces)
         self.boxes: dict[str, tuple[LocalBox, dict[str, str]]] = {}
         self.keys: dict[str, str] = {}
-        self.lose_replies = self.refuse = 0
+        self.lose_replies = self.refuse = self.busy = self.html = self.drop = 0
         self.dead = set[str]()
         self.users = list[str]()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -97,6 +100,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.refuse:
             self.server.refuse -= 1
             return self._json(429, {"code": 429, "message": "quota of 20 sandboxes"})
+        if self.server.busy:
+            self.server.busy -= 1
+            return self._json(503, {"code": 503, "message": "no capacity"})
+        if self.server.html:
+            self.server.html -= 1
+            return self._send(201, b"<html>a proxy</html>", "application/json")
         key = self.headers["Idempotency-Key"]
         if key not in self.server.keys:
             owner = BoxOwner("server", "0", 0, str(len(self.server.keys)))
@@ -109,6 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json(201, self._told(self.server.keys[key]))
 
     def _start(self, box: LocalBox, asked: dict[str, Any]) -> None:
+        if self.server.drop:
+            self.server.drop -= 1
+            self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return os.close(self.connection.detach())  # a reset: the SDK lets connectrpc's own error through
         user = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic ")).decode().rstrip(":")
         self.server.users.append(user)
         process = asked["process"]

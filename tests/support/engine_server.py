@@ -2,11 +2,13 @@
 
     /v1/load_lora_adapter, /v1/unload_lora_adapter ──▶ adapters       /v1/completions ──▶ ids and log-probs
 
-`change` may rewrite each answer of /v1/completions, as a broken or another server would send it.
+`change` may rewrite each answer of /v1/completions, as a broken or another server would send it.  `busy`: how many
+answers are 503 first.  `lose`: how many answers are lost when their request has been served.
 Not promised: texts; requests at once.
 """
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,17 +33,24 @@ class EngineState:
         self.models = dict[str, Any]()
         self.asked = list[tuple[str, dict[str, Any]]]()
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
+        self.busy = self.lose = 0
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
         self.asked.append((path, body))
+        if self.busy:
+            self.busy -= 1
+            return 503, {"error": {"message": "overloaded"}}
         if path == "/v1/load_lora_adapter":
             if not (Path(body["lora_path"]) / "adapter_config.json").exists():
                 return 404, {"error": {"message": "No adapter found"}}
+            if body["lora_name"] in self.models:
+                return 400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}}
             model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
             self.models[body["lora_name"]] = PeftModel.from_pretrained(model, body["lora_path"]).eval()
         elif path == "/v1/unload_lora_adapter":
-            del self.models[body["lora_name"]]
+            if self.models.pop(body["lora_name"], None) is None:
+                return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
         elif body["model"] not in self.models:
             return 404, {"error": {"message": f"The model {body['model']} does not exist."}}
         else:
@@ -80,6 +89,10 @@ def serve_engine(base: Path) -> Iterator[tuple[str, EngineState]]:
         def do_POST(self) -> None:
             with state.lock:
                 code, said = state.answer(self.path, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            if state.lose:
+                state.lose -= 1
+                self.close_connection = True
+                return self.connection.shutdown(socket.SHUT_RDWR)
             body = json.dumps(said).encode()
             self.send_response(code)
             self.send_header("content-length", str(len(body)))

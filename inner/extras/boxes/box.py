@@ -3,10 +3,11 @@
     provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read   write
     provider.find(labels) ──▶ boxes            stop()                              labels: run, slot, generation, place
 
-    in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ head -c 4096, then tail -c 4096 ──▶ at most 8 KiB leave the box
+    in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ first 4096 bytes, CUT, last 4096 ──▶ at most 8 KiB
 
 Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of it
-fill no memory.
+fill no memory.  The mark is written there, too: a provider that returns text has made three bytes of each byte that is
+no text.
 
 Not promised: a distinction between the time limit and a command's own exit code 124 or 137. A process that stays in the
 background and keeps the output open is waited for until the limit.
@@ -24,7 +25,11 @@ ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
 MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that other boxes of the account are never listed
 USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "env", "HOME=/tmp")
-HALVES = f"{{ head -c {HALF_OUTPUT}; tail -c {HALF_OUTPUT}; }}"
+MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
+# a byte more than a half shows that there is a middle; base64, because bash keeps no NUL in a variable
+LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
+MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
+HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"
 WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
 
 
@@ -111,7 +116,7 @@ class BoxProvider(Protocol):
 
 def wrapped_command(command: str, timeout_s: float) -> list[str]:
     """Return the words that run a command inside a box with its limits."""
-    return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command]
+    return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
 
 
 def as_user(user: str) -> tuple[str, ...]:
@@ -119,8 +124,7 @@ def as_user(user: str) -> tuple[str, ...]:
     return () if user == "root" else USER
 
 
-def read_output(raw: bytes) -> str:
-    """Return a command's output as text, with a mark in place of a missing middle."""
-    if len(raw) < 2 * HALF_OUTPUT:
-        return raw.decode(errors="replace")
-    return CUT.join(half.decode(errors="replace") for half in (raw[:HALF_OUTPUT], raw[-HALF_OUTPUT:]))
+def read_output(raw: bytes | str) -> str:
+    """Return what a wrapped command printed as text. More than the box's own cut leaves is cut here."""
+    text = raw if isinstance(raw, str) else raw.decode(errors="replace")
+    return text if len(text) <= MOST_OUTPUT else CUT.join((text[:HALF_OUTPUT], text[-HALF_OUTPUT:]))

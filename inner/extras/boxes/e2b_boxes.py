@@ -79,7 +79,13 @@ class E2bBox:
                 ended = self._made.commands.run(words, user=user, timeout=limit)
             except self._sdk.CommandExitException as error:
                 ended = error
-            return Ran(ended.exit_code, read_output(ended.stdout.encode()))
+            except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
+                raise  # they are TimeoutExceptions, too
+            except self._sdk.TimeoutException:  # something in the background keeps the output open, if the box runs
+                if not self._made.is_running(request_timeout=ANSWER_S):
+                    raise
+                return Ran(137, "")
+            return Ran(ended.exit_code, read_output(ended.stdout))
 
     def read(self, path: str) -> bytes:
         with _as_ours(self._sdk, BoxGone):
@@ -121,18 +127,20 @@ class _Listed(E2bBox):
 
 @contextmanager
 def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
-    """Raise the SDK's errors as ours: FileNotFoundError, InnerError for a refused key, else `kind`."""
-    import httpx
+    """Raise the SDK's errors as ours: FileNotFoundError, InnerError for a refused key, else `kind`.
 
+    Any other error is `kind`, too: the SDK lets those of its transport, of JSON and HTTP 503 through as they are."""
     try:
         yield
+    except (InnerError, ProviderFailed, BoxGone):
+        raise
     except sdk.AuthenticationException as error:
         raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to another.") from error
     except sdk.FileNotFoundException as error:
         raise FileNotFoundError(str(error)) from error
     except sdk.RateLimitException as error:
         raise kind(f"the quota of boxes is reached: {error}. Use fewer rollouts at once, or ask for more") from error
-    except (sdk.SandboxException, httpx.HTTPError, OSError) as error:
+    except Exception as error:
         raise kind(f"{type(error).__name__}: {error}") from error
 
 

@@ -83,7 +83,7 @@ class HfBox:
         words = [*as_user(user), *wrapped_command(there, timeout_s)]
         with _as_ours(BoxGone):
             ran = self._connected().run(words, timeout=timeout_s + KILL_AFTER_S + ANSWER_S, check=False)
-            return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout.encode()))
+            return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout))
 
     def read(self, path: str) -> bytes:
         with self._file_errors(FileNotFoundError, path):
@@ -139,13 +139,14 @@ def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
-    """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`."""
-    import httpx2
-    from huggingface_hub.errors import SandboxError
+    """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`.
 
+    All of them: an answer that is no JSON, for one, is a ValueError."""
     try:
         yield
-    except (SandboxError, httpx2.HTTPError, OSError) as error:
+    except (InnerError, ProviderFailed, BoxGone):
+        raise
+    except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (401, 403) and kind is ProviderFailed:
             raise InnerError(f"Hugging Face refuses the token: {error}. Give one that may write Jobs.") from error

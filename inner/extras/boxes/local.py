@@ -1,6 +1,7 @@
 """Boxes on this machine: a folder per box, and bubblewrap around every command.
 
-    ROOT/NAME/box.json    labels, deadline; written before the box is used    start also removes late boxes
+    ROOT/NAME/box.json    labels, deadline; written before the box is used, and deleted last: `find` sees what is left
+                          start also removes late boxes, and folders that have had no box.json for an hour
     ROOT/NAME/root        app/ tests/ logs/ tmp/ …  are bound to /app /tests /logs /tmp, writable
     /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
 
@@ -12,6 +13,7 @@ time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provid
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -35,6 +37,7 @@ from inner.extras.boxes.box import (
     wrapped_command,
 )
 
+HALF_MADE_S = 3600.0  # the age of a folder without box.json that no start is making any more
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
 Wrap = Callable[[Path, str, str], list[str]]
 
@@ -97,7 +100,10 @@ class LocalBoxes:
     def _remove_late(self) -> None:
         for home, told in self._told():
             if told["until"] < self._clock():
-                shutil.rmtree(home, ignore_errors=True)
+                _remove(home)
+        for home in self._root.glob("box-*"):
+            if not (home / "box.json").exists() and _changed_at(home) < self._clock() - HALF_MADE_S:
+                _remove(home)  # its start, or its end, was killed
 
 
 class LocalBox:
@@ -135,12 +141,13 @@ class LocalBox:
         target.write_bytes(data)
 
     def stop(self) -> None:
-        shutil.rmtree(self._home, ignore_errors=True)
+        _remove(self._home)
 
     def _root(self) -> Path:
-        if not (self._home / "box.json").is_file():
+        root = self._home / "root"
+        if not (self._home / "box.json").is_file() or not root.is_dir():
             raise BoxGone(f"the local box {self._home.name} is not there any more.")
-        return self._home / "root"
+        return root
 
     def _inside(self, path: str) -> Path:
         """Return a path's place here. A link that the episode made may not lead out of the box."""
@@ -149,6 +156,39 @@ class LocalBox:
         if not found.is_relative_to(root):
             raise FileNotFoundError(f"{path!r} is not in the box. Give a path like {self._folder}/file.")
         return found
+
+
+def _remove(home: Path) -> None:
+    """Delete a box's folder, box.json last.   What cannot be deleted stays, with box.json: `find` lists it again."""
+    for path in [path for path in _entries(home) if path.name != "box.json"]:
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            _open_folders(path)
+            shutil.rmtree(path, ignore_errors=True)
+    if len(_entries(home)) <= 1:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _open_folders(top: Path) -> None:
+    """Give the folders below `top` the permissions back that an episode took away. Links are not followed."""
+    for at, names, _ in os.walk(top):
+        for folder in (Path(at, name) for name in names):
+            with suppress(OSError):
+                if not folder.is_symlink():
+                    folder.chmod(0o700)
+
+
+def _entries(home: Path) -> list[Path]:
+    with suppress(FileNotFoundError):  # another process removes it
+        return list(home.iterdir())
+    return []
+
+
+def _changed_at(home: Path) -> float:
+    """Return when a folder last changed; infinity if it is not there any more."""
+    with suppress(FileNotFoundError):
+        return home.stat().st_mtime
+    return math.inf
 
 
 def _kill_group(child: "subprocess.Popen[bytes]") -> None:

@@ -126,11 +126,13 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
     errors = sdk.exception
     try:
         yield
+    except (InnerError, ProviderFailed, BoxGone):
+        raise
     except errors.AuthError as error:
         raise InnerError(f"Modal refuses the credentials: {error}. `modal token set`, or MODAL_TOKEN_…") from error
     except errors.ResourceExhaustedError as error:
         raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error
-    except (errors.Error, OSError) as error:
+    except Exception as error:  # its transport's, too
         raise kind(f"{type(error).__name__}: {error}") from error
 
 

@@ -5,6 +5,7 @@
                         └── jittered pause ◀── none ── find(labels) ◀─────────┘ one ──▶ adopted, no second create
 
     breaker: `failures` of the provider in a row, over all episodes, pause every start for `pause_s`
+    used: a box counts from the create that made it, also one that died before it was furnished, or was never adopted
 
 The labels are known before the create, so `sweep({"run": …})` reaches a box whose create reply was lost and which no
 process remembers. It looks again until nothing is found.
@@ -18,8 +19,8 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,8 @@ class BoxStarter:
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
         self._gave_up = False  # the last start that ended had no box
         self.counts = Counter[str]()
-        self._since = dict[str, float]()  # owner's key -> when its box was there
+        self._since = dict[str, float]()  # owner's key -> when its newest box was asked for; it may be there
+        self._there = set[str]()  # keys of owners whose start returned a box
         self._used = Used()
         self.on_used: Callable[[float, float | None], None] = lambda seconds, usd_per_hour: None  # one thread at a time
 
@@ -81,10 +83,8 @@ class BoxStarter:
                 with self._place(left):
                     box = self._adopt(owner) if ambiguous else None
                     box = box or self._create(owner, recipe, timeout_s=max(0.0, end - self.clock()))
-                    _furnish(box, recipe)
+                    self._furnish(box, owner, recipe)
                 self._note(failed=False)
-                with self._lock:
-                    self._since[owner.key] = self.clock()
                 self._gave_up = False
                 return box
             except ProviderFailed as error:
@@ -99,11 +99,20 @@ class BoxStarter:
     def release(self, owner: BoxOwner) -> None:
         """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
         with self._lock:
-            if (since := self._since.pop(owner.key, None)) is not None:
-                seconds = self.clock() - since
-                self._used = Used(self._used.boxes + 1, self._used.seconds + seconds)
-                self.on_used(seconds, self.provider.price_per_hour)
-        self.sweep(owner.labels)
+            since, is_there = self._since.pop(owner.key, None), owner.key in self._there
+            self._there.discard(owner.key)
+        if is_there:
+            self._use(since)
+        stopped = self.sweep(owner.labels)
+        if stopped and not is_there:  # a create whose reply was lost, and nothing adopted its box
+            self._use(since)
+
+    def _use(self, since: float | None) -> None:
+        """Count a box that was there from `since` until now."""
+        seconds = 0.0 if since is None else self.clock() - since
+        with self._lock:
+            self._used = Used(self._used.boxes + 1, self._used.seconds + seconds)
+            self.on_used(seconds, self.provider.price_per_hour)
 
     def take_used(self) -> "Used | None":
         """Return the use since the last call if no box runs; None while a box runs, or if none has run."""
@@ -142,14 +151,33 @@ class BoxStarter:
             self._starting.release()
 
     def _create(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
+        with self._lock:
+            self._since[owner.key] = self.clock()
         box = self.provider.start(owner, recipe, timeout_s=timeout_s)
         self.count("started")
         return box
+
+    def _furnish(self, box: Box, owner: BoxOwner, recipe: BoxRecipe) -> None:
+        """Write the recipe's files. An adopted box gets all of them, too.   Raises ProviderFailed."""
+        folder = shlex.quote(recipe.folder)
+        try:
+            for path, data in recipe.files.items():
+                box.write(path, data)
+            box.exec(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root", timeout_s=60.0)
+        except (BoxGone, OSError) as error:
+            box.stop()
+            self._use(self._since.get(owner.key))
+            if isinstance(error, BoxGone):
+                raise ProviderFailed(f"a new box died: {error}") from error
+            raise InnerError(f"the task's files cannot be in one box: {error}. Correct its Dockerfile.") from error
+        with self._lock:
+            self._there.add(owner.key)
 
     def _adopt(self, owner: BoxOwner) -> Box | None:
         found = self.provider.find(owner.labels)
         for extra in found[1:]:
             extra.stop()
+            self._use(self._since.get(owner.key))
         if found:
             self.count("adopted")
         return found[0] if found else None
@@ -168,19 +196,33 @@ class BoxStarter:
             self.counts[name] += 1
 
 
-def _furnish(box: Box, recipe: BoxRecipe) -> None:
-    """Write the recipe's files. An adopted box gets all of them, too.   Raises ProviderFailed."""
-    folder = shlex.quote(recipe.folder)
-    try:
-        for path, data in recipe.files.items():
-            box.write(path, data)
-        box.exec(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root", timeout_s=60.0)
-    except BoxGone as error:
-        box.stop()
-        raise ProviderFailed(f"a new box died: {error}") from error
-    except OSError as error:
-        box.stop()
-        raise InnerError(f"the task's files cannot be in one box: {error}. Correct its Dockerfile.") from error
+class OpenedLater:
+    """A provider that is opened when it is needed, and again if that failed: opening may ask the provider's server.
+
+    Raises InnerError at once for what no second try would change."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._open = lambda: open_provider(name, **options)
+        self._lock = threading.Lock()
+        self._provider: BoxProvider | None = None
+        with suppress(ProviderFailed):
+            self._opened()
+
+    @property
+    def price_per_hour(self) -> float | None:
+        return None if self._provider is None else self._provider.price_per_hour
+
+    def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
+        return self._opened().start(owner, recipe, timeout_s=timeout_s)
+
+    def find(self, labels: Mapping[str, str]) -> Sequence[Box]:
+        return self._opened().find(labels)
+
+    def _opened(self) -> BoxProvider:
+        with self._lock:
+            if self._provider is None:
+                self._provider = self._open()
+            return self._provider
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:

@@ -29,9 +29,18 @@ class BoxAction:
     run: Callable[[Box], object]
 
 
-def blame(actions: Sequence[BoxAction], fresh: Callable[[int], Box], release: Callable[[int], None]) -> Blamed:
-    """Return the cause of a box's death at the last action.   fresh, release: a box for try number n, and its end."""
-    deaths = 0
+def blame(
+    actions: Sequence[BoxAction],
+    fresh: Callable[[int], Box],
+    release: Callable[[int], None],
+    *,
+    survived: int | None = None,
+) -> Blamed:
+    """Return the cause of a box's death at the last action.   fresh, release: a box for try number n, and its end.
+
+    survived: actions that the dead box survived, if several may have killed it: a call still ran beside the last.
+    """
+    deaths, first = 0, len(actions) - 1 if survived is None else survived
     for n in range(TRIES):
         try:
             died_at = _replay(actions, fresh(n))
@@ -39,7 +48,7 @@ def blame(actions: Sequence[BoxAction], fresh: Callable[[int], Box], release: Ca
             continue
         finally:
             release(n)
-        deaths += died_at == len(actions) - 1
+        deaths += died_at is not None and died_at >= first
         if died_at is None or deaths == DEATHS:
             return "provider" if died_at is None else "policy"
     return "provider"

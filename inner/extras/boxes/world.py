@@ -3,10 +3,8 @@
     Harbor = harbor_environment("e2b")     the environment of a run with boxes = "e2b"; or, with changes, in your file
 
     row["harbor"] ──reset──▶ box with the task's files ── bash read write ──▶ … ── submit, or the last turn
-                                                                │ BoxGone                      │
-    get_reward   provider's fault (verdict.py) ──▶ None         ▼                              ▼
-                 the episode broke its box     ──▶ 0.0, AtMostWorst         tests/ copied in, test.sh as root ──▶ reward
-                 test.sh gives no number: it does so in a fresh box ──▶ 0.0, AtMostWorst; else ──▶ None
+                                                                                        │
+                                                               get_reward ──▶ a number, AtMostWorst or None (episode.py)
 
 A box belongs to (run, slot, generation, place). The session that the environment reports to says the first three;
 without one, the run is "alone-" and a random name. The place names this process, this instance and its episode.
@@ -16,8 +14,6 @@ commands again, in a fresh box.
 """
 
 import itertools
-import json
-import math
 import os
 import shlex
 import threading
@@ -25,19 +21,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
-from inner.extras.boxes.starting import BoxStarter, open_provider
-from inner.extras.boxes.verdict import Blamed, BoxAction, blame
+from inner.extras.boxes.box import Box, BoxGone, BoxOwner, ProviderFailed
+from inner.extras.boxes.episode import Episode
+from inner.extras.boxes.starting import BoxStarter, OpenedLater
 from inner.host import Host
-from inner.tasks.harbor import HarborTask, load_harbor, unpack
-from inner.usercode.attempts import LARGEST, AtMostWorst
+from inner.tasks.harbor import load_harbor
 
 GONE, OVER = "the box is gone", "the episode is over"
 PREDECESSORS = 3  # generations of its slot whose boxes a session stops
 MOST_READ = 8192  # characters that `read` shows
-VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
-MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
-REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 _numbers = itertools.count()
 
 
@@ -54,7 +46,7 @@ class _Shared:
         """Return the BoxStarter, made at the first call."""
         with self._lock:
             if isinstance(self._provider, str):
-                self._provider = BoxStarter(open_provider(self._provider, **self._options))
+                self._provider = BoxStarter(OpenedLater(self._provider, self._options))
             return self._provider
 
 
@@ -70,9 +62,7 @@ class HarborEnvironment:
     def __init__(self) -> None:
         self._place = f"{os.getpid()}-{next(_numbers)}"
         self._episode = 0
-        self._box: Box | None = None
-        self._known = False
-        self._judging = threading.Lock()  # a call of `get_reward` that lasted too long is made again
+        self._now: Episode | None = None
 
     @property
     def _starter(self) -> BoxStarter:
@@ -90,19 +80,10 @@ class HarborEnvironment:
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
         self._end()
-        self._task = load_harbor(harbor)
         self._episode += 1
-        self._actions = list[BoxAction]()
-        self._submitted = self._known = False
-        self._blamed: Blamed | None = None
-        self._until: float | None = None
-        self._starter.count("episodes")
-        try:
-            self._box = self._starter.start(self._owner(), _recipe(self._task))
+        self._now = Episode(self._starter, self._owner(), load_harbor(harbor), self._tell_failed)
+        if self._now.begin():
             self._shared.told = False
-        except ProviderFailed as error:
-            self._settle("provider")
-            self._tell_failed(error)
 
     def bash(self, command: str) -> str:
         """Run a shell command in the box.
@@ -110,7 +91,7 @@ class HarborEnvironment:
         Args:
             command: the command, for bash
         """
-        limit = min(self._command_s, max(1.0, self._left_s()))
+        limit = min(self._command_s, max(1.0, self._begun.left_s()))
         ran = self._act(lambda box: box.exec(command, user=self._user, timeout_s=limit))
         if isinstance(ran, str):
             return ran
@@ -140,75 +121,34 @@ class HarborEnvironment:
 
     def submit(self) -> str:
         """Say that the task is done. Later calls do nothing."""
-        self._submitted = True
+        self._begun.submitted = True
         return "submitted"
 
     def get_reward(self) -> float | None:
         """Return the verifier's number; None if the provider lost the box.   The box ends."""
-        with self._judging:
-            if not self._known:
-                self._reward = self._judge()
-                self._known = True
-                self._end()
-            return self._reward
+        found = self._begun.reward()
+        self._tell_used()
+        return found
 
-    def _left_s(self) -> float:
-        """Return the seconds of the task's limit that are left. They begin with the first call, not with a batch."""
-        if self._until is None:
-            self._until = self._starter.clock() + self._task.agent_s
-        return self._until - self._starter.clock()
+    @property
+    def _begun(self) -> Episode:
+        assert self._now is not None, "TRL resets an environment before it calls anything else"
+        return self._now
 
     def _act(self, run: Callable[[Box], Any]) -> Any:
-        if (box := self._box) is None or self._blamed:
+        now = self._begun
+        if now.is_gone:
             return GONE
-        if self._submitted or self._left_s() <= 0:
+        if now.submitted or now.left_s() <= 0:
             return OVER
-        self._actions.append(BoxAction(run))
         try:
-            return run(box)
+            return now.act(run)
         except BoxGone:
-            if self._box is box:  # else this call outlived inner.sampling.tool_timeout_s, and its episode
-                self._find_blame()
             return GONE
-
-    def _judge(self) -> float | None:
-        if self._blamed is None and self._box is not None:
-            self._actions.append(BoxAction(lambda box: _verify(box, self._task)))
-            try:
-                if (found := _verify(self._box, self._task)) is not None:
-                    return found
-                self._settle("policy" if self._verifies_untouched() else "provider")
-            except BoxGone:
-                self._find_blame()
-        return AtMostWorst(0.0) if self._blamed == "policy" else None
-
-    def _find_blame(self) -> None:
-        self._settle(blame(self._actions, self._fresh, self._release))
-
-    def _verifies_untouched(self) -> bool:
-        """Whether the verifier gives a number in a box that no episode has touched."""
-        try:
-            return _verify(self._fresh(0), self._task) is not None
-        except (BoxGone, ProviderFailed) as error:
-            self._tell_failed(error)
-            return False
-        finally:
-            self._release(0)
-
-    def _settle(self, found: Blamed) -> None:
-        self._blamed = found
-        self._starter.count(found)
-
-    def _fresh(self, n: int) -> Box:
-        return self._starter.start(self._owner(f"-fresh{n}"), _recipe(self._task))
-
-    def _release(self, n: int) -> None:
-        _release_quietly(self._starter, self._owner(f"-fresh{n}"))
 
     def _end(self) -> None:
-        self._box = None
-        if self._episode:
-            _release_quietly(self._starter, self._owner())
+        if self._now is not None:
+            self._now.end()
             self._tell_used()
 
     def _tell_failed(self, error: Exception) -> None:
@@ -225,9 +165,9 @@ class HarborEnvironment:
         price = self._starter.provider.price_per_hour  # of its options, which run.toml does not tell
         self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, usd_per_hour=price)
 
-    def _owner(self, suffix: str = "") -> BoxOwner:
+    def _owner(self) -> BoxOwner:
         run, slot, generation = self._session
-        return BoxOwner(run, slot, generation, f"{self._place}-{self._episode}{suffix}")
+        return BoxOwner(run, slot, generation, f"{self._place}-{self._episode}")
 
 
 def harbor_environment(
@@ -244,46 +184,9 @@ def harbor_environment(
     return type("Harbor", (HarborEnvironment,), told)
 
 
-def _recipe(task: HarborTask) -> BoxRecipe:
-    ttl = 2 * (task.agent_s + task.verifier_s)
-    return BoxRecipe(image=task.image, files=unpack(task.files), folder=task.folder, ttl_s=ttl)
-
-
-def _verify(box: Box, task: HarborTask) -> float | None:
-    """Return the reward that the task's test.sh writes; None if it writes no number."""
-    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # what the episode may have put there
-    try:
-        for path, data in unpack(task.tests).items():
-            box.write(path, data)
-    except OSError:
-        return None
-    box.exec(VERIFIER, user="root", timeout_s=task.verifier_s)
-    for path in REWARDS:
-        written = box.exec(f"[ -f {path} ] && head -c {MOST_REWARD} -- {path}", user="root", timeout_s=60.0)
-        if written.code == 0:
-            return _read_number(written.output)
-    return None
-
-
-def _read_number(text: str) -> float | None:
-    try:
-        found = json.loads(text)
-        number = float(found["reward"] if isinstance(found, dict) else found)
-    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):  # 400 digits; 10,000 brackets
-        return None
-    return number if math.isfinite(number) and abs(number) <= LARGEST else None
-
-
 def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
     """Stop these boxes. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
     try:
         starter.sweep(labels)
-    except ProviderFailed:
-        return
-
-
-def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
-    try:
-        starter.release(owner)
     except ProviderFailed:
         return

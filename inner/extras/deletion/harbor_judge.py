@@ -4,7 +4,7 @@
 
     root          /tests ── mode 700 ──▶ only root reads expected values    each test: a process of uid 65534
     another user  each test in bubblewrap: the disk read-only, /tests empty, no other processes
-                  without bubblewrap ──▶ no verdict: 0, exit code 1
+                  without bubblewrap ──▶ no verdict: no reward, exit code 1
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
 Not promised: more isolation than the container's, for root. A verdict if judge.py may not write the reward's file: the
@@ -59,14 +59,15 @@ def wall(room: str, tests: Path) -> "list[str]":
     return [*words, "--"]
 
 
-def refuse_without_a_wall(tests: Path) -> None:
-    """Exit if tested code could read the expected values, or write the reward."""
+def refuse_without_a_wall(tests: Path, reward: Path) -> None:
+    """Exit, without a reward, if tested code could read the expected values, or write the reward."""
     with tempfile.TemporaryDirectory() as room, contextlib.suppress(OSError):
         if os.geteuid() == 0 or subprocess.run([*wall(room, tests), "true"], capture_output=True).returncode == 0:
             return
+    reward.unlink()  # 0 would say that the solution is wrong
     sys.exit(
         f"judge.py runs as uid {os.geteuid()}, and bubblewrap cannot make a sandbox here, so tested code could read "
-        "the expected values. The reward is 0. Run it as root, or install bubblewrap."
+        "the expected values. There is no reward. Run it as root, or install bubblewrap."
     )
 
 
@@ -83,7 +84,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"judge.py cannot write the reward: {error}. Do not believe the file; run judge.py as its owner.")
     tests = Path(told.tests).absolute()
-    refuse_without_a_wall(tests)
+    refuse_without_a_wall(tests, reward)
     if os.geteuid() == 0:
         os.chmod(tests, 0o700)
     inside, asked = (tests / "inside.py").read_text(), json.loads((tests / "cases.json").read_text())

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 from inner.errors import SandboxMissing
@@ -55,6 +56,8 @@ CALLS = {
          211, 269, 208, 26, 262, 107, 180, 0, 75, 447),
     ),
 }  # fmt: skip
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TURNS = BoundedSemaphore(CORES)  # sandboxes at once, of all environments: their limits are wall clock
 MOST_PATH = 200  # bytes; Linux allows 255 in a file's name
 # bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte that no limit counts
 TMPFS = 'mount -t tmpfs -o "size=$1,nr_inodes=$2,nosuid,nodev" tmpfs "$0" && shift 2 && exec "$@"'
@@ -112,7 +115,9 @@ def run_sandboxed(
     value: bool = False,
     around: Surroundings = ALONE,
 ) -> Ended:
-    """Run `program` beside `files`.   value: return its variable `result` (inside.py) instead of its output."""
+    """Run `program` beside `files`, when one of TURNS is free.
+
+    value: return its variable `result` (inside.py) instead of its output."""
     require_sandbox()
     _require_packages(around)
     asked = {
@@ -123,7 +128,8 @@ def run_sandboxed(
     }
     with _two_folders() as (folder, room):
         write_files(Path(folder), files)
-        return _watch(_command(folder, room, limits, around.packages), json.dumps(asked).encode(), limits)
+        with TURNS:  # before the clock starts
+            return _watch(_command(folder, room, limits, around.packages), json.dumps(asked).encode(), limits)
 
 
 def _require_packages(around: Surroundings) -> None:

@@ -84,6 +84,7 @@ def take_out(source: str, qualified: str, *, docstring: bool = True) -> str:
     if docstring and ast.get_docstring(node) is None:
         raise InnerError(f"{qualified!r} is not a function with a docstring, so nothing would say what it did.")
     lines, first = source.splitlines(keepends=True), node.body[0]
-    until = (first.end_lineno or 0) if docstring else first.lineno - 1
+    start = min([first.lineno, *(made.lineno for made in getattr(first, "decorator_list", []))])  # "@" is above `def`
+    until = (first.end_lineno or 0) if docstring else start - 1
     indent = " " * first.col_offset
     return "".join([*lines[:until], f"{indent}{GONE}\n", *lines[node.end_lineno :]])

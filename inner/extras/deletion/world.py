@@ -120,14 +120,17 @@ class FeatureDeletion:
 
     def get_reward(self) -> float:
         """Return 1.0 if all hidden tests pass, else 0.0 (or their share)."""
-        if self._verdict is None:
-            flags = find_flags(self._task.files, self._files, self._programs)
-            self._verdict = judge(self._task, self._files, flags)
-            if self._verdict.flags:
-                self._tell(self._verdict)
-        if self._strict and self._verdict.flags:
+        task, verdict = self._task, self._verdict
+        if verdict is None:
+            flags = find_flags(task.files, self._files, self._programs)
+            verdict = judge(task, self._files, flags)
+            if self._task is task:  # else the next episode has begun: this call was too late
+                self._verdict = verdict
+                if verdict.flags:
+                    self._tell(verdict)
+        if self._strict and verdict.flags:
             return 0.0
-        return self._verdict.share(self._task) if self._reward == "share" else self._verdict.reward
+        return verdict.share(task) if self._reward == "share" else verdict.reward
 
     def _tell(self, verdict: DeletionVerdict) -> None:
         said = f"{self._task.name}: {'; '.join(verdict.flags)}"

@@ -10,7 +10,10 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
 1 (fleet.check_rollouts).
 
-A server that is silent is asked again for PATIENCE_S seconds.  Not promised: an API key.
+A server that is silent, busy (429) or broken (5xx) is asked again for PATIENCE_S seconds; an adapter under another name
+each time, because the server may have loaded it before its reply was lost.
+
+Not promised: an API key.
 """
 
 import secrets
@@ -35,7 +38,7 @@ SHOWN = 300  # characters of an answer in an error
 class AdapterServer:
     """A server at `address`.   config: PEFT's, of the adapter.   folder: for adapter files.
 
-    patience_s: for a server that does not answer.   sleep: waits seconds.
+    patience_s: for a server that does not answer, or is busy.   sleep: waits seconds.
     """
 
     name, together = "openai", 16
@@ -58,25 +61,36 @@ class AdapterServer:
         self._sleep = sleep
         self._loaded = 0
         self._model = ""
+        self._files: Path | None = None  # of the adapter that samples
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter's files, and let the server load them."""
-        before, self._loaded = self._model, self._loaded + 1
-        model = f"{self._prefix}-{self._loaded}"
-        folder = self._folder / model
+        self._loaded += 1
+        folder = self._folder / f"{self._prefix}-{self._loaded}"
         self._config.save_pretrained(folder)
         safetensors.torch.save_file(adapter_tensors(parameters), folder / "adapter_model.safetensors")
-        said = self._post("/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder.resolve())})
+        asked = list[str]()
+
+        def body() -> dict[str, Any]:
+            asked.append(f"{folder.name}-{len(asked) + 1}")
+            return {"lora_name": asked[-1], "lora_path": str(folder.resolve())}
+
+        said = self._post("/v1/load_lora_adapter", body)
         if said.is_error:
             raise InnerError(
                 f"{self._address} does not load the adapter in {folder} ({_shown(said)}). Start it on this machine "
                 "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and --max-lora-rank of at least "
                 f"{self._config.r}"
             )
-        self._model = model
-        if before:
-            self._post("/v1/unload_lora_adapter", {"lora_name": before})  # an old one that stays only takes memory
-            shutil.rmtree(self._folder / before, ignore_errors=True)
+        self._forget([self._model, *asked[:-1]] if self._model else asked[:-1])
+        self._model, self._files = asked[-1], folder
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Unload adapters, and delete the files of the one that sampled. One that stays only takes memory."""
+        for name in names:
+            self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         asked = {
@@ -84,14 +98,14 @@ class AdapterServer:
             "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             "stop_token_ids": sorted(settings.ends), "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
-        said = self._post("/v1/completions", asked)
+        said = self._post("/v1/completions", lambda: asked)
         try:
             if said.is_error:
                 raise ValueError("an error")
             choices = sorted(said.json()["choices"], key=lambda choice: choice["index"])
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} completions of {n}")
-            read = [_read_choice(choice, settings.ends) for choice in choices]
+            read = [_read_choice(choice, settings) for choice in choices]
         except (ValueError, KeyError, TypeError) as error:
             raise InnerError(
                 f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
@@ -99,31 +113,50 @@ class AdapterServer:
             ) from error
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
-    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        errors = list[Exception]()
-        while len(errors) < self._tries and sum(isinstance(error, httpx.ReadTimeout) for error in errors) < 2:
-            if errors:
+    def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
+        """Return the server's answer; the last one, if it is still busy or broken.   body: makes one for each try."""
+        found = list[httpx.Response | Exception]()
+        while len(found) < self._tries and sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
+            if found:
                 self._sleep(PAUSE_S)
             try:
-                return httpx.post(self._address + path, json=body, timeout=httpx.Timeout(10.0, read=ANSWER_S))
-            except httpx.TransportError as found:
-                errors.append(found)
+                said = httpx.post(self._address + path, json=body(), timeout=httpx.Timeout(10.0, read=ANSWER_S))
+            except httpx.TransportError as error:
+                found.append(error)
+                continue
+            if said.status_code != 429 and said.status_code < 500:
+                return said
+            found.append(said)
+        if isinstance(found[-1], httpx.Response):
+            return found[-1]
         raise InnerError(
-            f"{self._address} did not answer {len(errors)} times ({errors[-1]!r}). Start the server, and then this "
+            f"{self._address} did not answer {len(found)} times ({found[-1]!r}). Start the server, and then this "
             "actor again"
         )
 
 
-def _read_choice(choice: Any, ends: frozenset[int]) -> tuple[list[int], list[float]]:
+def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[float]]:
     """Return ids and log-probs of one completion.   Raise ValueError, KeyError or TypeError if it lacks them."""
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")
     if not all(type(token) is int for token in ids):
         raise ValueError("token ids that are not whole numbers")
-    if choice["finish_reason"] == "stop" and ids[-1] not in ends:
+    numbers = [float(logprob) for logprob in logprobs]
+    _check_end(ids, choice["finish_reason"], settings)
+    return ids, numbers
+
+
+def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
+    """Raise ValueError unless a completion ended by itself, or at its limit: a stump would be trained on as it is."""
+    if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
-    return ids, [float(logprob) for logprob in logprobs]
+    ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)
+    if not ended:
+        raise ValueError(
+            f"a completion of {len(ids)} tokens ended by {reason!r}, and its limit is {settings.most}; the server's "
+            "own limit (--max-model-len) may be too small"
+        )
 
 
 def _shown(said: httpx.Response) -> str:

@@ -34,6 +34,7 @@ from torch import Tensor
 POSITIONS = 32
 TOLERANCE = 0.10  # grail's; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
 SIGMAS = 5.0
+MISSING = 0.05  # share of the claimed log-probs that may be NaN: vLLM has none for a few tokens
 TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best s for a normal variable
 
 
@@ -87,12 +88,14 @@ def check_rollouts(
     """Check the rollouts of one worker together; one forward each, and a second one if z is beyond `sigmas`.
 
     model: a causal language model in eval mode, with the weights that the worker should have used.
-    rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature).
+    rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature; NaN: the
+    engine had none, which a share of MISSING may be).
     positions: how many, from all completions together; `seed` chooses them.   Raises ValueError if lengths do not fit,
     a token is not in the vocabulary, or there is no rollout.
     """
     known = _vocabulary(model)
     differences: list[float] = []
+    told: list[float] = []
     surplus = variance = 0.0
     for prompt, completion, claimed in rollouts:
         if not prompt or not completion or len(completion) != len(claimed):
@@ -104,6 +107,7 @@ def check_rollouts(
             raise ValueError(f"a rollout has the token {wrong[0]}; the model has {known:,.0f} tokens, numbered from 0")
         logps, entropy, spread = _token_statistics(model, prompt, completion, temperature)
         differences += (logps - torch.tensor(claimed, dtype=torch.float64)).abs().tolist()
+        told += claimed
         surplus += float((-logps - entropy).sum())
         variance += float(spread.sum())
     if not differences:
@@ -112,7 +116,8 @@ def check_rollouts(
     chance = 1.0
     if not abs(z) <= sigmas:
         chance = _chance(model, [(p, c) for p, c, _ in rollouts], temperature, surplus=surplus, variance=variance)
-    chosen = random.Random(seed).sample(differences, min(positions, len(differences)))
+    compared = _compared(differences, told)
+    chosen = random.Random(seed).sample(compared, min(positions, len(compared)))
     return RolloutCheck(
         disagreement=math.expm1(min(700.0, median(chosen))) if not any(map(math.isnan, chosen)) else math.nan,
         surprise=z,
@@ -122,6 +127,12 @@ def check_rollouts(
         sigmas=sigmas,
         chance=chance,
     )
+
+
+def _compared(differences: Sequence[float], told: Sequence[float]) -> Sequence[float]:
+    """Return the differences of the tokens that have a claimed log-prob; all, if too many have none."""
+    known = [off for off, claim in zip(differences, told, strict=True) if claim == claim]
+    return known if len(differences) - len(known) <= MISSING * len(differences) else differences
 
 
 def _vocabulary(model: Any) -> float:

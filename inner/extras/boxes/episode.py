@@ -1,0 +1,181 @@
+"""One episode in one box: its calls, whose fault the box's death is, its reward.
+
+    act ────── BoxGone ──▶ decided once, with fresh boxes (verdict.py) ◀── BoxGone ────── reward
+      └ it may outlive inner.sampling.tool_timeout_s                        └ waits for a decision that is being made
+
+    reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
+             tests/ copied in, test.sh as root ──▶ its number
+                no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
+
+The next episode is another object, with another owner. So a late call of this one says nothing about it, and stops none
+of its boxes.
+
+Not promised: a box that comes back: a dead one is never replaced.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
+from inner.extras.boxes.starting import BoxStarter
+from inner.extras.boxes.verdict import Blamed, BoxAction, blame
+from inner.tasks.harbor import HarborTask, unpack
+from inner.usercode.attempts import LARGEST, AtMostWorst
+
+VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
+MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
+REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
+
+
+class Episode:
+    """One episode.   owner: of its box.   tell_failed: is told why the provider gives no box."""
+
+    def __init__(
+        self, starter: BoxStarter, owner: BoxOwner, task: HarborTask, tell_failed: Callable[[Exception], None]
+    ) -> None:
+        self._starter, self._owner, self._task, self._tell_failed = starter, owner, task, tell_failed
+        self.submitted = False
+        self.actions = list[BoxAction]()
+        self._survived = 0  # actions that the box has survived: all before the one that runs
+        self._box: Box | None = None
+        self._blamed: Blamed | None = None
+        self._deciding = threading.Lock()  # a call that outlived its limit, and `reward`
+        self._until: float | None = None
+        self._known = False
+        self._reward: float | None = None
+        self._judging = threading.Lock()  # a call of `reward` that lasted too long is made again
+
+    def begin(self) -> bool:
+        """Start the box; return whether there is one."""
+        self._starter.count("episodes")
+        try:
+            self._box = self._starter.start(self._owner, _recipe(self._task))
+        except ProviderFailed as error:
+            self._settle("provider")
+            self._tell_failed(error)
+        return self._box is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no box any more."""
+        return self._box is None or self._blamed is not None
+
+    def left_s(self) -> float:
+        """Return the seconds of the task's limit that are left. They begin with the first call, not with a batch."""
+        if self._until is None:
+            self._until = self._starter.clock() + self._task.agent_s
+        return self._until - self._starter.clock()
+
+    def act(self, run: Callable[[Box], Any]) -> Any:
+        """Return what `run` does with the box.   Raises BoxGone, when it is decided whose fault that is."""
+        if (box := self._box) is None or self._blamed:
+            raise BoxGone("the box of this episode is gone.")
+        self.actions.append(BoxAction(run))
+        n = len(self.actions)
+        try:
+            found = run(box)
+        except BoxGone:
+            done = tuple(self.actions[:n])
+            self._decide(box, lambda: blame(done, self._fresh, self._release, survived=self._survived))
+            raise
+        self._survived = max(n, self._survived)
+        return found
+
+    def reward(self) -> float | None:
+        """Return the verifier's number; None if the provider lost the box.   The box ends."""
+        with self._judging:
+            if not self._known:
+                self._reward = self._judge()
+                self._known = True
+                self.end()
+            return self._reward
+
+    def end(self) -> None:
+        self._box = None
+        _release_quietly(self._starter, self._owner)
+
+    def _judge(self) -> float | None:
+        with self._deciding:  # a call that outlived its limit may still look for blame
+            box = None if self._blamed else self._box
+        try:
+            if box is not None and (found := self.act(lambda any_box: verify(any_box, self._task))) is not None:
+                return found
+        except BoxGone:
+            box = None
+        if box is not None:
+            self._decide(box, lambda: "policy" if self._verifies_untouched() else "provider")
+        return AtMostWorst(0.0) if self._blamed == "policy" else None
+
+    def _decide(self, box: Box, find: Callable[[], Blamed]) -> None:
+        """Settle whose fault it was, unless that is settled, or the episode is over."""
+        with self._deciding:
+            if self._box is box and self._blamed is None:
+                found = find()
+                if self._box is box:
+                    self._settle(found)
+
+    def _settle(self, found: Blamed) -> None:
+        self._blamed = found
+        self._starter.count(found)
+
+    def _verifies_untouched(self) -> bool:
+        """Whether the verifier gives a number in a box that no episode has touched."""
+        try:
+            return verify(self._fresh(0), self._task) is not None
+        except (BoxGone, ProviderFailed) as error:
+            self._tell_failed(error)
+            return False
+        finally:
+            self._release(0)
+
+    def _fresh(self, n: int) -> Box:
+        return self._starter.start(self._fresh_owner(n), _recipe(self._task))
+
+    def _release(self, n: int) -> None:
+        _release_quietly(self._starter, self._fresh_owner(n))
+
+    def _fresh_owner(self, n: int) -> BoxOwner:
+        return replace(self._owner, place=f"{self._owner.place}-fresh{n}")
+
+
+def _recipe(task: HarborTask) -> BoxRecipe:
+    ttl = 2 * (task.agent_s + task.verifier_s)
+    return BoxRecipe(image=task.image, files=unpack(task.files), folder=task.folder, ttl_s=ttl)
+
+
+def verify(box: Box, task: HarborTask) -> float | None:
+    """Return the reward that the task's test.sh writes; None if it writes no number."""
+    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # what the episode may have put there
+    try:
+        for path, data in unpack(task.tests).items():
+            box.write(path, data)
+    except OSError:
+        return None
+    box.exec(VERIFIER, user="root", timeout_s=task.verifier_s)
+    for path in REWARDS:
+        written = box.exec(f"[ -f {path} ] && head -c {MOST_REWARD} -- {path}", user="root", timeout_s=60.0)
+        if written.code == 0:
+            return read_number(written.output)
+    return None
+
+
+def read_number(text: str) -> float | None:
+    """Return the reward that a file of REWARDS says; None if it says no number."""
+    try:
+        found = json.loads(text)
+        number = float(found["reward"] if isinstance(found, dict) else found)
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):  # 400 digits; 10,000 brackets
+        return None
+    return number if math.isfinite(number) and abs(number) <= LARGEST else None
+
+
+def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
+    """Stop a box. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
+    try:
+        starter.release(owner)
+    except ProviderFailed:
+        return
