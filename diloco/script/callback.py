@@ -205,6 +205,8 @@ class DiLoCoCallback(TrainerCallback):
                 return inner(*args, **options)
             except Leaving:
                 self.asked_to_go = True
+                if self.loop is not None and self.manager is not None and self.manager.done:
+                    self.loop.rewrite_all()  # before the trainer saves or evaluates
 
         optimizer.step = step  # type: ignore[method-assign]
 
