@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from diloco.outer.ranks.led import Led
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
+BEGUN_TWICE = (
+    "train() began again after it had raised inside this training, whose place in the run it still holds. Let the "
+    "error end the script, and start the script again: it goes on at the run's position"
+)
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
@@ -89,6 +93,8 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
+        if self.loop is not None:
+            raise OuterError(BEGUN_TWICE)
         caller = calling_trainer()
         refuse_flat_shards(trainer["model"])
         refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
@@ -259,6 +265,8 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
         ),
+        "auto_find_batch_size = True begins the training again, with smaller batches, if memory is short. Set "
+        "per_device_train_batch_size": args.auto_find_batch_size,
         "DeepSpeed keeps its own copy of the weights. Use FSDP2 (fsdp = True)": args.deepspeed,
         'this is FSDP 1, whose parameters are flat. Use fsdp_config = {"version": 2}': (
             args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2

@@ -311,6 +311,7 @@ def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatc
     [
         ({"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}, "would replace θ"),
         ({"max_steps": 3}, "fewer than one round of 4"),
+        ({"auto_find_batch_size": True}, "Set per_device_train_batch_size"),
     ],
 )
 def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -344,8 +345,31 @@ def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(
     assert trainer.state.global_step == 2
 
 
+def test_a_training_that_begins_again_after_it_raised_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two outer loops would hang on one optimizer, and each H inner steps would be two outer steps."""
+    monkeypatch.setattr(DiLoCoCallback, "_listen", lambda callback: None)
+    raised: list[str] = []
+
+    def run_out_of_memory() -> None:
+        if not raised:
+            raised.append("once")
+            raise RuntimeError("CUDA out of memory.")
+
+    run = f"file://{tmp_path}/run"
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=4), At(5, run_out_of_memory)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    with pytest.raises(OuterError, match=r"train.. began again after it had raised.*start the script again"):
+        trainer.train()
+    assert read_report(open_store(run)).head == 1
+
+
 def test_other_ways_to_share_a_model_are_refused() -> None:
-    usual: dict[str, Any] = {"fp16": False, "load_best_model_at_end": False, "deepspeed": None, "fsdp": None}
+    usual: dict[str, Any] = {
+        "fp16": False, "load_best_model_at_end": False, "auto_find_batch_size": False, "deepspeed": None, "fsdp": None,
+    }  # fmt: skip
     refuse_fights(Mock(**{**usual, "fsdp": True, "fsdp_config": {"version": 2}}), Mock(global_step=0), [])
     for changed, told in (
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP 1, whose parameters are flat"),
