@@ -12,7 +12,8 @@ max_steps counts the steps of one replica, as with accelerate. In an epoch, each
 
 Under torchrun or accelerate launch, each rank runs the script, and rank 0 joins for all (diloco/outer/ranks/).
 
-Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training.
+Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training; to
+notice a save that hangs.
 """
 
 import atexit
@@ -129,6 +130,28 @@ class DiLoCoCallback(TrainerCallback):
             control.should_training_stop = True
         elif ended and state.global_step < state.max_steps:  # a round was lost; this replica repeats it
             control.should_training_stop = False
+        self.watch(saves=control.should_save)
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.watch()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.watch(saves=control.should_save or args.save_strategy == "best")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.watch(saves=control.should_save)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.watch()
+
+    def watch(self, saves: bool = False) -> None:
+        """Tell the watchdog that the trainer goes on: each step of an evaluation counts for itself, and no save does.
+
+        saves: the trainer saves next, which may last as long as it likes."""
+        if self.loop is None:
+            return
+        watchdog = self.loop.rounds.watchdog
+        watchdog.rest() if saves else watchdog.resume()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.loop is None or "train_runtime" in (logs or {}):

@@ -62,6 +62,15 @@ class DiLoCoLightningCallback(Callback):
         if replica.asked_to_go or replica.manager.done:
             trainer.should_stop = True
 
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._replica.watch()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._replica.watch()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._replica.watch(saves=True)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._replica.on_train_end(None, None, None)
 

@@ -25,6 +25,7 @@ from trl.trainer.utils import RepeatSampler
 
 from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
+from diloco.process.watchdog import Watchdog
 from diloco.runlog.reader import read_report
 from diloco.script.callback import (
     ALONE,
@@ -39,6 +40,7 @@ from diloco.script.rollouts import calling_trainer
 from diloco.script.rows import ShareSampler, give_share, refuse_small_share
 from diloco.views.samples import session_samples
 from inner.data.order import Share
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.tiny_models import tiny_model_folder
 
@@ -343,6 +345,48 @@ def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(
     with pytest.raises(OuterError, match=r"did not make this step.*Give the trainer its optimizer before train"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+class Looks(TrainerCallback):
+    """Let half a second pass in each prediction step, and twenty in a save, as the heartbeat's thread sees them."""
+
+    def __init__(self, ours: DiLoCoCallback) -> None:
+        self.ours = ours
+        self.looks, self.hung = Counter[str](), list[str]()
+
+    def look(self, what: str, seconds: float) -> None:
+        assert self.ours.loop is not None
+        self.looks[what] += 1
+        for _ in range(round(2 * seconds)):
+            if self.ours.loop.rounds.watchdog.look(0.5) is not None:
+                self.hung.append(what)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.ours.loop is not None
+        self.ours.loop.rounds.watchdog = Watchdog(SystemClock(), least_s=2.0)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.look("prediction", 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_an_evaluation_and_a_save_are_no_inner_step_that_hangs(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    when = {"eval_strategy": strategy, "save_strategy": strategy, "eval_steps": 2, "save_steps": 2}
+    args = TrainingArguments(
+        **{"output_dir": str(tmp_path), "max_steps": 8, "per_device_eval_batch_size": 1, **QUIET, **when}
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[looks.ours, looks])  # type: ignore[arg-type]
+    save = trainer._save_checkpoint
+    monkeypatch.setattr(trainer, "_save_checkpoint", lambda *given: (looks.look("save", 20.0), save(*given)))
+    trainer.train()
+    assert looks.looks["prediction"] >= 32 and looks.looks["save"] >= 2 and not looks.hung
+    assert read_report(open_store(f"file://{tmp_path}/run")).done
 
 
 def test_a_training_that_begins_again_after_it_raised_is_refused(
