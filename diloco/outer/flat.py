@@ -27,11 +27,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.run.config import OuterError
 
 PART = 1 << 24  # elements that are copied at once from a device: 64 MiB
 SHOWN = 3  # most names in an error
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}  # modules around a model's own
 
 
 class FlatFragment(nn.Module):
@@ -104,9 +106,15 @@ def staged_parts(p: Tensor, staging: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(begin, begin + part.numel()), staging[: part.numel()].copy_(part)
 
 
+def bare_name(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor of this model has without DDP, torch.compile and activation checkpointing."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel) else parts)
+
+
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return every trainable parameter once (tied weights under their first name), in the model's order."""
-    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    found = [(bare_name(model, n), p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
         raise OuterError(
             "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
@@ -155,7 +163,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def frozen_digest(model: nn.Module) -> str:
     """Return xxh3-128 over frozen parameters and saved buffers, which no outer step averages; "" without any."""
     h = xxhash.xxh3_128()
-    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    frozen = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.requires_grad]
     scales = [(f"{n}.{k}", v) for n, p in frozen if hasattr(p, "quant_state") for k, v in scales_of(p)]
     fixed = [*frozen, *scales, *saved_buffers(model)]
     for name, tensor in fixed:
@@ -174,7 +182,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+                yield bare_name(model, f"{prefix}.{name}".lstrip(".")), buffer
 
 
 @torch.no_grad()
