@@ -116,9 +116,7 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return every trainable parameter once (tied weights under their first name), in the model's order."""
     found = [(bare_name(model, n), p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
-        raise OuterError(
-            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
-        )
+        raise OuterError("the model has no trainable parameter to average. Unfreeze some, or add an adapter")
     return found
 
 
@@ -192,12 +190,12 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class ModelGuard:
-    """A comparison of a model with its state at the loop's entry.  It walks over the modules and copies nothing."""
+    """A comparison of a model with its state at the loop's entry.  It walks over the modules, and keeps no copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._trainable = self._parameter_versions()
-        self._buffers = self._buffer_versions()
+        self._buffers = {n: (b, b._version, xxhash.xxh3_128_digest(_tensor_bytes(b))) for n, b in saved_buffers(model)}
 
     def check(self) -> None:
         """Raise OuterError if training changed something that no flat vector holds."""
@@ -208,8 +206,8 @@ class ModelGuard:
                 "others. Do that before make_diloco, or end the loop and make a new one (for a new run, as its layout "
                 "differs)"
             )
-        versions = self._buffer_versions()
-        if moved := [n for n in {**self._buffers, **versions} if self._buffers.get(n) != versions.get(n)]:
+        buffers = dict(saved_buffers(self._model))
+        if moved := [n for n in {**self._buffers, **buffers} if self._has_moved(n, buffers.get(n))]:
             raise OuterError(
                 f"the buffers {_names_of(moved)} changed during training, and nothing averages buffers: replicas would "
                 "differ. Make them parameters, register them with persistent=False if they are only a cache, or keep "
@@ -219,9 +217,12 @@ class ModelGuard:
     def _parameter_versions(self) -> dict[str, int]:
         return {n: id(p) for n, p in trainable_parameters(self._model)}
 
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (id of the tensor, number of writes in place) for each saved buffer."""
-        return {n: (id(b), b._version) for n, b in saved_buffers(self._model)}
+    def _has_moved(self, name: str, buffer: Tensor | None) -> bool:
+        """Whether a buffer has other values. DDP writes the same ones into it, before each forward pass."""
+        tensor, version, digest = self._buffers.get(name, (None, 0, b""))
+        if buffer is None or buffer is not tensor:
+            return True
+        return buffer._version != version and xxhash.xxh3_128_digest(_tensor_bytes(buffer)) != digest
 
 
 def _names_of(names: list[str]) -> str:

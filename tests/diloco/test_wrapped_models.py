@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from diloco import StoreManager, make_diloco
 from diloco.model.script_model import publish_script_model, write_script_model
-from diloco.outer.flat import frozen_digest, layout_of, trainable_parameters
+from diloco.outer.flat import ModelGuard, frozen_digest, layout_of, trainable_parameters
+from diloco.run.config import OuterError
 from diloco.run.record import ModelRecord
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -107,3 +108,29 @@ def test_replicas_that_train_other_types_of_the_same_weights_meet() -> None:
         make_diloco(model, torch.optim.SGD(model.parameters(), lr=0.1), StoreManager(store, "r02"), sync_every=2),
     ):
         pass
+
+
+class Scaled(nn.Module):
+    """A layer with a constant that is saved, and a count that training may move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.full((2,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_buffers_that_ddp_writes_with_their_own_values_have_not_changed(one_rank: None) -> None:
+    inner = Scaled()
+    model = DistributedDataParallel(inner)
+    guard, version = ModelGuard(model), inner.scale._version
+    model(torch.ones(1, 2)).sum().backward()
+    if inner.scale._version == version:  # DDP alone writes none
+        inner.scale.copy_(inner.scale.clone())
+    guard.check()
+    inner.scale.add_(1)
+    with pytest.raises(OuterError, match="the buffers scale changed during training"):
+        guard.check()
