@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class DiLoCoCallback(TrainerCallback):
             log_rollouts(caller, self.manager, self.manager.session)
         state.global_step = self.loop.position()
         used = state.global_step * args.gradient_accumulation_steps
-        self.begin_at(used, args.data_seed or args.seed, loader, [trainer["lr_scheduler"]], plan / state.max_steps)
+        self.begin_at(used, args.data_seed or args.seed, loader, {trainer["lr_scheduler"]: 1}, plan, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
@@ -204,10 +204,13 @@ class DiLoCoCallback(TrainerCallback):
         self._listen()
         return steps * outer.interval
 
-    def begin_at(self, used: int, seed: int, loader: Any, schedulers: Sequence[Any], scale: float) -> None:
+    def begin_at(
+        self, used: int, seed: int, loader: Any, schedulers: Mapping[Any, int], planned: int, steps: int
+    ) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
 
-        scale: steps of the schedules per optimizer step."""
+        schedulers: each with its optimizer steps per step of its own.   planned: optimizer steps of the trainer's
+        plan.   steps: those of one replica."""
         assert self.loop is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
@@ -221,8 +224,8 @@ class DiLoCoCallback(TrainerCallback):
         if slot or used:
             noise = hash((torch.initial_seed(), slot, used)) % 2**32
             random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
-        for scheduler in schedulers:
-            follow_run(scheduler, self.loop.position, scale)
+        for scheduler, each in schedulers.items():
+            follow_run(scheduler, self.loop.position, planned, steps, each)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
         """Note each step. If this replica was asked to leave, the step raises Leaving; the trainer then stops."""
@@ -342,17 +345,26 @@ def speak_for_one(args: Any, trainer: Any) -> None:
 # -------------------------------------------------------------------- where the run is
 
 
-def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:
-    """Make a schedule a function of the run's position.   scale: steps of the schedule per inner step."""
+def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, each: int = 1) -> None:
+    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: of one replica.
+
+    each: optimizer steps of the trainer per step of the scheduler."""
     lambdas = getattr(scheduler, "lr_lambdas", None)
     if lambdas is None:
-        return warnings.warn(
-            f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it",
-            stacklevel=2,
-        )
-    scheduler.lr_lambdas = [lambda _, rate=rate: rate(round(at() * scale)) for rate in lambdas]
+        return warnings.warn(restarts(scheduler, planned // each, steps // each), stacklevel=2)
+    scheduled = lambda: round(at() * planned / steps) // each  # noqa: E731
+    scheduler.lr_lambdas = [lambda _, rate=rate: rate(scheduled()) for rate in lambdas]
     for group, base, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, lambdas, strict=True):
-        group["lr"] = base * rate(round(at() * scale))
+        group["lr"] = base * rate(scheduled())
+
+
+def restarts(scheduler: Any, planned: int, steps: int) -> str:
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler itself."""
+    ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
+    return (
+        f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"
+        f"{ends if steps < planned else ''}. A LambdaLR follows the run"
+    )
 
 
 def is_number(value: Any) -> bool:

@@ -287,12 +287,31 @@ def test_the_rate_is_a_function_of_the_runs_step() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
     at = [40]
-    follow_run(scheduler, lambda: at[0], 0.5)  # its own plan has half as many steps
+    follow_run(scheduler, lambda: at[0], planned=50, steps=100)  # its own plan has half as many steps
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8)
     at[0] = 60
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7)
+
+
+def test_a_schedule_of_epochs_gets_the_runs_epoch() -> None:
+    """Lightning's schedules take a step after each epoch, unless told otherwise; here an epoch has 12 optimizer steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler, seen, at = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch), list[float](), [0]
+    follow_run(scheduler, lambda: at[0], planned=48, steps=24, each=12)  # two replicas
+    for at[0] in (0, 5, 6, 12, 18, 23):
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [1, 1, 0.5, 0.25, 0.125, 0.125]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(100, "restarts it. A LambdaLR"), (25, "after 25 of its 100 steps. Give")])
+def test_a_schedule_that_cannot_follow_the_run_is_told(steps: int, told: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    with pytest.warns(UserWarning, match=f"CosineAnnealingLR is not a function of the step alone.*{told}"):
+        follow_run(scheduler, lambda: 0, planned=100, steps=steps)
 
 
 def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,11 @@ from diloco.script.lightning import DiLoCoLightningCallback, refuse_fights  # no
 
 torch.set_num_threads(1)
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
+EPOCHS = SimpleNamespace(interval="epoch", frequency=1)
+FINE: dict[str, Any] = {
+    "optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0, "estimated_stepping_batches": 8,
+    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS],
+}  # fmt: skip
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -42,9 +47,9 @@ class Line(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(folder: Path, callbacks: list[Any], **more: Any) -> tuple[Line, Any]:
+def fit(folder: Path, callbacks: list[Any], module: Line | None = None, **more: Any) -> tuple[Line, Any]:
     lightning.seed_everything(3, verbose=False)
-    module, loader = Line(), DataLoader(TensorDataset(X), batch_size=8, shuffle=True)
+    module, loader = module or Line(), DataLoader(TensorDataset(X), batch_size=8, shuffle=True)
     settings = {"max_steps": 24, "logger": False, "enable_checkpointing": False, **QUIET, **more}
     trainer = lightning.Trainer(default_root_dir=folder, callbacks=callbacks, **settings)
     trainer.fit(module, loader)
@@ -70,12 +75,12 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path)
         ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
         ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
         ({"global_step": 5}, "the bucket is the checkpoint"),
+        ({"num_training_batches": float("inf"), "lr_scheduler_configs": [EPOCHS]}, 'Set its interval to "step"'),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str) -> None:
-    fine = {"optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0}
-    trainer = SimpleNamespace(**{**fine, "estimated_stepping_batches": 8, **settings})
+    trainer = SimpleNamespace(**{**FINE, **settings})
     with pytest.raises(OuterError, match=f"this Trainer cannot be a replica: .*{words}"):
         refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
 
@@ -83,11 +88,33 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
 def test_ranks_of_which_lightning_knows_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `diloco launch` on two devices, a Trainer with devices=1 has a world of one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    trainer = SimpleNamespace(
-        optimizers=[1], world_size=1, precision="32-true", global_step=0, estimated_stepping_batches=8
-    )
+    trainer = SimpleNamespace(**FINE)
     with pytest.raises(OuterError, match="cannot be a replica: 2 processes run this script, and each"):
         refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
+
+
+class ByEpochs(Line):
+    """Its schedule takes a step after each epoch, as Lightning's do by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_schedule_of_epochs_is_the_scripts_own(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)]):
+        module = ByEpochs()
+        fit(tmp_path, callbacks, module, max_steps=36)
+        found.append(module.rates[:3])
+    assert found[0] == found[1] == [0.05, 0.025, 0.0125]
 
 
 def live(folder: Path, slot: str) -> None:
