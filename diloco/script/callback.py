@@ -17,6 +17,7 @@ notice a save that hangs.
 """
 
 import atexit
+import math
 import os
 import random
 import signal
@@ -105,7 +106,8 @@ class DiLoCoCallback(TrainerCallback):
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
         plan, planned = state.max_steps, lambda replicas: total_steps(args, state.max_steps, replicas)
         loader, boundary = trainer["train_dataloader"], generation_steps(args)
-        state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary)
+        most = most_steps(args, state, loader)
+        state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary=boundary, most=most)
         if slot_index(self.slot):
             speak_for_one(args, caller)
         assert self.manager is not None and self.loop is not None
@@ -176,10 +178,19 @@ class DiLoCoCallback(TrainerCallback):
 
     # ---------------------------------------------------------------- joining and leaving
 
-    def join(self, model: Any, optimizer: Any, loader: Any, planned: Callable[[int], int], boundary: int = 1) -> int:
+    def join(
+        self,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        planned: Callable[[int], int],
+        *,
+        boundary: int = 1,
+        most: float = math.inf,
+    ) -> int:
         """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
 
-        boundary: optimizer steps that no sync interrupts."""
+        boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         outer = outer_config(self.outer)
         steps = 0
 
@@ -187,7 +198,7 @@ class DiLoCoCallback(TrainerCallback):
             nonlocal steps
             self.replicas = first_replicas(self.run) or self.replicas
             refuse_small_share(loader, self.replicas)
-            steps = rounds_of(planned(self.replicas), outer.interval)
+            steps = rounds_of(planned(self.replicas), outer.interval, most)
             manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
             self.slot = manager.session.rv.slot
             steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
@@ -324,14 +335,26 @@ def total_steps(args: Any, planned: int, replicas: int) -> int:
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 
-def rounds_of(steps: int, interval: int) -> int:
-    """Return the outer steps of `steps` optimizer steps.   interval: optimizer steps between two outer steps."""
+def most_steps(args: Any, state: Any, loader: Any) -> float:
+    """Return the optimizer steps in all epochs of the trainer, which then ends; ∞ for a dataset without a length."""
+    try:
+        in_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps))
+    except TypeError:
+        return math.inf
+    return state.num_train_epochs * in_epoch
+
+
+def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
+    """Return the outer steps of `steps` optimizer steps, and of more, up to `most`, if the last round were shorter.
+
+    interval: optimizer steps between two outer steps."""
     if steps < interval:
         raise OuterError(
             f"{steps} optimizer steps are fewer than one round of {interval}, so nothing would be averaged. Use more "
             f"steps (max_steps, or epochs), or sync_every = {max(1, steps // 4)}"
         )
-    return -(-steps // interval)
+    rounds = -(-steps // interval)
+    return rounds if rounds * interval <= most else rounds - 1
 
 
 def speak_for_one(args: Any, trainer: Any) -> None:

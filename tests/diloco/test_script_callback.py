@@ -269,9 +269,18 @@ def test_epochs_are_the_fleets_and_max_steps_one_replicas() -> None:
     epochs = TrainingArguments(output_dir="x", use_cpu=True)
     assert total_steps(epochs, planned=90, replicas=4) == 23
     assert total_steps(TrainingArguments(output_dir="x", max_steps=90, use_cpu=True), planned=90, replicas=4) == 90
-    assert rounds_of(90, 20) == 5
+    assert rounds_of(90, 20) == 5 and rounds_of(90, 20, most=100) == 5 and rounds_of(90, 20, most=99) == 4
     with pytest.raises(OuterError, match=r"6 optimizer steps are fewer than one round of 20.*sync_every = 1"):
         rounds_of(6, 20)
+
+
+@pytest.mark.parametrize("length", [{"max_steps": -1, "num_train_epochs": 1}, {"max_steps": 11}], ids=str)
+def test_a_trainer_whose_epochs_end_inside_a_round_takes_whole_rounds(length: dict[str, Any], tmp_path: Path) -> None:
+    """An epoch has 12 steps: the third round of 5 would need 15, so the script ended with the run unfinished."""
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=5)], **length)
+    trainer.train()
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.done and report.head == 2 and len(report.sessions) == 1 and trainer.state.global_step == 10
 
 
 def test_no_sync_comes_inside_a_generation() -> None:
