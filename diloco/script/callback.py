@@ -113,7 +113,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self.manager is not None and self.loop is not None
         if self.manager.session is not None:
             log_rollouts(caller, self.manager, self.manager.session)
-        state.global_step = self.loop.position()
+        move_to(state, self.loop.position(), caller)
         used = state.global_step * args.gradient_accumulation_steps
         self.begin_at(used, args.data_seed or args.seed, loader, {trainer["lr_scheduler"]: 1}, plan, state.max_steps)
 
@@ -127,7 +127,7 @@ class DiLoCoCallback(TrainerCallback):
             )
         self._stepped = False
         ended = state.global_step >= state.max_steps  # by the trainer's count
-        state.global_step = self.loop.position()
+        move_to(state, self.loop.position(), calling_trainer())
         if self.asked_to_go or self.manager.done:
             control.should_training_stop = True
         elif ended and state.global_step < state.max_steps:  # a round was lost; this replica repeats it
@@ -388,6 +388,14 @@ def restarts(scheduler: Any, planned: int, steps: int) -> str:
         f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"
         f"{ends if steps < planned else ''}. A LambdaLR follows the run"
     )
+
+
+def move_to(state: Any, step: int, trainer: Any) -> None:
+    """Set the trainer's step. If it jumps, the trainer's means (loss) are still over the steps that were taken."""
+    jump, state.global_step = step - state.global_step, step
+    for since in ("_globalstep_last_logged", "_initial_global_step"):
+        if jump and hasattr(trainer, since):
+            setattr(trainer, since, getattr(trainer, since) + jump)
 
 
 def is_number(value: Any) -> bool:

@@ -375,6 +375,41 @@ def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(
     assert trainer.state.global_step == 2
 
 
+class Ones(Trainer):
+    """A trainer whose loss is 1 in each step."""
+
+    def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
+        super().training_step(*given, **more)
+        return torch.ones(())
+
+
+def ones(folder: Path, callbacks: list[Any]) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+    args = TrainingArguments(**{"output_dir": str(folder), "max_steps": 12, "logging_steps": 1, **QUIET})
+    return Ones(model=model, args=args, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def test_the_logged_loss_is_a_mean_over_the_steps_that_were_taken(tmp_path: Path) -> None:
+    """In a replacement, whose step begins at the run's, and after a round that ends early, where it jumps."""
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+
+    def end_round() -> None:
+        assert callback.loop is not None
+        callback.loop.rounds.session.rv.h_cap = 2
+
+    first = ones(tmp_path, [callback, At(5, end_round), At(9, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    with pytest.raises(SystemExit):
+        first.train()
+    second = ones(tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)])
+    second.train()
+    steps = [[one["step"] for one in trainer.state.log_history if "loss" in one] for trainer in (first, second)]
+    losses = [one["loss"] for trainer in (first, second) for one in trainer.state.log_history if "loss" in one]
+    assert 6 not in steps[0] and 8 in steps[0] and steps[1][0] > 8, f"neither jumped: {steps}"
+    assert set(losses) == {1.0} and second.state.log_history[-1]["train_loss"] == pytest.approx(1.0)
+
+
 class Looks(TrainerCallback):
     """Let half a second pass in each prediction step, and twenty in a save, as the heartbeat's thread sees them."""
 
