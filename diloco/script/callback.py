@@ -44,7 +44,7 @@ from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rollouts import calling_trainer, log_rollouts
-from diloco.script.rows import give_share, refuse_small_share
+from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words
 from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
@@ -78,6 +78,7 @@ class DiLoCoCallback(TrainerCallback):
         self.manager: StoreManager | Led | None = None
         self.loop: OuterLoop | None = None
         self.asked_to_go = self._stepped = False
+        self._skipping: Any = None  # a loader, in its first pass, whose front this slot has used
         self._handlers: dict[int, Any] = {}
         self._on_join: Callable[[Session | None, Callable[[Any], Any]], object] = lambda session, tell: None
         if self.slot != AUTO and not is_slot(self.slot):
@@ -141,6 +142,11 @@ class DiLoCoCallback(TrainerCallback):
         self.watch(saves=control.should_save or args.save_strategy == "best")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loader, self._skipping = self._skipping, None
+        if loader is not None and self.loop is not None:
+            if self.loop.position() * args.gradient_accumulation_steps == loader.skip_batches:
+                control.should_training_stop = False  # all rows of this pass were skipped; the next one has them
+            loader.skip_batches = 0
         self.watch(saves=control.should_save)
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -226,12 +232,11 @@ class DiLoCoCallback(TrainerCallback):
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
         share = Share(seed + turn, index, self.replicas)
-        if not give_share(loader, share, used, is_alone=self.replicas == 1 and not slot):
-            warnings.warn(
-                f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
-                f"Shuffle it with a seed from {SLOT}",
-                stacklevel=2,
-            )
+        is_alone = self.replicas == 1 and not slot
+        if not give_share(loader, share, used, is_alone=is_alone):
+            self._skipping = loader if skip_used(loader, used) else None
+            if words := unshared_words(loader, is_alone=is_alone, begins_again=used > 0 and self._skipping is None):
+                warnings.warn(f"{self.slot}: {words}", stacklevel=2)
         if slot or used:
             noise = hash((torch.initial_seed(), slot, used)) % 2**32
             random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)

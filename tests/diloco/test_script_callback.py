@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import RepeatSampler
@@ -37,7 +45,7 @@ from diloco.script.callback import (
     total_steps,
 )
 from diloco.script.rollouts import calling_trainer
-from diloco.script.rows import ShareSampler, give_share, refuse_small_share
+from diloco.script.rows import ShareSampler, give_share, refuse_small_share, skip_used, unshared_words
 from diloco.views.samples import session_samples
 from inner.data.order import Share
 from rendezvous.clock import SystemClock
@@ -249,6 +257,61 @@ def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
     assert give_share(loader, Share(0, 0, 1), used=0, is_alone=True)
     assert loader.batch_sampler.sampler is sampler
     assert not give_share(object(), Share(0, 0, 1), used=0, is_alone=True), "a stream has no sampler"
+
+
+class Stream(IterableDataset[Any]):
+    """Numbered rows without a length; notes which were read."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.read = rows, list[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ({"input_ids": torch.full((8,), i), "labels": torch.full((8,), i)} for i in range(self.rows))
+
+
+class Reads(TrainerCallback):
+    """Note the first token of each batch that the model gets."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        note = lambda module, given, named: self.read.append(int(named["input_ids"][0, 0]))  # noqa: E731
+        trainer["model"].register_forward_pre_hook(note, with_kwargs=True)
+
+
+@pytest.mark.parametrize("rows", [100, 13], ids=["longer than the run", "shorter than what was used"])
+def test_a_replacement_goes_on_in_a_stream_where_its_slot_was(rows: int, tmp_path: Path) -> None:
+    def train(*more: Any) -> list[int]:
+        reads = Reads()
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+        args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 24, "per_device_train_batch_size": 1, **QUIET})
+        ours = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+        trainer = Trainer(model=model, args=args, train_dataset=Stream(rows), callbacks=[ours, reads, *more])  # type: ignore[arg-type]
+        try:
+            trainer.train()
+        except SystemExit:
+            pass
+        return reads.read
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # alone, it has nothing to tell
+        first = train(At(15, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        second = train()
+    assert first == [i % rows for i in range(16)]
+    began = [i % rows for i in range(16, 24)] if rows > 16 else [i % rows for i in range(8)]
+    assert second == began
+    assert read_report(open_store(f"file://{tmp_path}/run")).done
+
+
+def test_rows_that_are_not_dealt_are_told_in_words_that_fit() -> None:
+    weighted = DataLoader(list(range(4)), sampler=WeightedRandomSampler([1.0] * 4, 4))  # type: ignore[arg-type]
+    assert unshared_words(weighted, is_alone=True, begins_again=False) == ""
+    assert "WeightedRandomSampler draws rows by itself" in unshared_words(weighted, is_alone=False, begins_again=False)
+    told = unshared_words(DataLoader(Stream(3)), is_alone=True, begins_again=True)
+    assert told.startswith("the dataset has no length, so a session") and "all replicas" not in told
+    assert not skip_used(weighted, 3), "it is no loader of accelerate"
 
 
 def test_a_share_that_fills_no_batch_is_refused() -> None:
