@@ -260,10 +260,10 @@ def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Numbered rows without a length; notes which were read."""
+    """Numbered rows without a length."""
 
     def __init__(self, rows: int) -> None:
-        self.rows, self.read = rows, list[int]()
+        self.rows = rows
 
     def __iter__(self) -> Iterator[Any]:
         yield from ({"input_ids": torch.full((8,), i), "labels": torch.full((8,), i)} for i in range(self.rows))
