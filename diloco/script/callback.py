@@ -303,7 +303,8 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
     """Raise OuterError for trainer settings that would overwrite θ or skip steps of it."""
     reasons = {
         "it has two DiLoCoCallbacks, and each would average. Leave one out": callbacks.count(DiLoCoCallback) > 1,
-        "fp16 = True scales gradients and skips steps, so replicas would count differently. Use bf16 = True": args.fp16,
+        "fp16 (its own, or its launcher's mixed_precision) scales gradients and skips steps, so replicas would count "
+        "differently. Use bf16 = True": args.fp16 or getattr(args, "mixed_precision", "") == "fp16",
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
         ),

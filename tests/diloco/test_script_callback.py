@@ -419,6 +419,14 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
     assert not (tmp_path / "run").exists(), "nothing was founded"
 
 
+def test_fp16_from_the_launcher_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch --mixed_precision fp16` sets it; a GPU's trainer would scale its gradients."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 8, **QUIET})
+    with pytest.raises(OuterError, match="fp16 .its own, or its launcher's mixed_precision. scales gradients"):
+        refuse_fights(args, Mock(global_step=0), [])
+
+
 class Replaces(TrainerCallback):
     """A person's callback that gives the trainer another optimizer in the middle of its training."""
 
