@@ -156,10 +156,10 @@ class DiLoCoCallback(TrainerCallback):
         """Tell the watchdog that the trainer goes on: each step of an evaluation counts for itself, and no save does.
 
         saves: the trainer saves next, which may last as long as it likes."""
-        if self.loop is None:
-            return
-        watchdog = self.loop.rounds.watchdog
-        watchdog.rest() if saves else watchdog.resume()
+        if self.loop is not None and saves:
+            self.loop.rounds.watchdog.rest()
+        elif self.loop is not None:
+            self.loop.rounds.watchdog.resume()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.loop is None or "train_runtime" in (logs or {}):

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -207,6 +208,18 @@ def test_a_script_that_raises_is_told_when_its_process_ends(tmp_path: Path) -> N
     assert crash["error"] == "ZeroDivisionError: division by zero"
 
 
+def test_a_script_that_joins_a_finished_run_ends_with_its_weights(tmp_path: Path) -> None:
+    """A trainer asks whether to stop only after a step, so it takes one; that step is taken back."""
+    run, ends = f"file://{tmp_path}/run", list[torch.Tensor]()
+    for slot in ("r00", "r00", "r01"):
+        ours = DiLoCoCallback(run, slot=slot, sync_every=4)
+        trainer = trainer_of("sft", tmp_path, [ours], lr_scheduler_type="constant")
+        trainer.train()
+        ends.append(weights_of(trainer))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    assert read_report(open_store(run)).head == 2
+
+
 def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
     begun: list[str] = []
     tracker = type("Tracker", (TrainerCallback,), {"on_train_begin": lambda *_, **__: begun.append("run")})
@@ -286,13 +299,11 @@ def test_a_replacement_goes_on_in_a_stream_where_its_slot_was(rows: int, tmp_pat
         reads = Reads()
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
-        args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 24, "per_device_train_batch_size": 1, **QUIET})
+        args = TrainingArguments(str(tmp_path), max_steps=24, per_device_train_batch_size=1, **QUIET)
         ours = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
         trainer = Trainer(model=model, args=args, train_dataset=Stream(rows), callbacks=[ours, reads, *more])  # type: ignore[arg-type]
-        try:
+        with suppress(SystemExit):
             trainer.train()
-        except SystemExit:
-            pass
         return reads.read
 
     with warnings.catch_warnings():
@@ -368,7 +379,7 @@ def test_the_rate_is_a_function_of_the_runs_step() -> None:
 
 
 def test_a_schedule_of_epochs_gets_the_runs_epoch() -> None:
-    """Lightning's schedules take a step after each epoch, unless told otherwise; here an epoch has 12 optimizer steps."""
+    """Lightning's schedules take a step after each epoch, unless told; here an epoch has 12 optimizer steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler, seen, at = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch), list[float](), [0]
     follow_run(scheduler, lambda: at[0], planned=48, steps=24, each=12)  # two replicas
@@ -423,7 +434,7 @@ def test_fp16_from_the_launcher_alone_is_refused(tmp_path: Path, monkeypatch: py
     """As `accelerate launch --mixed_precision fp16` sets it; a GPU's trainer would scale its gradients."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 8, **QUIET})
-    with pytest.raises(OuterError, match="fp16 .its own, or its launcher's mixed_precision. scales gradients"):
+    with pytest.raises(OuterError, match=r"fp16 .its own, or its launcher's mixed_precision. scales gradients"):
         refuse_fights(args, Mock(global_step=0), [])
 
 
