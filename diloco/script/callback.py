@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 BEGUN_TWICE = (
-    "train() began again after it had raised inside this training, whose place in the run it still holds. Let the "
+    "the training began again after it had raised inside this training, whose place in the run it still holds. Let the "
     "error end the script, and start the script again: it goes on at the run's position"
 )
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
@@ -96,8 +96,6 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.run:
             return warnings.warn(ALONE, stacklevel=2)
-        if self.loop is not None:
-            raise OuterError(BEGUN_TWICE)
         caller = calling_trainer()
         refuse_flat_shards(trainer["model"])
         refuse_fights(args, state, [type(one) for one in caller.callback_handler.callbacks] if caller else [])
@@ -197,6 +195,8 @@ class DiLoCoCallback(TrainerCallback):
         """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
 
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
+        if self.loop is not None:
+            raise OuterError(BEGUN_TWICE)
         outer = outer_config(self.outer)
         steps = 0
 

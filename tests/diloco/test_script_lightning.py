@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from diloco.process.watchdog import Watchdog
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import checks
+from diloco.script.callback import DiLoCoCallback
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
 lightning = pytest.importorskip("lightning")
@@ -115,6 +119,59 @@ def test_a_schedule_of_epochs_is_the_scripts_own(tmp_path: Path) -> None:
         fit(tmp_path, callbacks, module, max_steps=36)
         found.append(module.rates[:3])
     assert found[0] == found[1] == [0.05, 0.025, 0.0125]
+
+
+class Validated(Line):
+    """It is validated on twelve batches after each epoch."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.training_step(batch, index))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(X), batch_size=8)
+
+
+class Looks(lightning.Callback):
+    """Let half a second pass in each batch of a validation, and twenty in a save, as the heartbeat sees them."""
+
+    def __init__(self, replica: DiLoCoCallback) -> None:
+        self.replica, self.looks, self.hung = replica, Counter[str](), list[str]()
+
+    def look(self, what: str, times: int) -> None:
+        assert self.replica.loop is not None
+        self.looks[what] += 1
+        seen = [self.replica.loop.rounds.watchdog.look(0.5) for _ in range(times)]
+        self.hung += [what] * any(stood is not None for stood in seen)
+
+    def on_train_start(self, *_: Any) -> None:
+        assert self.replica.loop is not None
+        self.replica.loop.rounds.watchdog = Watchdog(SystemClock(), least_s=2.0)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self.look("validation", 1)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.look("save", 40)
+
+
+def test_a_validation_and_a_save_are_no_inner_step_that_hangs(tmp_path: Path) -> None:
+    callback = DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)
+    looks = Looks(callback._replica)
+    fit(tmp_path, [callback, looks], Validated(), enable_checkpointing=True, num_sanity_val_steps=0)
+    assert looks.looks["validation"] >= 24 and looks.looks["save"] and not looks.hung
+
+
+class Raises(lightning.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 5:
+            raise ZeroDivisionError
+
+
+def test_a_training_that_begins_again_after_it_raised_is_refused(tmp_path: Path) -> None:
+    callback = DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)
+    for error in (ZeroDivisionError, OuterError):
+        with pytest.raises(error):
+            fit(tmp_path, [callback, Raises()])
 
 
 def live(folder: Path, slot: str) -> None:
