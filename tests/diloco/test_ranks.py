@@ -123,6 +123,13 @@ def lead_one_rank(folder: str) -> int:
     return 0
 
 
+def test_an_endless_loop_of_two_ranks_ends_with_the_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"replicas": 1, "min_replicas": 1, "steps": 2, "sync_every": 4, "kind": "sharded"}
+    assert wait(start(tmp_path, "r00", 2, faults="endless", **settings)) == 0, words(tmp_path)
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.head == 2 and report.done and [one.end for one in report.sessions] == ["done"]
+
+
 def lead_one_that_ends_well(folder: str, is_over: bool) -> int:
     module.EARLY_S = 0.5
     out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
