@@ -13,7 +13,7 @@
 Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. It has tied weights once and
 no frozen weights. Each has its own outer optimizer (a shared one would apply stale inner gradients).
 
-Not promised: to share the inner steps after the last sync. When the `with` ends, only this model has them.
+Not promised: to share the inner steps after the last sync. If the `with` ends before the run, only this model has them.
 """
 
 import math
