@@ -153,7 +153,7 @@ class _Session:
 
     _use_async_quorum = False
     done_with_delta = True
-    behind = fenced = alone = False
+    behind = fenced = alone = done = False
     h_cap = 1 << 53
     why = ""
     round_began = 0.0

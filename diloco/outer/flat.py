@@ -27,11 +27,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.run.config import OuterError
 
 PART = 1 << 24  # elements that are copied at once from a device: 64 MiB
 SHOWN = 3  # most names in an error
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}  # modules around a model's own
 
 
 class FlatFragment(nn.Module):
@@ -104,13 +106,17 @@ def staged_parts(p: Tensor, staging: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(begin, begin + part.numel()), staging[: part.numel()].copy_(part)
 
 
+def bare_name(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor of this model has without DDP, torch.compile and activation checkpointing."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel) else parts)
+
+
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return every trainable parameter once (tied weights under their first name), in the model's order."""
-    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    found = [(bare_name(model, n), p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
-        raise OuterError(
-            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
-        )
+        raise OuterError("the model has no trainable parameter to average. Unfreeze some, or add an adapter")
     return found
 
 
@@ -155,7 +161,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def frozen_digest(model: nn.Module) -> str:
     """Return xxh3-128 over frozen parameters and saved buffers, which no outer step averages; "" without any."""
     h = xxhash.xxh3_128()
-    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    frozen = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.requires_grad]
     scales = [(f"{n}.{k}", v) for n, p in frozen if hasattr(p, "quant_state") for k, v in scales_of(p)]
     fixed = [*frozen, *scales, *saved_buffers(model)]
     for name, tensor in fixed:
@@ -174,7 +180,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+                yield bare_name(model, f"{prefix}.{name}".lstrip(".")), buffer
 
 
 @torch.no_grad()
@@ -184,12 +190,12 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class ModelGuard:
-    """A comparison of a model with its state at the loop's entry.  It walks over the modules and copies nothing."""
+    """A comparison of a model with its state at the loop's entry.  It walks over the modules, and keeps no copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._trainable = self._parameter_versions()
-        self._buffers = self._buffer_versions()
+        self._buffers = {n: (b, b._version, xxhash.xxh3_128_digest(_tensor_bytes(b))) for n, b in saved_buffers(model)}
 
     def check(self) -> None:
         """Raise OuterError if training changed something that no flat vector holds."""
@@ -200,8 +206,8 @@ class ModelGuard:
                 "others. Do that before make_diloco, or end the loop and make a new one (for a new run, as its layout "
                 "differs)"
             )
-        versions = self._buffer_versions()
-        if moved := [n for n in {**self._buffers, **versions} if self._buffers.get(n) != versions.get(n)]:
+        buffers = dict(saved_buffers(self._model))
+        if moved := [n for n in {**self._buffers, **buffers} if self._has_moved(n, buffers.get(n))]:
             raise OuterError(
                 f"the buffers {_names_of(moved)} changed during training, and nothing averages buffers: replicas would "
                 "differ. Make them parameters, register them with persistent=False if they are only a cache, or keep "
@@ -211,9 +217,12 @@ class ModelGuard:
     def _parameter_versions(self) -> dict[str, int]:
         return {n: id(p) for n, p in trainable_parameters(self._model)}
 
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (id of the tensor, number of writes in place) for each saved buffer."""
-        return {n: (id(b), b._version) for n, b in saved_buffers(self._model)}
+    def _has_moved(self, name: str, buffer: Tensor | None) -> bool:
+        """Whether a buffer has other values. DDP writes the same ones into it, before each forward pass."""
+        tensor, version, digest = self._buffers.get(name, (None, 0, b""))
+        if buffer is None or buffer is not tensor:
+            return True
+        return buffer._version != version and xxhash.xxh3_128_digest(_tensor_bytes(buffer)) != digest
 
 
 def _names_of(names: list[str]) -> str:

@@ -13,7 +13,7 @@
 Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. It has tied weights once and
 no frozen weights. Each has its own outer optimizer (a shared one would apply stale inner gradients).
 
-Not promised: to share the inner steps after the last sync. When the `with` ends, only this model has them.
+Not promised: to share the inner steps after the last sync. If the `with` ends before the run, only this model has them.
 """
 
 import math
@@ -52,11 +52,8 @@ class OuterLoop:
         check_model(model, optimizer)
         check_boundary(outer, boundary)
         self.manager, self.rounds = manager, manager.rounds
-        self.optimizer = optimizer
-        self.outer = outer
-        self.boundary = boundary
+        self.model, self.optimizer, self.outer, self.boundary = model, optimizer, outer, boundary
         self.rules = rules = outer.rules  # if the codec is "auto", the manager may choose another one
-        self.model = model
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
         self.alpha = outer.fragment_update_alpha
@@ -90,8 +87,7 @@ class OuterLoop:
 
     def __enter__(self) -> "OuterLoop":
         self.rounds.join(self)
-        for fragment in range(len(self.fragments)):
-            self.rewrite(fragment)
+        self.rewrite_all()
         self._mark = time.monotonic()
         self._guard = ModelGuard(self.model)
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
@@ -108,6 +104,8 @@ class OuterLoop:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if kind is Leaving and self.manager.done:
+            self.rewrite_all()
         if kind is None or kind is Leaving:
             self.rounds.close("done" if kind is None else self.rounds.why)
         return kind is Leaving
@@ -146,8 +144,7 @@ class OuterLoop:
             self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
 
     def _take_numbers(self) -> dict[str, float]:
-        taken = self._numbers
-        self._numbers = {}
+        taken, self._numbers = self._numbers, {}
         sums = {name: (sum(map(float, values)), len(values)) for name, values in taken.items()}
         means = {name: total if name == "samples" else total / n for name, (total, n) in sums.items()}
         return {name: value for name, value in means.items() if math.isfinite(value)}
@@ -167,6 +164,8 @@ class OuterLoop:
         self.h = [h + 1 for h in self.h]
         local = self.diloco._local_step + 1
         rate = self.rounds.progress(local, (time.monotonic() - self._mark) / local)
+        if self.manager.done:
+            raise Leaving("the run has all its outer steps, so no later one would take this inner step")
         if local < self.prepare_at and self._sync_now(local, rate):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
@@ -229,6 +228,11 @@ class OuterLoop:
         if not self.lean:  # a lean fragment's flat vector is θ
             self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
         self._scatter_fragment(fragment, merged=False)
+
+    def rewrite_all(self) -> None:
+        """Write model ← θ. This undoes the inner steps since the last sync."""
+        for fragment in range(len(self.fragments)):
+            self.rewrite(fragment)
 
     def _rewrite_stale(self) -> None:
         if self._stale is not None:

@@ -59,8 +59,14 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
     for i, p in enumerate(parameters):
         span = slice(at, at := at + p.numel())
         moments = {kind: torch.from_numpy(found[kind][span].copy()).view(p.shape).to(p) for kind in (MEAN, SQUARE)}
-        optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i])), **moments}
+        optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i]), device=_step_device(optimizer, p)), **moments}
     return ""
+
+
+def _step_device(optimizer: Optimizer, p: torch.Tensor) -> torch.device | str:
+    """Return where AdamW keeps the number of steps: beside the parameter if a kernel counts it, else on the CPU."""
+    group = next(group for group in optimizer.param_groups if any(p is one for one in group["params"]))
+    return p.device if group.get("fused") or group.get("capturable") else "cpu"
 
 
 def pack_moments(session: "Session", loop: "OuterLoop") -> dict[str, np.ndarray]:

@@ -54,8 +54,7 @@ class InFlightRound:
 
     def __init__(self, fly: Callable[[], Commit]) -> None:
         self._fly = fly
-        self._commit = None
-        self._error = None
+        self._commit = self._error = None
         self._thread = threading.Thread(target=self._run_round, name="round", daemon=True)
         self._thread.start()
 
@@ -187,8 +186,7 @@ class StoreRounds:
         """Return how many samples the offered Δ has: of all rounds since its fragment's last offer."""
         self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
         fragment = self.session.rv.fragment
-        inside = self._samples[fragment]
-        self._samples[fragment] = 0.0
+        inside, self._samples[fragment] = self._samples[fragment], 0.0
         return inside
 
     def _settle_mean(self, out: np.ndarray) -> Commit:
@@ -202,8 +200,7 @@ class StoreRounds:
         return commit
 
     def _keep_commit(self, commit: Commit | None) -> None:
-        self._commit = commit
-        self.in_flight = None
+        self._commit, self.in_flight = commit, None
 
     def current_step(self) -> int:
         """Return the outer steps taken, including a settled one."""
@@ -213,12 +210,11 @@ class StoreRounds:
         """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""
         if self._commit is None:
             return None
-        commit = self._commit
-        self._commit = None
-        fragment = self.session.rv.fragment
+        commit, self._commit = self._commit, None
         rv = self.session.rv
+        fragment = rv.fragment
         self.alone = is_alone(commit, (rv.slot, rv.generation), rv.rules.codec)
-        self.session.rv.advance(commit)
+        rv.advance(commit)
         assert self._report is not None
         self._report.emit_step(commit, self._spent)
         return fragment
@@ -234,8 +230,7 @@ class StoreRounds:
     def progress(self, inner: int, rate: float) -> float:
         """Put into the next heartbeat: `inner` steps are done in this round, at `rate` seconds per step."""
         status = self.session.rv.members.status
-        status.inner = inner
-        status.rate = rate
+        status.inner, status.rate = inner, rate
         self.session.check_alive()
         if self.in_flight is not None and self.in_flight.failed:
             self.in_flight.land()

@@ -3,6 +3,7 @@
     the slot's process = rank 0 ── fork (or a fresh interpreter) ──▶ rank 1 … K − 1     RANK, WORLD_SIZE, LOCAL_RANK
          │                           they ignore SIGTERM: rank 0 leaves for all of them
          ├── a rank has failed ──▶ its last words, the other ranks are killed, the same end for this process
+         ├── a rank has ended well, long before rank 0 ──▶ the same, as a crash
          └── this process has ended, in any way ──▶ the other ranks end
 
 So claim, heartbeat, signals, exit code and log are those of one process, on each platform.  `MEET` names the file in
@@ -32,6 +33,7 @@ from diloco.process.processes import describe_exit
 
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
+EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
 SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
 LAST = "last"  # the kind of a rank's last words
 _leader: list[Connection] = []  # of this process, if it is a rank that rank 0 leads
@@ -50,11 +52,14 @@ class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
     on_loss: called with the words about a rank that has failed, before this process ends.
-    on_told: called in the watching thread with a rank's number and its message (`tell_leader`)."""
+    on_told: called in the watching thread with a rank's number and its message (`tell_leader`).
+    is_over: whether rank 0 needs the others no longer; until then, one that ends well is missed by the others."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None
         self.on_told: Callable[..., None] = lambda *told: None
+        self.is_over: Callable[[], bool] = lambda: True
+        self._ended_at: dict[int, float] = {}  # ranks that have ended well, while rank 0 goes on
         self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
         self._count = count
         self._folder = tempfile.mkdtemp(prefix="ranks-")
@@ -90,8 +95,8 @@ class Followers:
     def _watch(self) -> None:
         running = {process.sentinel for process, _ in self._ranks}
         pipes = {pipe: index for index, (_, pipe) in enumerate(self._ranks, 1)}
-        while running and not self._ending:
-            ready = wait([*running, *pipes])
+        while (running or not self.is_over()) and not self._ending:
+            ready = wait([*running, *pipes], SETTLE_S)
             for pipe in pipes.keys() & set(ready):
                 if not self._hear(pipes[pipe], pipe):
                     del pipes[pipe]
@@ -106,7 +111,7 @@ class Followers:
         for index, (process, pipe) in enumerate(self._ranks, 1):
             if wait([process.sentinel], 0):  # it closes a moment before the exit code is there
                 process.join(SETTLE_S)
-            if process.exitcode:
+            if process.exitcode or (process.exitcode == 0 and self._is_missed(index)):
                 while index not in self._said and self._hear(index, pipe):
                     pass
                 _, follows = self._said.setdefault(index, ("", False))  # killed, it had no time for words
@@ -115,7 +120,13 @@ class Followers:
             return None
         _, _, index, code = min(found)
         words = f": {self._said[index][0]}" if self._said[index][0] else ""
-        return f"rank {index} of {self._count} ended ({describe_exit(code)}){words}; the replica ends with it", code
+        how = describe_exit(code) if code else "exit code 0, before the run was done"
+        return f"rank {index} of {self._count} ended ({how}){words}; the replica ends with it", code
+
+    def _is_missed(self, index: int) -> bool:
+        """Whether rank 0 still goes on, some time after a rank has ended well that did not follow its end."""
+        ended_at = self._ended_at.setdefault(index, time.monotonic())
+        return time.monotonic() - ended_at > EARLY_S and index not in self._said and not self.is_over()
 
     def _hear(self, index: int, pipe: Connection) -> bool:
         """Take one message of a rank. Return whether there may be more."""
@@ -167,6 +178,7 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
     except Followed:
         code = exitcodes.DONE  # rank 0's exit code counts
+        tell_leader(LAST, "", True)
     except BaseException as error:
         traceback.print_exc()
         line = (str(error).splitlines() or [""])[0]

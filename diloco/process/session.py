@@ -180,10 +180,8 @@ class Session:
             self.flush()
 
     def _look_at_inner_steps(self) -> None:
-        now = self.clock.now()
-        before = self._looked_at
-        self._looked_at = now
-        if (stood := self.watchdog.look(min(now - before, 4 * self.timing.beat))) is not None:
+        before, self._looked_at = self._looked_at, self.clock.now()
+        if (stood := self.watchdog.look(min(self._looked_at - before, 4 * self.timing.beat))) is not None:
             self._end_hung(stood)
 
     def _look_after_lease(self) -> None:

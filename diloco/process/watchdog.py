@@ -40,14 +40,11 @@ class Watchdog:
     """
 
     def __init__(self, clock: Clock, least_s: float = 0.0) -> None:
-        self._clock = clock
-        self._least_s = least_s
+        self._clock, self._least_s = clock, least_s
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._longest = 0.0
         self._began: float | None = None  # of the current inner step; None during a sync
-        self._turn = 0
-        self._seen_turn = -1
-        self._stood = 0.0
+        self._turn, self._seen_turn, self._stood = 0, -1, 0.0
 
     def resume(self) -> None:
         """Note that the inner loop continues."""

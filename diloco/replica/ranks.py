@@ -85,6 +85,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
         raise ConfigError(fault)
     followers.on_loss = partial(_say_loss, session)
     followers.on_told = partial(_take_word, SessionHost(session))
+    followers.is_over = lambda: session.rv.is_leaving or session.rv.is_done
     try:
         if run.config.script is not None:
             return replica.script_session(run, session, partial(tell_script, run.config.script))

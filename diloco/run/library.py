@@ -10,8 +10,9 @@ Not promised: that such a run can be exported; its model is in the program, unle
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from diloco.process.session import Session, process_fields
 from diloco.run.config import OuterError
@@ -127,5 +128,14 @@ def agree_on_run(
     launched = decode_run(store.url, body) if body is not None else None
     is_script = launched is not None and Script.of(launched.config) is not None
     _, stands, mine = found_run(store, clock, mine, choose, layout.SCRIPT if is_script else layout.RUN)
-    refuse_another(store.url, stands, mine)
+    refuse_another(store.url, _without_dtypes(stands), _without_dtypes(mine))
     return with_script(launched, store) if launched is not None and is_script else stands
+
+
+def _without_dtypes(record: RunRecord) -> RunRecord:
+    """Return the record for a comparison: θ is fp32 everywhere, and FSDP2 trains a bf16 model's weights in fp32."""
+    there = record.mathematics.get("parameters")
+    if not isinstance(there, list):
+        return record
+    parameters: list[Any] = [one[:2] if isinstance(one, list) else one for one in cast("list[Any]", there)]
+    return replace(record, mathematics={**record.mathematics, "parameters": parameters})

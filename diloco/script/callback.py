@@ -12,17 +12,19 @@ max_steps counts the steps of one replica, as with accelerate. In an epoch, each
 
 Under torchrun or accelerate launch, each rank runs the script, and rank 0 joins for all (diloco/outer/ranks/).
 
-Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training.
+Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training; to
+notice a save that hangs.
 """
 
 import atexit
+import math
 import os
 import random
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rollouts import calling_trainer, log_rollouts
-from diloco.script.rows import give_share, refuse_small_share
+from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words
 from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
     from diloco.outer.ranks.led import Led
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
+BEGUN_TWICE = (
+    "the training began again after it had raised inside this training, whose place in the run it still holds. Let the "
+    "error end the script, and start the script again: it goes on at the run's position"
+)
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
@@ -72,6 +78,7 @@ class DiLoCoCallback(TrainerCallback):
         self.manager: StoreManager | Led | None = None
         self.loop: OuterLoop | None = None
         self.asked_to_go = self._stepped = False
+        self._skipping: Any = None  # a loader, in its first pass, whose front this slot has used
         self._handlers: dict[int, Any] = {}
         self._on_join: Callable[[Session | None, Callable[[Any], Any]], object] = lambda session, tell: None
         if self.slot != AUTO and not is_slot(self.slot):
@@ -98,15 +105,16 @@ class DiLoCoCallback(TrainerCallback):
         optimizer = getattr(trainer["optimizer"], "optimizer", trainer["optimizer"])
         plan, planned = state.max_steps, lambda replicas: total_steps(args, state.max_steps, replicas)
         loader, boundary = trainer["train_dataloader"], generation_steps(args)
-        state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary)
+        most = most_steps(args, state, loader)
+        state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary=boundary, most=most)
         if slot_index(self.slot):
             speak_for_one(args, caller)
         assert self.manager is not None and self.loop is not None
         if self.manager.session is not None:
             log_rollouts(caller, self.manager, self.manager.session)
-        state.global_step = self.loop.position()
+        move_to(state, self.loop.position(), caller)
         used = state.global_step * args.gradient_accumulation_steps
-        self.begin_at(used, args.data_seed or args.seed, loader, [trainer["lr_scheduler"]], plan / state.max_steps)
+        self.begin_at(used, args.data_seed or args.seed, loader, {trainer["lr_scheduler"]: 1}, plan, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.manager is None or self.loop is None:
@@ -118,11 +126,38 @@ class DiLoCoCallback(TrainerCallback):
             )
         self._stepped = False
         ended = state.global_step >= state.max_steps  # by the trainer's count
-        state.global_step = self.loop.position()
+        move_to(state, self.loop.position(), calling_trainer())
         if self.asked_to_go or self.manager.done:
             control.should_training_stop = True
         elif ended and state.global_step < state.max_steps:  # a round was lost; this replica repeats it
             control.should_training_stop = False
+        self.watch(saves=control.should_save)
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.watch()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.watch(saves=control.should_save or args.save_strategy == "best")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loader, self._skipping = self._skipping, None
+        if loader is not None and self.loop is not None:
+            if self.loop.position() * args.gradient_accumulation_steps == loader.skip_batches:
+                control.should_training_stop = False  # all rows of this pass were skipped; the next one has them
+            loader.skip_batches = 0
+        self.watch(saves=control.should_save)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.watch()
+
+    def watch(self, saves: bool = False) -> None:
+        """Tell the watchdog that the trainer goes on: each step of an evaluation counts for itself, and no save does.
+
+        saves: the trainer saves next, which may last as long as it likes."""
+        if self.loop is not None and saves:
+            self.loop.rounds.watchdog.rest()
+        elif self.loop is not None:
+            self.loop.rounds.watchdog.resume()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.loop is None or "train_runtime" in (logs or {}):
@@ -147,10 +182,21 @@ class DiLoCoCallback(TrainerCallback):
 
     # ---------------------------------------------------------------- joining and leaving
 
-    def join(self, model: Any, optimizer: Any, loader: Any, planned: Callable[[int], int], boundary: int = 1) -> int:
+    def join(
+        self,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        planned: Callable[[int], int],
+        *,
+        boundary: int = 1,
+        most: float = math.inf,
+    ) -> int:
         """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
 
-        boundary: optimizer steps that no sync interrupts."""
+        boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
+        if self.loop is not None:
+            raise OuterError(BEGUN_TWICE)
         outer = outer_config(self.outer)
         steps = 0
 
@@ -158,7 +204,7 @@ class DiLoCoCallback(TrainerCallback):
             nonlocal steps
             self.replicas = first_replicas(self.run) or self.replicas
             refuse_small_share(loader, self.replicas)
-            steps = rounds_of(planned(self.replicas), outer.interval)
+            steps = rounds_of(planned(self.replicas), outer.interval, most)
             manager = StoreManager(self.run, self.slot, replicas=self.replicas, steps=steps)
             self.slot = manager.session.rv.slot
             steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
@@ -175,25 +221,27 @@ class DiLoCoCallback(TrainerCallback):
         self._listen()
         return steps * outer.interval
 
-    def begin_at(self, used: int, seed: int, loader: Any, schedulers: Sequence[Any], scale: float) -> None:
+    def begin_at(
+        self, used: int, seed: int, loader: Any, schedulers: Mapping[Any, int], planned: int, steps: int
+    ) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
 
-        scale: steps of the schedules per optimizer step."""
+        schedulers: each with its optimizer steps per step of its own.   planned: optimizer steps of the trainer's
+        plan.   steps: those of one replica."""
         assert self.loop is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
         share = Share(seed + turn, index, self.replicas)
-        if not give_share(loader, share, used, is_alone=self.replicas == 1 and not slot):
-            warnings.warn(
-                f"{self.slot}: the dataset has no length, so all replicas read the same rows in the same order. "
-                f"Shuffle it with a seed from {SLOT}",
-                stacklevel=2,
-            )
+        is_alone = self.replicas == 1 and not slot
+        if not give_share(loader, share, used, is_alone=is_alone):
+            self._skipping = loader if skip_used(loader, used) else None
+            if words := unshared_words(loader, is_alone=is_alone, begins_again=used > 0 and self._skipping is None):
+                warnings.warn(f"{self.slot}: {words}", stacklevel=2)
         if slot or used:
             noise = hash((torch.initial_seed(), slot, used)) % 2**32
             random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
-        for scheduler in schedulers:
-            follow_run(scheduler, self.loop.position, scale)
+        for scheduler, each in schedulers.items():
+            follow_run(scheduler, self.loop.position, planned, steps, each)
 
     def _catch_leaving(self, optimizer: torch.optim.Optimizer) -> None:
         """Note each step. If this replica was asked to leave, the step raises Leaving; the trainer then stops."""
@@ -205,6 +253,8 @@ class DiLoCoCallback(TrainerCallback):
                 return inner(*args, **options)
             except Leaving:
                 self.asked_to_go = True
+                if self.loop is not None and self.manager is not None and self.manager.done:
+                    self.loop.rewrite_all()  # before the trainer saves or evaluates
 
         optimizer.step = step  # type: ignore[method-assign]
 
@@ -253,10 +303,13 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
     """Raise OuterError for trainer settings that would overwrite θ or skip steps of it."""
     reasons = {
         "it has two DiLoCoCallbacks, and each would average. Leave one out": callbacks.count(DiLoCoCallback) > 1,
-        "fp16 = True scales gradients and skips steps, so replicas would count differently. Use bf16 = True": args.fp16,
+        "fp16 (its own, or its launcher's mixed_precision) scales gradients and skips steps, so replicas would count "
+        "differently. Use bf16 = True": args.fp16 or getattr(args, "mixed_precision", "") == "fp16",
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
         ),
+        "auto_find_batch_size = True begins the training again, with smaller batches, if memory is short. Set "
+        "per_device_train_batch_size": args.auto_find_batch_size,
         "DeepSpeed keeps its own copy of the weights. Use FSDP2 (fsdp = True)": args.deepspeed,
         'this is FSDP 1, whose parameters are flat. Use fsdp_config = {"version": 2}': (
             args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2
@@ -288,14 +341,26 @@ def total_steps(args: Any, planned: int, replicas: int) -> int:
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 
-def rounds_of(steps: int, interval: int) -> int:
-    """Return the outer steps of `steps` optimizer steps.   interval: optimizer steps between two outer steps."""
+def most_steps(args: Any, state: Any, loader: Any) -> float:
+    """Return the optimizer steps in all epochs of the trainer, which then ends; ∞ for a dataset without a length."""
+    try:
+        in_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps))
+    except TypeError:
+        return math.inf
+    return state.num_train_epochs * in_epoch
+
+
+def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
+    """Return the outer steps of `steps` optimizer steps, and of more, up to `most`, if the last round were shorter.
+
+    interval: optimizer steps between two outer steps."""
     if steps < interval:
         raise OuterError(
             f"{steps} optimizer steps are fewer than one round of {interval}, so nothing would be averaged. Use more "
             f"steps (max_steps, or epochs), or sync_every = {max(1, steps // 4)}"
         )
-    return -(-steps // interval)
+    rounds = -(-steps // interval)
+    return rounds if rounds * interval <= most else rounds - 1
 
 
 def speak_for_one(args: Any, trainer: Any) -> None:
@@ -309,17 +374,34 @@ def speak_for_one(args: Any, trainer: Any) -> None:
 # -------------------------------------------------------------------- where the run is
 
 
-def follow_run(scheduler: Any, at: Callable[[], int], scale: float) -> None:
-    """Make a schedule a function of the run's position.   scale: steps of the schedule per inner step."""
+def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, each: int = 1) -> None:
+    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: of one replica.
+
+    each: optimizer steps of the trainer per step of the scheduler."""
     lambdas = getattr(scheduler, "lr_lambdas", None)
     if lambdas is None:
-        return warnings.warn(
-            f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it",
-            stacklevel=2,
-        )
-    scheduler.lr_lambdas = [lambda _, rate=rate: rate(round(at() * scale)) for rate in lambdas]
+        return warnings.warn(restarts(scheduler, planned // each, steps // each), stacklevel=2)
+    scheduled = lambda: round(at() * planned / steps) // each  # noqa: E731
+    scheduler.lr_lambdas = [lambda _, rate=rate: rate(scheduled()) for rate in lambdas]
     for group, base, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, lambdas, strict=True):
-        group["lr"] = base * rate(round(at() * scale))
+        group["lr"] = base * rate(scheduled())
+
+
+def restarts(scheduler: Any, planned: int, steps: int) -> str:
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler itself."""
+    ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
+    return (
+        f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"
+        f"{ends if steps < planned else ''}. A LambdaLR follows the run"
+    )
+
+
+def move_to(state: Any, step: int, trainer: Any) -> None:
+    """Set the trainer's step. If it jumps, the trainer's means (loss) are still over the steps that were taken."""
+    jump, state.global_step = step - state.global_step, step
+    for since in ("_globalstep_last_logged", "_initial_global_step"):
+        if jump and hasattr(trainer, since):
+            setattr(trainer, since, getattr(trainer, since) + jump)
 
 
 def is_number(value: Any) -> bool:

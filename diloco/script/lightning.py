@@ -14,6 +14,7 @@ not functions of the step; `reload_dataloaders_every_n_epochs`; `diloco export` 
 import os
 import signal
 import warnings
+from math import isinf
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -47,8 +48,8 @@ class DiLoCoLightningCallback(Callback):
             trainer.loggers = []
             trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
         used = replica.loop.position() * trainer.accumulate_grad_batches
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan / steps)
+        schedulers = {config.scheduler: steps_each(trainer, config) for config in trainer.lr_scheduler_configs}
+        replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan, steps)
         if used or replica.replicas > 1 or slot_index(replica.slot):
             iter(trainer.fit_loop._data_fetcher)  # it was made before the rows were this replica's
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1  # the run ends it
@@ -61,6 +62,15 @@ class DiLoCoLightningCallback(Callback):
         replica.on_log(None, None, None, logs=metrics)
         if replica.asked_to_go or replica.manager.done:
             trainer.should_stop = True
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._replica.watch()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._replica.watch()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._replica.watch(saves=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._replica.on_train_end(None, None, None)
@@ -77,7 +87,17 @@ def refuse_fights(trainer: Any, module: Any) -> None:
         'precision = "16-mixed" skips steps. Use "bf16-mixed"': trainer.precision == "16-mixed",
         "ckpt_path would replace θ: the bucket is the checkpoint. Leave it out": trainer.global_step > 0,
         "it has no end. Set max_steps or max_epochs": trainer.estimated_stepping_batches == float("inf"),
+        'a schedule takes a step after each epoch, and the dataset has no length. Set its interval to "step"': any(
+            config.interval == "epoch" and isinf(trainer.num_training_batches)
+            for config in trainer.lr_scheduler_configs
+        ),
     }
     for text, holds in reasons.items():
         if holds:
             raise OuterError(f"this Trainer cannot be a replica: {text}")
+
+
+def steps_each(trainer: Any, config: Any) -> int:
+    """Return the optimizer steps per step of a scheduler: Lightning takes one after each epoch, unless told."""
+    in_epoch = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
+    return config.frequency * (in_epoch if config.interval == "epoch" else 1)

@@ -7,6 +7,9 @@
     a session that joins late    begins after the indices that its slot has used
     several ranks                all draw the same stream, and accelerate deals its batches to them
 
+Rows without a length, or with a sampler of another kind, are not dealt: each replica reads all, and a session skips
+those that its slot has used.
+
 Not promised: rows that no other replica reads, if the number of replicas changes, or if the dataset has no length.
 """
 
@@ -19,6 +22,7 @@ import torch
 from torch.utils.data import Sampler, SequentialSampler
 
 from diloco.run.config import OuterError
+from diloco.run.script import SLOT
 from inner.data.order import Share, prompt_order
 
 
@@ -107,3 +111,25 @@ def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
     if used or not is_alone:
         batches.sampler = ShareSampler(inner, share, used * batches.batch_size * ranks)
     return True
+
+
+def skip_used(loader: Any, used: int) -> bool:
+    """Make accelerate's loader skip the batches that this slot has used, in its first pass. Return False for others."""
+    if not used or not hasattr(loader, "skip_batches"):
+        return False
+    loader.skip_batches = used % len(loader) if _has_length(loader) else used
+    return True
+
+
+def unshared_words(loader: Any, *, is_alone: bool, begins_again: bool) -> str:
+    """Return the warning about rows that are not dealt to the replicas; "" if it makes no difference."""
+    sampler = getattr(batches_of(loader)[0], "sampler", None)
+    why = f"{type(sampler).__name__} draws rows by itself" if _has_length(loader) else "the dataset has no length"
+    equal = f"all replicas read the same rows in the same order. Shuffle them with a seed from {SLOT}"
+    again = "a session that goes on for another one begins at the first row again. Use a dataset with a length"
+    told = [*([] if is_alone else [equal]), *([again] if begins_again else [])]
+    return f"{why}, so {'; and '.join(told)}" if told else ""
+
+
+def _has_length(loader: Any) -> bool:
+    return hasattr(getattr(loader, "dataset", None), "__len__")

@@ -293,23 +293,18 @@ class Rendezvous:
         self.members.status.enter_phase("wait", self.step)
 
     def settle(self) -> Commit:
-        """Wait for the decision of the open step, help to make it, and return the commit.
-
-        This replica's offer must be durable.
-        """
+        """Wait for the decision of the open step, help to make it, return the commit.  Our offer must be durable."""
         self.members.status.enter_phase("wait", self.step)
         self.offers.open_step(self.step, self.base)
         wait = StepWait(self.clock, self.timing, self._times.due_in())
         while (commit := self.chain.read(self.step)) is None:
             self._departure.check_before_pause()
+            if (steps := self.wanted.steps) and self.is_done:  # no step is closed beyond the run's last one
+                raise Leaving(f"the run is to have {steps} outer steps now, and {self.name} has taken them all")
             wait.count_time()
             why_open = self._committer.try_to_commit(wait, self._snapshots.newest)
             self.members.status.note = why_open
             if why_open:
-                if self.is_done:  # the run was shortened while we trained: all replicas that heard of it have ended
-                    raise Leaving(
-                        f"the run is to have {self.wanted.steps} outer steps now, and {self.name} has taken them all"
-                    )
                 _refuse_long_wait(self.step, self.name, why_open, idle=wait.idle, limit=self.timing.give_up)
                 if wait.is_overdue():
                     self._committer.refuse_lost_anchors()
@@ -446,8 +441,7 @@ class Rendezvous:
                 self.store, self.members, unsent, {} if self.is_done else self.baggage(),
                 bytes_per_s=self.own_blobs.bytes_per_s, left_s=self._departure.left_s, emit=self.emit,
             )  # fmt: skip
-            step = self.step
-            base = self.base
+            step, base = self.step, self.base
             leaving.write_leave_record(
                 self.store, self.clock, self.members, step=step, base=base, reason=reason, residual=residual
             )

@@ -55,6 +55,19 @@ def test_a_successor_goes_on_in_the_same_bits() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), successor.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("kernel", "place"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")])
+def test_the_number_of_steps_lies_where_torch_keeps_it(kernel: str, place: str) -> None:
+    """A kernel that counts on the GPU takes no number on the CPU; `meta` stands for a GPU here."""
+    found = read_moments(*trained())
+    model = small_model().to("meta")
+    first, *others = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others, kernel: True}], lr=1e-2)
+    assert write_moments(model, optimizer, found) == ""
+    steps = [optimizer.state[p]["step"] for p in (first, *others)]
+    assert [step.device.type for step in steps] == ["cpu", *[place] * len(others)]
+    assert {step.dtype for step in steps} == {torch.float32}
+
+
 def test_there_is_nothing_to_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step, of another optimizer, with another state, and where they are many bytes."""
     assert read_moments(*trained(0)) == {}

@@ -216,7 +216,7 @@ class Scripted:
     """A Manager of one replica: the mean is its own Δ, but for step 3, which was decided without it."""
 
     _use_async_quorum = False
-    done_with_delta, leaving, fenced, behind, h_cap, why = True, False, False, False, 1 << 30, ""
+    done_with_delta, leaving, fenced, behind, done, h_cap, why = True, False, False, False, False, 1 << 30, ""
     rounds = property(lambda self: self)
 
     def __init__(self) -> None:

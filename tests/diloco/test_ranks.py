@@ -17,12 +17,13 @@ import torch
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
+from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
 from rendezvous.stores.open import open_store
-from tests.support.fleet import context
+from tests.support.fleet import WAIT_S, context
 from tests.support.ranks import run_fleet, start, wait, words
 
 slow = pytest.mark.slow
@@ -120,6 +121,34 @@ def lead_one_rank(folder: str) -> int:
     followers.end()
     Path(folder, "told.json").write_text(json.dumps(told))
     return 0
+
+
+def test_an_endless_loop_of_two_ranks_ends_with_the_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"replicas": 1, "min_replicas": 1, "steps": 2, "sync_every": 4, "kind": "sharded"}
+    assert wait(start(tmp_path, "r00", 2, faults="endless", **settings)) == 0, words(tmp_path)
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.head == 2 and report.done and [one.end for one in report.sessions] == ["done"]
+
+
+def lead_one_that_ends_well(folder: str, is_over: bool) -> int:
+    module.EARLY_S = 0.5
+    out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    followers = Followers(2, int)  # which ends at once, with 0
+    followers.is_over = lambda: is_over
+    time.sleep(5.0 if is_over else WAIT_S)
+    followers.end()
+    return 0
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(is_over: bool, tmp_path: Path) -> None:
+    """Rank 0 waited for it for half an hour and longer; once rank 0 has left the run, it needs no other rank."""
+    child = context().Process(target=lead_one_that_ends_well, args=(str(tmp_path), is_over))
+    child.start()
+    assert wait(child) == (0 if is_over else exitcodes.CRASHED)
+    told = "rank 1 of 2 ended (exit code 0, before the run was done); the replica ends with it"
+    assert (told in words(tmp_path)[0]) != is_over
 
 
 def end_a_program(folder: str) -> int:

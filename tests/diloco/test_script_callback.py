@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,13 +20,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import RepeatSampler
 
 from diloco import DiLoCoCallback, OuterError
 from diloco.process import exitcodes
+from diloco.process.watchdog import Watchdog
 from diloco.runlog.reader import read_report
 from diloco.script.callback import (
     ALONE,
@@ -36,9 +46,10 @@ from diloco.script.callback import (
     total_steps,
 )
 from diloco.script.rollouts import calling_trainer
-from diloco.script.rows import ShareSampler, give_share, refuse_small_share
+from diloco.script.rows import ShareSampler, give_share, refuse_small_share, skip_used, unshared_words
 from diloco.views.samples import session_samples
 from inner.data.order import Share
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.tiny_models import tiny_model_folder
 
@@ -197,6 +208,18 @@ def test_a_script_that_raises_is_told_when_its_process_ends(tmp_path: Path) -> N
     assert crash["error"] == "ZeroDivisionError: division by zero"
 
 
+def test_a_script_that_joins_a_finished_run_ends_with_its_weights(tmp_path: Path) -> None:
+    """A trainer asks whether to stop only after a step, so it takes one; that step is taken back."""
+    run, ends = f"file://{tmp_path}/run", list[torch.Tensor]()
+    for slot in ("r00", "r00", "r01"):
+        ours = DiLoCoCallback(run, slot=slot, sync_every=4)
+        trainer = trainer_of("sft", tmp_path, [ours], lr_scheduler_type="constant")
+        trainer.train()
+        ends.append(weights_of(trainer))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    assert read_report(open_store(run)).head == 2
+
+
 def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
     begun: list[str] = []
     tracker = type("Tracker", (TrainerCallback,), {"on_train_begin": lambda *_, **__: begun.append("run")})
@@ -249,6 +272,59 @@ def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
     assert not give_share(object(), Share(0, 0, 1), used=0, is_alone=True), "a stream has no sampler"
 
 
+class Stream(IterableDataset[Any]):
+    """Numbered rows without a length."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ({"input_ids": torch.full((8,), i), "labels": torch.full((8,), i)} for i in range(self.rows))
+
+
+class Reads(TrainerCallback):
+    """Note the first token of each batch that the model gets."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        note = lambda module, given, named: self.read.append(int(named["input_ids"][0, 0]))  # noqa: E731
+        trainer["model"].register_forward_pre_hook(note, with_kwargs=True)
+
+
+@pytest.mark.parametrize("rows", [100, 13], ids=["longer than the run", "shorter than what was used"])
+def test_a_replacement_goes_on_in_a_stream_where_its_slot_was(rows: int, tmp_path: Path) -> None:
+    def train(*more: Any) -> list[int]:
+        reads = Reads()
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+        args = TrainingArguments(str(tmp_path), max_steps=24, per_device_train_batch_size=1, **QUIET)
+        ours = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+        trainer = Trainer(model=model, args=args, train_dataset=Stream(rows), callbacks=[ours, reads, *more])  # type: ignore[arg-type]
+        with suppress(SystemExit):
+            trainer.train()
+        return reads.read
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # alone, it has nothing to tell
+        first = train(At(15, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        second = train()
+    assert first == [i % rows for i in range(16)]
+    began = [i % rows for i in range(16, 24)] if rows > 16 else [i % rows for i in range(8)]
+    assert second == began
+    assert read_report(open_store(f"file://{tmp_path}/run")).done
+
+
+def test_rows_that_are_not_dealt_are_told_in_words_that_fit() -> None:
+    weighted = DataLoader(list(range(4)), sampler=WeightedRandomSampler([1.0] * 4, 4))  # type: ignore[arg-type]
+    assert unshared_words(weighted, is_alone=True, begins_again=False) == ""
+    assert "WeightedRandomSampler draws rows by itself" in unshared_words(weighted, is_alone=False, begins_again=False)
+    told = unshared_words(DataLoader(Stream(3)), is_alone=True, begins_again=True)
+    assert told.startswith("the dataset has no length, so a session") and "all replicas" not in told
+    assert not skip_used(weighted, 3), "it is no loader of accelerate"
+
+
 def test_a_share_that_fills_no_batch_is_refused() -> None:
     with pytest.raises(OuterError, match="2 rows for 3 replicas"):
         refuse_small_share(loader_of(RandomSampler(range(2)), 1), 3)
@@ -267,9 +343,18 @@ def test_epochs_are_the_fleets_and_max_steps_one_replicas() -> None:
     epochs = TrainingArguments(output_dir="x", use_cpu=True)
     assert total_steps(epochs, planned=90, replicas=4) == 23
     assert total_steps(TrainingArguments(output_dir="x", max_steps=90, use_cpu=True), planned=90, replicas=4) == 90
-    assert rounds_of(90, 20) == 5
+    assert rounds_of(90, 20) == 5 and rounds_of(90, 20, most=100) == 5 and rounds_of(90, 20, most=99) == 4
     with pytest.raises(OuterError, match=r"6 optimizer steps are fewer than one round of 20.*sync_every = 1"):
         rounds_of(6, 20)
+
+
+@pytest.mark.parametrize("length", [{"max_steps": -1, "num_train_epochs": 1}, {"max_steps": 11}], ids=str)
+def test_a_trainer_whose_epochs_end_inside_a_round_takes_whole_rounds(length: dict[str, Any], tmp_path: Path) -> None:
+    """An epoch has 12 steps: the third round of 5 would need 15, so the script ended with the run unfinished."""
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=5)], **length)
+    trainer.train()
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    assert report.done and report.head == 2 and len(report.sessions) == 1 and trainer.state.global_step == 10
 
 
 def test_no_sync_comes_inside_a_generation() -> None:
@@ -285,12 +370,31 @@ def test_the_rate_is_a_function_of_the_runs_step() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
     at = [40]
-    follow_run(scheduler, lambda: at[0], 0.5)  # its own plan has half as many steps
+    follow_run(scheduler, lambda: at[0], planned=50, steps=100)  # its own plan has half as many steps
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8)
     at[0] = 60
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7)
+
+
+def test_a_schedule_of_epochs_gets_the_runs_epoch() -> None:
+    """Lightning's schedules take a step after each epoch, unless told; here an epoch has 12 optimizer steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler, seen, at = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch), list[float](), [0]
+    follow_run(scheduler, lambda: at[0], planned=48, steps=24, each=12)  # two replicas
+    for at[0] in (0, 5, 6, 12, 18, 23):
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [1, 1, 0.5, 0.25, 0.125, 0.125]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(100, "restarts it. A LambdaLR"), (25, "after 25 of its 100 steps. Give")])
+def test_a_schedule_that_cannot_follow_the_run_is_told(steps: int, told: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    with pytest.warns(UserWarning, match=f"CosineAnnealingLR is not a function of the step alone.*{told}"):
+        follow_run(scheduler, lambda: 0, planned=100, steps=steps)
 
 
 def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +415,7 @@ def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatc
     [
         ({"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}, "would replace θ"),
         ({"max_steps": 3}, "fewer than one round of 4"),
+        ({"auto_find_batch_size": True}, "Set per_device_train_batch_size"),
     ],
 )
 def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -323,6 +428,14 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
     with pytest.raises(OuterError, match=words):
         trainer.train()
     assert not (tmp_path / "run").exists(), "nothing was founded"
+
+
+def test_fp16_from_the_launcher_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch --mixed_precision fp16` sets it; a GPU's trainer would scale its gradients."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 8, **QUIET})
+    with pytest.raises(OuterError, match=r"fp16 .its own, or its launcher's mixed_precision. scales gradients"):
+        refuse_fights(args, Mock(global_step=0), [])
 
 
 class Replaces(TrainerCallback):
@@ -344,8 +457,108 @@ def test_an_optimizer_that_comes_later_is_refused_at_its_first_step(
     assert trainer.state.global_step == 2
 
 
+class Ones(Trainer):
+    """A trainer whose loss is 1 in each step."""
+
+    def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
+        super().training_step(*given, **more)
+        return torch.ones(())
+
+
+def ones(folder: Path, callbacks: list[Any]) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+    args = TrainingArguments(**{"output_dir": str(folder), "max_steps": 12, "logging_steps": 1, **QUIET})
+    return Ones(model=model, args=args, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def test_the_logged_loss_is_a_mean_over_the_steps_that_were_taken(tmp_path: Path) -> None:
+    """In a replacement, whose step begins at the run's, and after a round that ends early, where it jumps."""
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+
+    def end_round() -> None:
+        assert callback.loop is not None
+        callback.loop.rounds.session.rv.h_cap = 2
+
+    first = ones(tmp_path, [callback, At(5, end_round), At(9, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    with pytest.raises(SystemExit):
+        first.train()
+    second = ones(tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)])
+    second.train()
+    steps = [[one["step"] for one in trainer.state.log_history if "loss" in one] for trainer in (first, second)]
+    losses = [one["loss"] for trainer in (first, second) for one in trainer.state.log_history if "loss" in one]
+    assert 6 not in steps[0] and 8 in steps[0] and steps[1][0] > 8, f"neither jumped: {steps}"
+    assert set(losses) == {1.0} and second.state.log_history[-1]["train_loss"] == pytest.approx(1.0)
+
+
+class Looks(TrainerCallback):
+    """Let half a second pass in each prediction step, and twenty in a save, as the heartbeat's thread sees them."""
+
+    def __init__(self, ours: DiLoCoCallback) -> None:
+        self.ours = ours
+        self.looks, self.hung = Counter[str](), list[str]()
+
+    def look(self, what: str, seconds: float) -> None:
+        assert self.ours.loop is not None
+        self.looks[what] += 1
+        for _ in range(round(2 * seconds)):
+            if self.ours.loop.rounds.watchdog.look(0.5) is not None:
+                self.hung.append(what)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.ours.loop is not None
+        self.ours.loop.rounds.watchdog = Watchdog(SystemClock(), least_s=2.0)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.look("prediction", 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_an_evaluation_and_a_save_are_no_inner_step_that_hangs(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    when = {"eval_strategy": strategy, "save_strategy": strategy, "eval_steps": 2, "save_steps": 2}
+    args = TrainingArguments(
+        **{"output_dir": str(tmp_path), "max_steps": 8, "per_device_eval_batch_size": 1, **QUIET, **when}
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[looks.ours, looks])  # type: ignore[arg-type]
+    save = trainer._save_checkpoint
+    monkeypatch.setattr(trainer, "_save_checkpoint", lambda *given: (looks.look("save", 20.0), save(*given)))
+    trainer.train()
+    assert looks.looks["prediction"] >= 32 and looks.looks["save"] >= 2 and not looks.hung
+    assert read_report(open_store(f"file://{tmp_path}/run")).done
+
+
+def test_a_training_that_begins_again_after_it_raised_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two outer loops would hang on one optimizer, and each H inner steps would be two outer steps."""
+    monkeypatch.setattr(DiLoCoCallback, "_listen", lambda callback: None)
+    raised: list[str] = []
+
+    def run_out_of_memory() -> None:
+        if not raised:
+            raised.append("once")
+            raise RuntimeError("CUDA out of memory.")
+
+    run = f"file://{tmp_path}/run"
+    trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=4), At(5, run_out_of_memory)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    with pytest.raises(OuterError, match=r"the training began again after it had raised.*start the script again"):
+        trainer.train()
+    assert read_report(open_store(run)).head == 1
+
+
 def test_other_ways_to_share_a_model_are_refused() -> None:
-    usual: dict[str, Any] = {"fp16": False, "load_best_model_at_end": False, "deepspeed": None, "fsdp": None}
+    usual: dict[str, Any] = {
+        "fp16": False, "load_best_model_at_end": False, "auto_find_batch_size": False, "deepspeed": None, "fsdp": None,
+    }  # fmt: skip
     refuse_fights(Mock(**{**usual, "fsdp": True, "fsdp_config": {"version": 2}}), Mock(global_step=0), [])
     for changed, told in (
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP 1, whose parameters are flat"),

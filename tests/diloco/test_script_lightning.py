@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from diloco.process.watchdog import Watchdog
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import checks
+from diloco.script.callback import DiLoCoCallback
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
 lightning = pytest.importorskip("lightning")
@@ -22,6 +26,11 @@ from diloco.script.lightning import DiLoCoLightningCallback, refuse_fights  # no
 
 torch.set_num_threads(1)
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
+EPOCHS = SimpleNamespace(interval="epoch", frequency=1)
+FINE: dict[str, Any] = {
+    "optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0, "estimated_stepping_batches": 8,
+    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS],
+}  # fmt: skip
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -42,9 +51,9 @@ class Line(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(folder: Path, callbacks: list[Any], **more: Any) -> tuple[Line, Any]:
+def fit(folder: Path, callbacks: list[Any], module: Line | None = None, **more: Any) -> tuple[Line, Any]:
     lightning.seed_everything(3, verbose=False)
-    module, loader = Line(), DataLoader(TensorDataset(X), batch_size=8, shuffle=True)
+    module, loader = module or Line(), DataLoader(TensorDataset(X), batch_size=8, shuffle=True)
     settings = {"max_steps": 24, "logger": False, "enable_checkpointing": False, **QUIET, **more}
     trainer = lightning.Trainer(default_root_dir=folder, callbacks=callbacks, **settings)
     trainer.fit(module, loader)
@@ -70,12 +79,12 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path)
         ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
         ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
         ({"global_step": 5}, "the bucket is the checkpoint"),
+        ({"num_training_batches": float("inf"), "lr_scheduler_configs": [EPOCHS]}, 'Set its interval to "step"'),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str) -> None:
-    fine = {"optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0}
-    trainer = SimpleNamespace(**{**fine, "estimated_stepping_batches": 8, **settings})
+    trainer = SimpleNamespace(**{**FINE, **settings})
     with pytest.raises(OuterError, match=f"this Trainer cannot be a replica: .*{words}"):
         refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
 
@@ -83,11 +92,86 @@ def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], word
 def test_ranks_of_which_lightning_knows_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `diloco launch` on two devices, a Trainer with devices=1 has a world of one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    trainer = SimpleNamespace(
-        optimizers=[1], world_size=1, precision="32-true", global_step=0, estimated_stepping_batches=8
-    )
+    trainer = SimpleNamespace(**FINE)
     with pytest.raises(OuterError, match="cannot be a replica: 2 processes run this script, and each"):
         refuse_fights(trainer, SimpleNamespace(automatic_optimization=True))
+
+
+class ByEpochs(Line):
+    """Its schedule takes a step after each epoch, as Lightning's do by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_schedule_of_epochs_is_the_scripts_own(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)]):
+        module = ByEpochs()
+        fit(tmp_path, callbacks, module, max_steps=36)
+        found.append(module.rates[:3])
+    assert found[0] == found[1] == [0.05, 0.025, 0.0125]
+
+
+class Validated(Line):
+    """It is validated on twelve batches after each epoch."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.training_step(batch, index))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(X), batch_size=8)
+
+
+class Looks(lightning.Callback):
+    """Let half a second pass in each batch of a validation, and twenty in a save, as the heartbeat sees them."""
+
+    def __init__(self, replica: DiLoCoCallback) -> None:
+        self.replica, self.looks, self.hung = replica, Counter[str](), list[str]()
+
+    def look(self, what: str, times: int) -> None:
+        assert self.replica.loop is not None
+        self.looks[what] += 1
+        seen = [self.replica.loop.rounds.watchdog.look(0.5) for _ in range(times)]
+        self.hung += [what] * any(stood is not None for stood in seen)
+
+    def on_train_start(self, *_: Any) -> None:
+        assert self.replica.loop is not None
+        self.replica.loop.rounds.watchdog = Watchdog(SystemClock(), least_s=2.0)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self.look("validation", 1)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.look("save", 40)
+
+
+def test_a_validation_and_a_save_are_no_inner_step_that_hangs(tmp_path: Path) -> None:
+    callback = DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)
+    looks = Looks(callback._replica)
+    fit(tmp_path, [callback, looks], Validated(), enable_checkpointing=True, num_sanity_val_steps=0)
+    assert looks.looks["validation"] >= 24 and looks.looks["save"] and not looks.hung
+
+
+class Raises(lightning.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 5:
+            raise ZeroDivisionError
+
+
+def test_a_training_that_begins_again_after_it_raised_is_refused(tmp_path: Path) -> None:
+    callback = DiLoCoLightningCallback(f"file://{tmp_path}/run", sync_every=4)
+    for error in (ZeroDivisionError, OuterError):
+        with pytest.raises(error):
+            fit(tmp_path, [callback, Raises()])
 
 
 def live(folder: Path, slot: str) -> None:

@@ -162,6 +162,17 @@ def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_end
     assert (snapshot := snapshots.read(store, 1)) is not None and snapshot.confirmed and snapshot.base == a.rv.base
 
 
+def test_no_step_is_closed_beyond_the_last_one_though_all_have_offered(clock: ManualClock) -> None:
+    store, a, b = pair(clock, steps=1)
+    together(a, b)
+    for seat in (a, b):
+        seat.offer()
+    for seat in (a, b):
+        with pytest.raises(Leaving, match="1 outer steps now"):
+            seat.rv.settle()
+    assert store.get(layout.commit_key(1)) is None
+
+
 def test_a_first_snapshot_that_was_lost_with_the_first_commit_is_not_made_anew(clock: ManualClock) -> None:
     """A joining replica may hold anything: zeros, where a later snapshot takes the place of the start model."""
     store, a, b = pair(clock)

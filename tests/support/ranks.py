@@ -63,7 +63,8 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     """Be one rank of a slot.   told: file for the digests; rank 0 writes it.
 
     kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP", "wait STEP PATH", both at an inner step;
-    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "unled and met", "apart", "raise RANK STEP"."""
+    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "unled and met", "apart", "raise RANK STEP";
+    "endless": its loop asks nobody whether the run is done."""
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
     arm(faults.split(), rank)
@@ -83,7 +84,7 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     digests, at = list[str](), 0
     with make_diloco(model, optimizer, manager, **outer) as run:
-        while not manager.done:
+        while faults == "endless" or not manager.done:
             fail(faults, rank, at)
             inject(model, 1000 * int(slot[1:]) + at + (500 * int(rank) if faults == "apart" else 0))
             optimizer.step()

@@ -175,8 +175,7 @@ class LighthouseRounds:
         arrays = self._joined_loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
-        for fragment in range(len(self._joined_loop.fragments)):
-            self._joined_loop.rewrite(fragment)
+        self._joined_loop.rewrite_all()
         self._digests = Digests(self._joined_loop.state, self._joined_loop.rules.fragments)
         self._emit("healed", step=self._manager.current_step())
 

@@ -69,8 +69,10 @@ class OuterRounds(Protocol):
 
 
 class OuterManager(Protocol):
-    """A Manager with torchft's eight names, and its OuterRounds."""
+    """A Manager with torchft's eight names, and its OuterRounds.   done: whether the run has all its outer steps."""
 
     @property
     def rounds(self) -> OuterRounds: ...
+    @property
+    def done(self) -> bool: ...
     def current_step(self) -> int: ...
