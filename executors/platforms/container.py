@@ -120,7 +120,7 @@ def _run_child(
         kills = oom.Kills()
         try:
             child.start()
-            code = child.wait(_time_left(spec, began), grace_s, lease)
+            code = child.wait(_time_left(spec, began), grace_s, lease, _late_grace_s(spec, grace_s))
         except BaseException as error:
             code = child.leave(grace_s)
             interruption = error
@@ -171,8 +171,10 @@ class Child:
             self._pump.join(timeout=5.0)
         return tuple(self._lines)
 
-    def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord) -> int:
+    def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord, late_grace_s: float) -> int:
         """Wait for the child; return its exit code.  After `seconds`, ask it to leave; if it does, return RESUME.
+
+        late_grace_s: seconds that it may then take.
 
         The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
         kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.
@@ -191,7 +193,7 @@ class Child:
             return self._process.wait(max(0.0, left))
         except subprocess.TimeoutExpired:
             print("the platform's time limit is near; leaving, to be started again", file=sys.stderr, flush=True)
-            code = self.leave(grace_s)
+            code = self.leave(late_grace_s)
             return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
 
     def leave(self, grace_s: float) -> int:
@@ -328,9 +330,23 @@ def _make_end(code: int, *, reason: str = "", value: Any = None, tail: tuple[str
 def _time_left(spec: ReplicaSpec, began: float) -> float | None:
     if not spec.timeout_s:
         return None
-    limit_s = staggered_s(spec.timeout_s, spec.slot) if spec.entrypoint == REPLICA else spec.timeout_s
-    margin = min(MARGIN * limit_s, MARGIN_MOST_S)
-    return max(0.0, began + limit_s - margin - time.monotonic())
+    return max(0.0, began + _limit_s(spec) - _margin_s(spec) - time.monotonic())
+
+
+def _late_grace_s(spec: ReplicaSpec, grace_s: float) -> float:
+    """Return how long the child may take to leave near the time limit: a replica needs an inner step and an upload.
+
+    A supervisor needs the rest of the margin to start the next one.
+    """
+    return max(grace_s, _margin_s(spec) - grace_s) if spec.entrypoint == REPLICA else grace_s
+
+
+def _limit_s(spec: ReplicaSpec) -> float:
+    return staggered_s(spec.timeout_s, spec.slot) if spec.entrypoint == REPLICA else spec.timeout_s
+
+
+def _margin_s(spec: ReplicaSpec) -> float:
+    return min(MARGIN * _limit_s(spec), MARGIN_MOST_S)
 
 
 def _raise_interrupt(*_: object) -> NoReturn:

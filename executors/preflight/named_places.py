@@ -17,7 +17,7 @@ from rendezvous.records.schema import from_json
 if TYPE_CHECKING:
     from executors.preflight.quote import PlaceRequest
 
-OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
+OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("hardware", "secrets", "timeout_s", "env")}
 
 
 def refined_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
@@ -78,7 +78,7 @@ def _refined_place(place: Place, request: "PlaceRequest") -> Place:
     own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
     try:
         refined = {
-            "gpu": list(place.gpu or request.gpu or _words(own.get("gpu", ()))),
+            "gpu": list(place.gpu or request.gpu or _words(own.get("gpu", own.get("hardware", ())))),
             "timeout_s": request.timeout_s or place.timeout_s or own.get("timeout_s", 0.0),
             "secrets": list(_secrets_of(place, request.secrets) or (*place.secrets, *_words(own.get("secrets", ())))),
             "env": {**place.env, **own.get("env", {})},

@@ -173,8 +173,17 @@ def image_fault(place: Place) -> str:
 # -------------------------------------------------------------------- secrets
 
 
+def _has_credential(value: object) -> bool:
+    return bool(re.search(rf"//[^/@\s]*:[^/@\s]+@|\b{SECRET_VALUE.pattern}", str(value)))
+
+
 def plain_secret(place: Place) -> str:
     """Return a fault if a variable looks like a secret: the bucket would show it, as control records have places."""
+    if option := next((key for key, value in place.options.items() if key != "env" and _has_credential(value)), ""):
+        return (
+            f"--{option} of {place.executor} has a token or a password in its text, and the bucket, the job and this "
+            "terminal show it in plain. Publish the package, or put it into an image (--option image=NAME)"
+        )
     own = place.options.get("env", {})
     named = {**place.env, **(own if isinstance(own, Mapping) else {})}
     found = [name for name, value in named.items() if SECRET_NAME.search(name) or SECRET_VALUE.match(str(value))]

@@ -207,6 +207,8 @@ class Supervisor:
             return outcome
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
             patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
+            if self._killing:  # "Ctrl-C again: kill" needs no answer of the store
+                self.slots.cancel([t for t in self.slots.all() if t.running], 0.0)
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
             if not (isinstance(error, Unavailable) or self.slots.anybody):
@@ -235,7 +237,7 @@ class Supervisor:
             self._said = said
             self.lease.beat(*said)
         self._trackers.tick()
-        statuses = self.slots.ask(self._reader.refresh)
+        statuses = self.lease.keep_while(lambda: self.slots.ask(self._reader.refresh))
         if any(status.state.ended for status in statuses.values()):
             self._looks.forget()
         report = self._looks.report()

@@ -213,7 +213,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
             )
 
 
-def write_control(store: Store, clock: Clock, known: Wanted | None = None, **changes: object) -> Wanted:
+def write_control(store: Store, clock: Clock, known: Wanted | None = None, /, **changes: object) -> Wanted:
     """Append one control record.   Return the desired state after this record.   known: an earlier one, to read on."""
     if "places" in changes:
         changes["places"] = tuple(changes["places"])  # type: ignore[arg-type]

@@ -39,7 +39,9 @@ def cache_of(store: Readable, nonce: str) -> "Cache | None":
     """Return the cache of a run's records; None for a run in a folder, which is as fast.   nonce: that of run.json."""
     if getattr(store, "cheap", False):
         return None
-    return Cache(cache_root() / f"{_short_hash(store.url)}-{_short_hash(nonce)}")
+    with suppress(RuntimeError):  # a user without a home has no cache
+        return Cache(cache_root() / f"{_short_hash(store.url)}-{_short_hash(nonce)}")
+    return None
 
 
 def latest_cache(url: str) -> "Cache | None":

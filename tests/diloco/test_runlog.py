@@ -612,3 +612,16 @@ def test_an_event_with_a_text_of_any_length_is_read() -> None:
     journal.flush()
     log = read_log(store, layout.log_key("r00", 1, 0))
     assert [e["event"] for e in log.events] == ["crashed", "lost"] and log.passed_over == 0
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch) -> None:
+    """Before: a traceback, in a container with an arbitrary user."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    store = MemoryStore()
+    store.cheap = False  # type: ignore[misc]
+    assert cache_of(store, "nonce") is None

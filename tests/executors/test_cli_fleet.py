@@ -175,6 +175,13 @@ def test_a_run_keeps_its_places_and_they_can_be_refined():
     assert quote.wanted_places(asked("resume", "r").places, before) == (Place("modal", 0, ("H100",)),)
 
 
+def test_hardware_as_an_option_is_the_places_gpu():
+    """Before: four GPUs were one, and the fleet started before the model was there."""
+    typed = asked("resume", "r", "--executor", "hf-jobs", "--option", "hardware=a10g-largex4").places
+    (place,) = quote.wanted_places(typed, [])
+    assert place.gpu == ("a10g-largex4",) and place.devices == 4 and "hardware" not in place.options
+
+
 def test_an_unknown_executor_names_those_there_are(capsys, config):  # noqa: F811
     err = complaint(capsys, "plan", config, "--run", config.parent / "run", "--executor", "lambda")
     assert "there is no executor 'lambda'; there are local, modal, hf-jobs, slurm, sky" in err
@@ -391,6 +398,7 @@ def test_a_stop_whose_reader_leaves_stops_all_the_same(tmp_path):
         (["watch", "RUN", "--port", "8080"], "of the page that --web serves"),
         (["watch", "RUN", "--bind", "0.0.0.0"], "of the page that --web serves"),
         (["stop", "--all", "--executor", "modal", "--purge"], "--purge and --grace are of `diloco stop RUN`"),
+        (["stop", "RUN", "--option", "namespace=me"], "--option is of --all"),
         (["stop", "--all", "--executor", "modal", "--grace", "60"], "--purge and --grace are of `diloco stop RUN`"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from diloco.process import exitcodes, processes
+from executors.platforms import container
 from executors.platforms.base import REPLICA, ReplicaSpec
 from executors.platforms.container import (
     CRASHED,
@@ -308,6 +310,14 @@ def test_it_leaves_before_the_platforms_time_limit_to_be_started_again(
     end = run_replica(spec(function, folder=str(tmp_path), timeout_s=3.0).to_dict(), "somewhere", grace_s=0.2)
     assert end["exit_code"] == exitcodes.RESUME and (tmp_path / "goodbye").exists() is left
     assert 2.5 < time.monotonic() - began < WAIT_S
+
+
+def test_a_replica_has_the_margin_of_its_time_limit_to_leave() -> None:
+    """Before: 12 s, of 180 that were kept free, so a long inner step lost all since the last offer."""
+    kind = ReplicaSpec("s3://b/r", "r00", entrypoint=REPLICA, timeout_s=3600.0)
+    assert container._late_grace_s(kind, 12.0) == 168.0
+    assert container._late_grace_s(replace(kind, timeout_s=60.0), 12.0) == 12.0
+    assert container._late_grace_s(replace(kind, entrypoint="executors.supervision:main"), 12.0) == 12.0
 
 
 def test_a_crash_at_the_time_limit_is_a_crash(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from diloco.process import exitcodes
 from diloco.runlog.reader import Report, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.supervision import shutdown, supervisor
+from executors.supervision import lease, shutdown, supervisor
 from executors.supervision.grace import FINISH_S, GRACE_S, leave_s, lost_work
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.plan import Cancel, Desired, Drain, Observation, plan
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.errors import Leaving
+from rendezvous.errors import Leaving, StoreUnclear
 from rendezvous.records.records import Beat
 from tests.executors.test_supervisor import QUICK, Numbers, Toy, executor, found, wait_for  # noqa: F401
 from tests.support.fakes import ManualClock
@@ -110,6 +110,41 @@ def test_what_a_kill_lost_is_said(tmp_path, executor, monkeypatch, again):  # no
     assert "nothing is lost" not in outcome.text
     (session,) = read_report(run.store).sessions
     assert session.how == "killed" and "3 inner steps" in session.why, session
+
+
+def test_a_second_ctrl_c_kills_while_the_bucket_is_away(tmp_path, executor, monkeypatch):  # noqa: F811
+    """Before: the store's error came before the only place that looked, and rented machines ran on."""
+    looks = supervisor_of_toys(found(tmp_path, replicas=1, steps=50), executor, "replica", lambda *_: None)
+    ended = list[float]()
+    monkeypatch.setattr(looks.slots, "cancel", lambda states, grace_s: ended.append(grace_s))
+
+    def away() -> None:
+        raise StoreUnclear("no answer")
+
+    monkeypatch.setattr(looks, "tick", away)
+    looks.leave()
+    assert looks._patient_tick() is None and ended == []
+    looks.kill()
+    assert looks._patient_tick() is None and ended == [0.0]
+
+
+def test_a_slow_platform_costs_no_heartbeat(tmp_path, executor, monkeypatch):  # noqa: F811
+    """Before: a poll of fifteen seconds was a silence, and another command took the lease."""
+    monkeypatch.setattr(lease, "BEAT_S", 0.02)
+    run = found(tmp_path, replicas=1, steps=50)
+    beats = list[int]()
+    ask = executor.poll
+
+    def slow(handles):
+        before = looks.lease.beats
+        time.sleep(0.3)
+        beats.append(looks.lease.beats - before)
+        return ask(handles)
+
+    monkeypatch.setattr(executor, "poll", slow)
+    looks = supervisor_of_toys(run, executor, "replica", lambda looks, report: looks.leave() if beats else None)
+    looks.supervise()
+    assert max(beats) >= 3
 
 
 def test_the_last_line_does_not_promise_a_run_that_is_gone(tmp_path, executor):  # noqa: F811

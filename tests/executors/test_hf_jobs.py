@@ -442,6 +442,19 @@ def test_many_are_launched_at_once_and_polled_in_one_batch(hub, tmp_path) -> Non
     assert polled == {"GET": 4}, "four pages of ten"
 
 
+def test_a_poll_asks_for_live_jobs_however_many_have_ended(hub, tmp_path) -> None:
+    """Before: it listed every job that the run ever had, in pages, until ten seconds were over and all was stale."""
+    hub.held, hub.page = True, 5
+    executor = made()
+    *old, live = executor.launch_replicas(waiting(tmp_path, *(f"r{i:02d}" for i in range(31))))
+    for handle in old:
+        hub.jobs[handle.native].end("COMPLETED", None)
+    before = len(hub.requests)
+    assert state_of(executor, live) is State.PENDING
+    assert sum(re.search(JOBS, path) is not None for _, path in hub.requests[before:]) == 1
+    assert state_of(executor, old[0]) is State.SUCCEEDED, "it is looked up by its id"
+
+
 def pending(executor: HFJobsExecutor, handles: list[Handle]) -> None:
     assert [s.state for s in executor.poll(handles)] == [State.PENDING] * 33
 

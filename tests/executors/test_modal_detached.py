@@ -18,7 +18,9 @@ from typing import Any
 import modal
 import pytest
 
+from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
+from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
 from executors.platforms.places import Place
@@ -266,3 +268,24 @@ def test_the_gpus_name_is_in_status(platform, executor, run, bucket, tmp_path) -
 def _ended(executor: ModalExecutor, url: str) -> bool:
     (supervisor,) = (h for h in executor.find(url) if h.slot == SUPERVISOR)
     return executor.poll([supervisor])[0].state.ended
+
+
+@pytest.mark.parametrize(
+    ("code", "next_one", "cut_off", "again"),
+    [
+        (exitcodes.RESUME, True, True, False), (exitcodes.RESUME, False, True, True), (-9, True, True, True),
+        (exitcodes.DONE, True, False, False),
+    ],
+)  # fmt: skip
+def test_modal_is_asked_to_start_a_supervisor_again_that_has_no_successor(
+    monkeypatch: pytest.MonkeyPatch, code: int, next_one: bool, cut_off: bool, again: bool
+) -> None:
+    """Before: a failed handover and a killed supervisor ended the call as well as a finished run."""
+    found = {modal_app.NEXT_SUPERVISOR: lambda *_: next_one, modal_app.CUT_OFF: lambda *_: cut_off}
+    monkeypatch.setattr(modal_app, "load_name", found.__getitem__)
+    monkeypatch.setattr(modal_app, "replica", lambda raw, note: {"exit_code": code, "reason": "its end"})
+    if again:
+        with pytest.raises(RuntimeError, match="Modal starts"):
+            modal_app.supervise({"run": "modal://x/y"}, {})
+    else:
+        assert modal_app.supervise({"run": "modal://x/y"}, {})["exit_code"] == code

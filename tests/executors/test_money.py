@@ -88,6 +88,22 @@ def test_costs(events, hours, usd, rate):
     assert (found.usd, found.rate) == (pytest.approx(usd), pytest.approx(rate))
 
 
+def test_bills_of_a_run_of_weeks_read_its_sessions_once():
+    """Before: for each launch, in each tick: 10,000 launches took two seconds."""
+
+    class Counted(tuple[SessionSummary, ...]):
+        read = 0
+
+        def __iter__(self):
+            Counted.read += 1
+            return super().__iter__()
+
+    many = [launched(60.0 * n, attempt=n + 1) for n in range(50)]
+    sessions = Counted(session(generation=n + 1, host=f"modal/r00.{n + 1}", ended=60.0 * n + 30) for n in range(50))
+    found = costs(replace(report(*many), sessions=sessions), T + HOUR)
+    assert len(found.bills) == 50 and Counted.read <= 3
+
+
 def test_a_leave_record_ends_a_bill_that_nobody_closed():
     left = report(launched(), sessions=[session(ended=900.0, how="left")])
     assert costs(left, T + HOUR).usd == pytest.approx(1.0)

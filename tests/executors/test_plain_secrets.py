@@ -24,6 +24,17 @@ def test_a_secret_in_a_place_s_environment_is_refused(env: dict[str, str]) -> No
         assert "the bucket keeps it in plain" in why and f"--secret {name}" in why and "hf_abc" not in why
 
 
+@pytest.mark.parametrize(
+    "pip", [["git+https://x:s3cret@github.com/me/reward"], ["git+https://ghp_0123456789abcdef@github.com/me/r"]]
+)
+def test_a_credential_in_an_option_is_refused_and_not_shown(pip: list[str]) -> None:
+    """Before: the control records, the job and the quote had it in plain."""
+    for name, value in (("pip", pip), ("code", pip[0])):
+        why = plain_secret(Place("hf-jobs", options={name: value}))
+        assert why.startswith(f"--{name} of hf-jobs has a token") and "s3cret" not in why and "ghp_" not in why
+    assert plain_secret(Place("hf-jobs", options={"pip": ["git+ssh://git@github.com/me/reward", "trl==1.0"]})) == ""
+
+
 @pytest.mark.parametrize("env", [{}, {"TOKENIZERS_PARALLELISM": "1"}, {"MAX_TOKENS": "9"}, {"AWS_REGION": "eu"}])
 def test_other_variables_are_none(env: dict[str, str]) -> None:
     assert (

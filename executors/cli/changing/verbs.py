@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import opened, present_url, reach_store
-from executors.cli.options import SLOTS, add_run_verb, flag, offer, value
+from executors.cli.options import SLOTS, add_run_verb, again, flag, offer, value
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
@@ -20,6 +20,10 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from diloco.run.record import Run
 
+SCOPES = {  # where `stop --all` looks
+    "hf-jobs": "the namespace of your token; --option namespace=NAME for another one",
+    "modal": "your Modal environment; MODAL_ENVIRONMENT=NAME for another one",
+}
 SWEPT_S = 120.0  # time for a platform to report that cancelled processes have ended
 
 
@@ -36,6 +40,7 @@ def add_verbs(verbs: Any) -> None:
     stop._actions[-1].nargs = "?"
     offer(value(stop, "--executor", "NAME", "with --all, in RUN's place: what lives on this platform"), *EXECUTORS)
     flag(stop, "--all", help="of any run, also what no run knows of; asks first")
+    again(stop, "--option", type="option", metavar="KEY=VALUE", help="with --all: namespace=me of hf-jobs")
     flag(stop, "--yes", "-y", help="with --all: do not ask")
     value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type="seconds")
     flag(stop, "--purge", help="and remove what platforms keep of it; never the run itself")
@@ -62,6 +67,8 @@ def _drain(args: Namespace, run: "Run") -> Answer:
 def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
+    if args.option:
+        raise run_url.UsageError("--option is of --all: a run knows its own places. Leave it out")
     from executors.cli.changing import scale
     from executors.supervision.shutdown import purge_run, stop_run
 
@@ -90,7 +97,8 @@ def _stop_all(args: Namespace) -> Answer:
         raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` ends all there")
     if args.purge or args.grace is not None:
         raise run_url.UsageError("--purge and --grace are of `diloco stop RUN`: --all ends everything there at once")
-    executor = make_executor(Place(args.executor))
+    options = dict(args.option or ())
+    executor = make_executor(Place(args.executor, options=options))
     try:
         found = executor.sweep_all(dry_run=True)
         say("\n".join(found))
@@ -103,6 +111,7 @@ def _stop_all(args: Namespace) -> Answer:
     finally:
         executor.close()
     words = [*(f"ended {what}" for what in ended), *(f"still there: {what}" for what in left)]
-    nothing = f"nothing of this project lives on {args.executor}"
+    scope = ", ".join(f"{k} {v}" for k, v in options.items()) or SCOPES.get(args.executor, "")
+    nothing = f"nothing of this project lives on {args.executor}{f' ({scope})' if scope else ''}"
     data = {"executor": args.executor, "ended": ended, "live": left}
     return Answer(data, words or [nothing], 1 if left else 0)

@@ -72,6 +72,9 @@ class HubJob:
         return self.created, self.id
 
 
+LIVE_STAGES = ("SCHEDULING", "RUNNING")
+
+
 class Hub:
     """One namespace of the Hub.   namespace: "": the token's own namespace."""
 
@@ -149,10 +152,13 @@ class Hub:
 
     # ------------------------------------------------------------------ jobs
 
-    def jobs(self, run: str, slot: str = "", attempt: int = 0) -> list[HubJob]:
-        """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error."""
+    def jobs(self, run: str, slot: str = "", attempt: int = 0, *, alive: bool = False) -> list[HubJob]:
+        """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error.
+
+        alive: only those that have not ended; a run of weeks has thousands that have.
+        """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
-        jobs = [self._job_from_row(row) for row in self._list_rows(labels)]
+        jobs = [self._job_from_row(row) for row in self._list_rows(labels, LIVE_STAGES if alive else ())]
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
@@ -160,13 +166,14 @@ class Hub:
         found = [self._job_from_row(row) for row in self._list_rows({})]
         return [job for job in found if job.run and job.slot and job.attempt]
 
-    def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    def _list_rows(self, labels: Mapping[str, str], stages: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield rows, page by page.  The client's `list_jobs` would hide the Hub's time-out, and retry for too long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         api = self.api
         url: str | None = f"{api.endpoint}/api/jobs/{self.namespace}"
-        params: Any = [("label", f"{key}={value}") for key, value in labels.items()]
+        params: Any = [("stage", stage) for stage in stages]
+        params += [("label", f"{key}={value}") for key, value in labels.items()]
         while url:
             headers = self._sdk.utils.build_hf_headers(token=api.token)
             reply = get_session().get(url, params=params, headers=headers, timeout=ANSWER_S)

@@ -155,12 +155,12 @@ class HFJobsExecutor(Executor):
         return super().needs_look(handle) if handle.native else launch_of(handle) in self._jobs.given_up
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status each, from one list of jobs per run and the last lines of each job that did not end well.
+        """Return a status each, from one list of live jobs per run; a job that is not in it is looked up by its id.
 
         Second jobs of one launch are cancelled.
         """
         runs = list(dict.fromkeys(h.run for h in handles))
-        found = at_once([lambda run=run: self._jobs.list_run(run) for run in runs], ANSWER_S)
+        found = at_once([lambda run=run: self._jobs.list_live(run) for run in runs], ANSWER_S)
         lists = dict(zip(runs, found, strict=True))
         jobs = [(run, job) for run, found in lists.items() if isinstance(found, list) for job in found]
         asked = [h for h in handles if h.native and isinstance(lists[h.run], list)]
@@ -171,9 +171,9 @@ class HFJobsExecutor(Executor):
         return [_status_or_error(h, answers[h]) for h in handles]
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
-        """Return the status of one launch.   listed: its jobs."""
+        """Return the status of one launch.   listed: its live jobs."""
         is_listed = any(j.id == handle.native for j in listed)
-        own = None if is_listed else self._hub.job(handle.run, handle.native)  # the list may be out of date
+        own = None if is_listed else self._hub.job(handle.run, handle.native)  # it has ended, or the list is old
         job = job_that_counts([*listed, *([] if own is None else [own])])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")

@@ -1,6 +1,6 @@
 """The jobs of each run, as the Hub listed them last: which job of a launch counts, and which jobs must be ended.
 
-    list_run(run) ─▶ all jobs, the oldest first          kept: `alive` and `of_launches` make no request
+    list_live(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
     end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not answer
     given_up      launches that got no answer: if such a launch has started a job, it is ended
 
@@ -30,19 +30,23 @@ class JobLists:
         self._listed_at: dict[str, float] = {}
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
-    def list_run(self, run: str) -> list[HubJob]:
-        """List the jobs of a run, without a retry."""
-        self._listed_at[run] = self._clock.now()
-        self._lists[run] = found = self._hub.jobs(run)
-        return found
+    def list_live(self, run: str) -> list[HubJob]:
+        """List the live jobs of a run, without a retry."""
+        return self._list(run, alive=True)
 
     def list_patiently(self, run: str) -> list[HubJob]:
-        return self._hub.patient("list jobs", lambda: self.list_run(run))
+        """List all jobs of a run, also those that have ended."""
+        return self._hub.patient("list jobs", lambda: self._list(run, alive=False))
+
+    def _list(self, run: str, *, alive: bool) -> list[HubJob]:
+        self._listed_at[run] = self._clock.now()
+        self._lists[run] = found = self._hub.jobs(run, alive=alive)
+        return found
 
     def alive_now(self, run: str) -> list[HubJob]:
         """Return the run's live jobs, by a new list if no poll has made one for LISTED_S (a place without work)."""
         if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
-            at_once([lambda: self.list_run(run)], ANSWER_S)  # without an answer the old list counts
+            at_once([lambda: self.list_live(run)], ANSWER_S)  # without an answer the old list counts
         return self.alive(run)
 
     def alive(self, run: str) -> list[HubJob]:

@@ -39,6 +39,7 @@ NAME = "modal"
 PREFIX = "diloco-"
 SUPERVISE = "supervise"
 NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
+CUT_OFF = "executors.supervision.hosted:is_cut_off"
 CRASHES = 3  # containers of one launch that may die without a report
 
 
@@ -205,10 +206,17 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
 
 
 def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a run's supervisor like a replica; at its time limit, start the next one."""
+    """Run a run's supervisor like a replica; at its time limit, start the next one.
+
+    Raise if none could be started, or if the supervisor was cut off: then Modal makes this call again.  The register
+    counts how often.
+    """
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:
-        load_name(NEXT_SUPERVISOR)(NAME, {}, raw)  # there are about three minutes left for that
+        if not load_name(NEXT_SUPERVISOR)(NAME, {}, raw):  # there are about three minutes left for that
+            raise RuntimeError("the next supervisor could not be started; Modal starts this one again")
+    elif load_name(CUT_OFF)(raw["run"], end["exit_code"]):
+        raise RuntimeError(f"the supervisor was cut off ({end['reason']}); Modal starts it again")
     return end
 
 

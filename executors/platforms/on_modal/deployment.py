@@ -23,6 +23,8 @@ from executors.platforms.on_modal.image import fingerprint, image_of, with_sourc
 from executors.platforms.on_modal.kinds import Kind
 from rendezvous.clock import Clock
 
+AGAIN = 9  # times that Modal calls a supervisor's function again after it has raised
+
 
 class Deployments:
     """The apps of one executor.   default: values for specs that leave them open.   image, pip: see image.py.
@@ -123,7 +125,7 @@ class Deployments:
         for kind in kinds:
             app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
         small = replace(self._default, secrets=secrets).small
-        app.function(name=SUPERVISE, image=plain, **small.options())(modal_app.supervise)
+        app.function(name=SUPERVISE, image=plain, retries=AGAIN, **small.options())(modal_app.supervise)
         with redirect_stdout(sys.stderr), modal.enable_output():  # show the build, which takes minutes
             app.deploy()
         self.register_of(run).deployed(kinds, self._fingerprint_of(specs), self._object_ids(run, kinds))

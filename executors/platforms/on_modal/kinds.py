@@ -116,7 +116,7 @@ class Kind(Plain):
         return f"a container on Modal, {size} {self.timeout_s / 3600:g} h, {cost}"
 
     def options(self) -> dict[str, Any]:
-        """Return options of app.function.  No retries: our function never raises; the register limits crashes."""
+        """Return options of app.function.  No retries: replicas never raise; the register limits crashes."""
         gpu: Any = list(self.gpu) if len(self.gpu) > 1 else self.gpu[0] if self.gpu else None
         return {
             "gpu": gpu,
