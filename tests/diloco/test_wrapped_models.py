@@ -48,6 +48,8 @@ def checkpointed(model: Any) -> Any:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
+    if dist.is_initialized():  # by an earlier test of this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
