@@ -227,6 +227,21 @@ class _Verification:
         of_its_step = self._chain.get(listed.step)
         if of_its_step is not None and offer.base != of_its_step.base:
             self._differs(commit.t, key, listed.slot, f"began from {offer.base}, the chain from {of_its_step.base}")
+        if flaw := self._why_ineligible(commit.t, listed):
+            self._differs(commit.t, key, listed.slot, flaw)
+
+    def _why_ineligible(self, t: int, listed: Listed) -> str:
+        """Return why commit t may not list this offer, by the chain that was read; "" if it may."""
+        rules = self._outer.rules
+        late, rest = divmod(t - listed.step, rules.fragments)
+        if rest:
+            return f"is of step {listed.step}, which has another fragment"
+        if late > rules.max_carry:
+            return f"is of step {listed.step}: it is {late} syncs late, and may be {rules.max_carry}"
+        before = self._chain.get(listed.step - 1)
+        if before is not None and listed.generation < (lowest := before.fence.get(listed.slot, 0)):
+            return f"is of generation {listed.generation}, and commit {before.t} lets {lowest} and later ones act"
+        return ""
 
     # ---------------------------------------------------------------- snapshots
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MANY = 4096  # objects in memory at once
+FORGET_EVERY = 50  # outer steps between two walks over all events
 
 
 @dataclass
@@ -170,7 +171,7 @@ class Reader:
         self._steps: list[Step] = []
         self._last: bytes | None = None  # the newest commit's bytes
         self._listed: set[tuple[int, str]] = set()
-        self._twice = 0
+        self._twice = self._forgotten = 0
         self._logs: dict[str, list[dict[str, Any]]] = {}
         self._sessions: dict[Owner, SessionSummary] = {}
         self._supervisor: Claim | None = None
@@ -233,6 +234,9 @@ class Reader:
 
     def forget_events_before(self, t: int) -> None:
         """Drop old "step" events, whose numbers the steps have, to save memory in a reader that runs for days."""
+        if t < self._forgotten + FORGET_EVERY:
+            return
+        self._forgotten = t
         for key, events in self._logs.items():
             if any(e["event"] == "step" and e.get("step", t) < t for e in events):
                 self._logs[key] = [e for e in events if e["event"] != "step" or e.get("step", t) >= t]

@@ -65,6 +65,7 @@ FAILED = 1
 TICK_S = 0.2
 PATIENCE_S = 120.0
 RENTED_GRACE_S = 40.0  # GRACE_S for a platform, which passes the request on; the rest of END_S is for its answer
+KEPT_STEPS = 100  # outer steps whose events stay in memory
 PROOF_S = 600.0  # time to see the ends of all replicas
 
 
@@ -244,6 +245,7 @@ class Supervisor:
         self.slots.look(report, statuses)
         if not self._ticked:  # read again: the first look has logged ends, which the budget must count
             report = self._reader.refresh()
+        self._reader.forget_events_before(report.head - KEPT_STEPS)
         self._report_outages()
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)

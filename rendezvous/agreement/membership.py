@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from rendezvous import layout
@@ -162,9 +161,10 @@ def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int)
     while True:
         keys = [key_of(n) for n in range(first, first + count)]
         found = fetch_together(together, store.get, keys, MOST_AT_ONCE)
-        yield from takewhile(lambda body: body is not None, map(found.__getitem__, keys))  # pyright: ignore[reportReturnType]
-        if found[keys[-1]] is None:
-            return
+        for key in keys:
+            if (body := found[key]) is None:  # later ones count for nothing: a gap is a lost record (refuse_lost)
+                return
+            yield body
         first, count = first + count, 1 if together is in_turn else min(2 * count, MOST_AT_ONCE)
 
 

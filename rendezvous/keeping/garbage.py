@@ -256,7 +256,8 @@ class Collector:
         """Delete the bodies that commits in the window before `end` list, if no reader needs them.
 
         If a step's mean is not announced yet, check it again when there is a newer snapshot."""
-        due = [t for t in range(self._window.first_listable, end) if t not in self._replaced | self._unannounced]
+        known = self._replaced | self._unannounced
+        due = [t for t in range(self._window.first_listable, end) if t not in known]
         return sum(self._delete_bodies(t) for t in due[:at_most])
 
     def _delete_bodies(self, t: int) -> int:

@@ -10,6 +10,7 @@ Not promised: that a run key is secret; each process that can read a replica's e
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from rendezvous.stores.signed import SignedStore
 
 KEY = "DILOCO_RUN_KEY"
+SEALED = re.compile(rb',"seal":"[0-9a-f]{64}"\}$')
+LOST_SEAL = (
+    "{url} holds a run under a run key whose seal.json is lost, so its records cannot be verified. Restore that object "
+    "(from the bucket's versions, or a backup), and remove every rule that expires objects below this URL"
+)
 LEAST = 16  # characters of a run key: a reader of the bucket can try guesses without limit
 
 
@@ -80,6 +86,8 @@ def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> St
             f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
             "founded with; without it you cannot join, read or stop the run"
         )
+    if stands is None and SEALED.search(store.get(layout.RUN) or b""):
+        raise WrongRun(LOST_SEAL.format(url=store.url))
     if stands is None:
         raise WrongRun(
             f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.run.record import RunRecord
-from diloco.runlog.reader import Reader, read_report
+from diloco.runlog.reader import FORGET_EVERY, Reader, read_report
 from diloco.views.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point, is_over, read_logged_steps
 from diloco.views.samples import MOST_CHARACTERS, SampleReader
 from diloco.views.trackers import feed as feeding
@@ -497,3 +497,30 @@ def test_the_config_that_a_tracker_gets_is_the_runs() -> None:
     run = TrackedRun("a/b c", record.nonce, config=record.config)
     assert run.label == "a-b-c-a-run-of" and run.config["inner"]["model"] == "Qwen/Qwen2.5-0.5B"
     assert feeding.RETRY_MOST_S >= RETRY_S
+
+
+def test_a_clock_that_is_an_hour_ahead_ends_no_patience() -> None:
+    """Before: each row was written at once, without the logs that came a moment later."""
+    b = Uneven()
+    b.take(0)
+    b.log(0, "r00")
+    b.beat("r00", 11.0)
+    b.beat("r01", 11.0)
+    shelf: dict[int, list] = {}
+    feed = feed_of(b.store, ListTracker(shelf), wall=T0 + 3600.0)
+    feed.open_all()
+    feed.look()
+    assert 1 not in shelf, "r01's log is still to come"
+    b.log(0, "r01")
+    feed.look()
+    assert 1 in shelf
+
+
+def test_old_events_are_forgotten_once_each_tracker_has_them() -> None:
+    run = long_run(300, 2)
+    feed = feed_of(run.store, ListTracker({}))
+    feed.open_all()
+    feed.look()
+    feed.look()
+    kept = [e for lines in feed.reader._logs.values() for e in lines if e["event"] == "step"]
+    assert len(kept) < 2 * 2 * FORGET_EVERY

@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from diloco.audit.verify import Verdict, verify
+from diloco.audit.verify import Verdict, _Verification, verify
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
 from executors.cli import main as cli
 from rendezvous import layout
+from rendezvous.records.records import Commit
 from rendezvous.stores.files import FileStore
 from tests.support.audit import audit
 from tests.support.fleet import Fleet
@@ -184,3 +186,23 @@ def test_the_command_on_a_bucket_that_refuses_to_be_written(
         assert cli.main(["gc", "s3://bucket/run", "--keep", "window", "--dry-run"]) == 0
         assert "nothing was deleted" in capsys.readouterr().out
         assert not [fault for fault in s3.faults if fault.times < FOREVER], "nothing was asked to be written"
+
+
+@pytest.mark.parametrize(
+    ("t", "step", "generation", "fragments", "flaw"),
+    [
+        (7, 7, 2, 1, ""), (7, 6, 2, 1, ""), (7, 5, 2, 2, ""),
+        (7, 6, 2, 2, "another fragment"), (7, 4, 2, 1, "it is 3 syncs late, and may be 2"),
+        (7, 7, 1, 1, "generation 1, and commit 6 lets 2"),
+    ],
+)  # fmt: skip
+def test_a_commit_that_lists_what_it_may_not_is_a_difference(
+    run: Path, t: int, step: int, generation: int, fragments: int, flaw: str
+) -> None:
+    """Before: a fenced generation, and a late Δ of the other fragment, were averaged and called good."""
+    reader = _Verification(read_run(str(run)))
+    reader._outer = replace(reader._outer, fragments=fragments)
+    first = Commit.decode((run / layout.commit_key(0)).read_bytes())
+    reader._chain = {n: replace(first, t=n, fence={"r00": 2}) for n in range(t)}
+    told = reader._why_ineligible(t, replace(first.offers[0], step=step, slot="r00", generation=generation))
+    assert flaw in told and bool(told) == bool(flaw)

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.sessions import SessionSummary
-from diloco.runlog.steps import Step
+from diloco.runlog.steps import Counted, Decision, Step
 from diloco.runlog.summary import summary
 from diloco.runlog.worth import RECENT, agreement, resized, worth, worth_dict, worth_words
 from executors.cli.looking.status import status_dict, status_table
@@ -117,3 +117,11 @@ def test_status_and_report_say_it() -> None:
             and "agreement 0.50: 5 replicas ×0.96 time ×1.20 hours, 3 ×1.07 ×0.80 (a guess)" in shown
         )
     assert status_dict(seen, T0 + 9)["worth"]["samples"] == 640
+
+
+def test_late_work_is_counted_beside_fresh_work_of_the_same_slot() -> None:
+    """Before: it took its place, and samples per second fell."""
+    offers = (Counted(5, "r00", 1, "a", samples=100.0), Counted(5, "r01", 1, "b", samples=100.0))
+    late = Counted(4, "r01", 1, "c", factor=0.5, samples=7.0)
+    found = Step.of_commit(Decision(5, T0, "r00-1", None, (*offers, late), 0), linked=True)
+    assert found.samples == {"r00": 100.0, "r01": 107.0} and found.gated == ("r01",)

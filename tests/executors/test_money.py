@@ -24,9 +24,12 @@ from executors.supervision.costs import (
     over,
 )
 from executors.supervision.money.bills import costs, unpriced
+from executors.supervision.money.limit import NewLease, SpendLimit, SpendVerdict
+from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
+from rendezvous.errors import RecordsLost
 from rendezvous.records.records import Beat, Spent
 from rendezvous.stores.memory import MemoryStore
 
@@ -321,6 +324,19 @@ def test_a_session_of_which_nothing_tells_is_refused_and_not_free():
     assert not costs(report(launched(), sessions=[session()]), T + HOUR).untold
     assert not costs(report(sessions=[session(host="laptop")]), T + HOUR).untold, "not rented"
     assert not costs(report(sessions=[session(host="supervisor/r00.2")]), T + HOUR).untold, "it fenced the slot off"
+
+
+def test_what_is_left_of_damaged_records_gets_no_new_lease():
+    """A lease that reads on from there would go past the lost budget."""
+    store, clock = MemoryStore(), SystemClock()
+    write_control(store, clock, replicas=2, steps=9, max_usd=50.0)
+    write_control(store, clock, until=1.0)
+    store.delete([layout.control_key(0)])
+    remains = replace(report(), damage="control/000000 has vanished", wanted=Wanted(replicas=2, records=2))
+    limit = SpendLimit(store, clock, None, [])  # type: ignore[arg-type]
+    with pytest.raises(RecordsLost):
+        limit.carry_out(SpendVerdict(lease=NewLease(9.0, 1.0, Costs())), remains)
+    assert len(store.list(layout.CONTROLS)) == 1
 
 
 # -------------------------------------------------------------------- the lease, on the replica's side

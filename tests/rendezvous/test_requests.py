@@ -10,9 +10,17 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.agreement import rules
-from rendezvous.agreement.membership import Membership, newest_claim, read_control, updated_peer, write_control
+from rendezvous.agreement.membership import (
+    Membership,
+    newest_claim,
+    read_control,
+    refuse_lost,
+    updated_peer,
+    write_control,
+)
 from rendezvous.agreement.rules import Peer, Rules, Timing, beat_age
 from rendezvous.agreement.step_wait import StepWait
+from rendezvous.errors import RecordsLost
 from rendezvous.records.records import Beat, Claim
 from rendezvous.stores.memory import MemoryStore
 from tests.benchmarks.bench_scale import DATA, Counting, calm_fleet, deaths, play
@@ -404,3 +412,20 @@ def test_a_run_of_weeks_is_read_in_rounds_and_a_renewed_lease_reads_on() -> None
         store.create(layout.claim_key("r00", generation), Claim("r00", generation, "n", 0.0, "h", 1).encode())
     store.rounds = 0
     assert getattr(newest_claim(store, "r00"), "generation", 0) == 300 and store.rounds <= 12
+
+
+@pytest.mark.parametrize("count", [3, 8, 15, 40, 140])
+def test_a_lost_record_is_a_gap_in_any_round_of_requests(count: int) -> None:
+    """A reader that went on behind a gap numbered the rest wrongly: a stop and a budget were gone without a word."""
+    for gap in range(1, count - 1):
+        store, clock = Far(), ManualClock()
+        wanted = write_control(store, clock, replicas=2, steps=9, min_replicas=1)
+        for number in range(1, count):
+            wanted = write_control(store, clock, wanted, max_usd=float(number))
+        store.delete([layout.control_key(gap)])
+        found = read_control(store)
+        assert found.records == gap
+        with pytest.raises(RecordsLost, match="has vanished"):
+            refuse_lost(store, found)
+        with pytest.raises(RecordsLost):
+            write_control(store, clock, stop=True)

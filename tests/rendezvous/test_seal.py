@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.run.record import decode_run
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, claims_above, read_control, write_control
 from rendezvous.engine.allreduce import ObjectStoreAllReduce
@@ -374,3 +375,14 @@ def test_an_all_reduce_under_a_key(clock: ManualClock, monkeypatch: pytest.Monke
     monkeypatch.delenv("DILOCO_RUN_KEY")
     with pytest.raises(WrongRun):
         ObjectStoreAllReduce(url, 0, 2).allreduce(np.ones(5, np.float32))
+
+
+def test_a_seal_that_is_lost_is_said_and_the_key_is_not_to_be_unset(clock: ManualClock) -> None:
+    """Before: "holds a run without a run key … Unset it to go on", which joins the run without any check."""
+    store = MemoryStore()
+    under_key(store, clock, SECRET).create(layout.RUN, b'{"name":"x"}')
+    store.delete([layout.SEAL])
+    with pytest.raises(WrongRun, match=r"whose seal.json is lost.*Restore that object"):
+        under_key(store, clock, SECRET)
+    with pytest.raises(WrongRun, match=r"whose seal.json is lost"):
+        decode_run("memory://x", store.get(layout.RUN) or b"")

@@ -49,6 +49,8 @@ class Feed:
     states: list[TrackerState] = field(init=False)
     waiting: int = 0  # number of committed rows with missing logs
     _over: frozenset[str] = frozenset()
+    _newest: float = 0.0  # sign of life of the run, by its own clocks
+    _heard_at: float = 0.0  # when we first saw it, by our clock's now()
 
     def __post_init__(self) -> None:
         self.states = [TrackerState(tracker) for tracker in self.trackers]
@@ -68,11 +70,23 @@ class Feed:
         open_rows = [state.next_row for state in self.states if state.next_row is not None]
         if open_rows:
             first = min(open_rows)
-            end = complete_rows(report, logged, start=first, now=self.clock.wall(), over=self._over)
+            end = complete_rows(report, logged, start=first, now=self._time_of_run(report), over=self._over)
             self.waiting = len(report.steps) + 1 - end
             self._write_rows(report, logged, first, end)
+            if len(open_rows) == len(self.states):
+                self.reader.forget_events_before(first - 1)
         self._over = frozenset(s.name for s in report.sessions if s.how != "running")
         return report
+
+    def _time_of_run(self, report: Report) -> float:
+        """Return the time by the clocks of the run's machines: its newest sign of life, and our seconds since then.
+
+        This machine's own wall clock may be an hour off.
+        """
+        newest = max([step.at for step in report.steps[-1:]] + [beat.at for beat in report.beats.values()], default=0.0)
+        if newest != self._newest:
+            self._newest, self._heard_at = newest, self.clock.now()
+        return newest + self.clock.now() - self._heard_at
 
     def has_all(self, report: Report) -> bool:
         return all(s.next_row is not None and is_over(report, s.next_row) for s in self.states)

@@ -101,7 +101,8 @@ class SpendLimit:
 
             usd, logged = max(0.0, new.spent.usd - new.spent.boxes), len(billed_events(report))  # boxes: in heartbeats
             told = Spent(usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
-            write_control(self._store, self._clock, report.wanted, until=new.until, spent=told)
+            known = None if report.damage else report.wanted  # what is left of damaged records has no budget
+            write_control(self._store, self._clock, known, until=new.until, spent=told)
             self._emit("lease", until=new.until, usd=new.spent.usd)
         return verdict.why
 
