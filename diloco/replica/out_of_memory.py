@@ -8,12 +8,18 @@ Not promised: host memory; there the kernel kills the process without an error (
 """
 
 import re
+import traceback
 
 import torch
 
 ADVICE = (
     "Next: halve inner.batch_size and double inner.gradient_accumulation_steps, set inner.gradient_checkpointing = "
     "true, or take a GPU with more memory (docs/choose.md has a table)"
+)
+SAMPLING = (
+    "Generation asked for it: it makes all completions of a generation at once. Next: set a smaller "
+    "inner.grpo.steps_per_generation (1: batch_size completions at once) or inner.sampling.max_completion_length, "
+    "or take a GPU with more memory"
 )
 TAKEN = "no memory of the GPU is left for this process, another one holds it. Next: end that process (`nvidia-smi`)"
 GIB = 2**30
@@ -25,10 +31,12 @@ def error_words(error: Exception) -> str:
     if not (isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in plain):
         return plain
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", plain)
-    return memory_words(asked.group(1) if asked else "", _memory_here())
+    frames = traceback.extract_tb(error.__traceback__)
+    advice = SAMPLING if any(frame.name == "generate" for frame in frames) else ADVICE
+    return memory_words(asked.group(1) if asked else "", _memory_here(), advice)
 
 
-def memory_words(asked: str, memory: tuple[int, int, int] | None) -> str:
+def memory_words(asked: str, memory: tuple[int, int, int] | None, advice: str = ADVICE) -> str:
     """Return the message.   asked: "2.00 GiB", "" if unknown.   memory: bytes free, in total, of this process."""
     if memory is None:
         return f"out of GPU memory: {TAKEN}"
@@ -36,7 +44,7 @@ def memory_words(asked: str, memory: tuple[int, int, int] | None) -> str:
     others = max(0.0, total - free - own)
     held = f"{free:.1f} of {total:.1f} GiB are free, {own:.1f} this replica's, {others:.1f} others'"
     wanted = f"{asked} more were asked for; " if asked else ""
-    return f"out of GPU memory: {wanted}{held}. {ADVICE}"
+    return f"out of GPU memory: {wanted}{held}. {advice}"
 
 
 def _memory_here() -> tuple[int, int, int] | None:

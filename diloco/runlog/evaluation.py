@@ -18,6 +18,7 @@ from typing import Any
 from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
+WHOLE = 0.9  # an evaluation with this part of the most prompts is not cut short
 KINDS = ("greedy", "sampled")  # the first one that was measured is the headline
 
 
@@ -73,8 +74,13 @@ def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the highest headline, the earliest of equal ones; None if there are none."""
-    return max(evaluations, key=lambda e: (e.headline[1].mean, -e.step), default=None)
+    """Return the evaluation with the highest headline, the earliest of equal ones; None if there are none.
+
+    One that was cut short does not count beside whole ones: its few prompts may be the easy ones.
+    """
+    most = max((e.headline[1].prompts for e in evaluations), default=0)
+    whole = [e for e in evaluations if e.headline[1].prompts >= WHOLE * most]
+    return max(whole, key=lambda e: (e.headline[1].mean, -e.step), default=None)
 
 
 def evaluation_words(evaluations: Sequence[Evaluation]) -> str:

@@ -14,6 +14,8 @@ from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
 FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
+EVALUATION_S = 86400.0  # time for the last evaluation, whose hangs the replica's watchdog sees
+EVALUATES = "evaluates "  # begins its heartbeat's note (diloco/replica/evaluation.py)
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
@@ -21,11 +23,13 @@ AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 def finish_s(beat: Beat, steps: int, usual: float) -> float:
     """Return the seconds that a replica with heartbeats may take to end, once the run has all its `steps`.
 
-    Writing a last snapshot may take long.  A replica that still trains for a decided step has nothing to write: it sees
-    the run's end after its inner step.
+    Writing a last snapshot may take long, and the last evaluation longer.  A replica that still trains for a decided
+    step has nothing to write: it sees the run's end after its inner step.
     """
     if beat.phase == "left":
         return usual
+    if beat.step >= steps and beat.note.startswith(EVALUATES):
+        return EVALUATION_S
     still_trains = beat.phase == AT_WORK and beat.step < steps
     return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S
 

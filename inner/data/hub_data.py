@@ -13,6 +13,7 @@ sound.  No torch here.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from inner.errors import InnerError
@@ -67,6 +68,11 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
     except ModuleNotFoundError as missing:
         raise InnerError(f"reading {what} needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     disable_progress_bars()
+    if Path(dataset.name).is_dir():
+        raise InnerError(
+            f"{what}: this folder has a folder {dataset.name}, which `datasets` would read instead of the Hub's. "
+            "Run the command elsewhere, or rename that folder."
+        )
     try:
         rows: Any = load_dataset(
             dataset.name, dataset.config or None, split=dataset.split, revision=dataset.revision or None

@@ -14,6 +14,7 @@ Not promised: that a Hub id without `revision` is the same model tomorrow; a run
 """
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,10 @@ def _load_model(
             model, tokenizer = load_gguf(source, config.dtype)
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
-            model = _read(source, config.dtype, base, local_files_only=local, **where)
+            model, found = _read(source, config.dtype, base, local_files_only=local, output_loading_info=True, **where)
+            refuse_drawn(source, found["missing_keys"])
+    except InnerError:
+        raise
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(
@@ -144,6 +148,15 @@ def _load_model(
             "inner.revision, and the Hub token if it is a private one."
         ) from error
     return model, with_padding(tokenizer, model)
+
+
+def refuse_drawn(source: str, missing: Iterable[str]) -> None:
+    """Raise InnerError if weights are in no file, which Transformers draws at random.  A head alone may be missing."""
+    if lost := sorted(name for name in missing if not name.endswith("lm_head.weight")):
+        raise InnerError(
+            f"the files of the model {source} lack {len(lost)} of its weights ({', '.join(lost[:2])}, …), so they "
+            "would be drawn at random. Save it again with save_pretrained, of the model inside torch.compile or DDP."
+        )
 
 
 def with_padding(tokenizer: Any, model: Any) -> Any:

@@ -19,7 +19,7 @@ import pytest
 
 from diloco.run.config import ConfigError, RunConfig, load_config
 from diloco.run.data_files import gather_data, gather_rows
-from inner.data.hub_data import HubDataset
+from inner.data.hub_data import HubDataset, read_dataset
 from inner.errors import InnerError
 from inner.settings.task import DataSettings
 from tests.executors.test_cli import ROOT
@@ -282,3 +282,11 @@ def test_a_spelling_is_read_and_written(spelling: str) -> None:
 def test_a_spelling_that_is_none(spelling: str) -> None:
     with pytest.raises(InnerError, match="is not a dataset's name"):
         HubDataset.parse(spelling, "inner.data.prompts")
+
+
+def test_a_folder_with_a_datasets_name_is_not_read_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: `datasets` read ./openai/gsm8k, and run.json named a commit of the Hub."""
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InnerError, match="would read instead of the Hub's"):
+        list(read_dataset(HubDataset.parse("hub:openai/gsm8k/main:train", "inner.data.prompts"), "inner.data.prompts"))

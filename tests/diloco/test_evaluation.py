@@ -188,6 +188,19 @@ def test_the_best_step_is_the_one_with_the_highest_reward() -> None:
     assert best_evaluation([]) is None and evaluation_words([]) == ""
 
 
+def test_an_evaluation_that_was_cut_short_is_not_the_best() -> None:
+    """Before: two prompts, both right, were better than 225 at 0.4, and their step was exported."""
+    events = [
+        {"event": "evaluated", "step": step, "share": 0, "shares": 1, "prompts": prompts, "total": 225,
+         "greedy": {"reward": [prompts, right, right]}}
+        for step, prompts, right in ((5, 2, 2.0), (10, 225, 90.0), (15, 225, 80.0))
+    ]  # fmt: skip
+    best = best_evaluation(read_evaluations(events))
+    assert best is not None and best.step == 10
+    cut = best_evaluation(read_evaluations(events[:1]))
+    assert cut is not None and cut.step == 5, "it is all there is"
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -23,6 +23,20 @@ def test_the_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "inner.batch_size" in said and "gradient_checkpointing" in said
 
 
+def test_generation_that_asked_for_too_much_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: half the batch and twice the accumulation, which is the same generation."""
+    monkeypatch.setattr(out_of_memory, "_memory_here", lambda: (0, 16 * GIB, 16 * GIB))
+
+    def generate() -> None:
+        raise torch.OutOfMemoryError(TORCH)
+
+    try:
+        generate()
+    except torch.OutOfMemoryError as error:
+        said = error_words(error)
+    assert "steps_per_generation" in said and "double" not in said
+
+
 def test_another_process_holds_the_gpu() -> None:
     said = error_words(RuntimeError(CONTEXT))
     assert said == f"out of GPU memory: {out_of_memory.TAKEN}" and "nvidia-smi" in said

@@ -39,6 +39,7 @@ from tests.support.audit import check_run
 from tests.support.fakes import ManualClock, unchecked
 from tests.support.fleet import Fleet, config
 from tests.support.hf_models import HubModels
+from tests.support.tiny_models import tiny_model_folder
 
 NAME = "tester/tiny"
 
@@ -259,13 +260,19 @@ def test_only_what_from_pretrained_reads_is_named() -> None:
     assert needed_files(["config.json", "model.gguf"]) == []
 
 
-def test_weights_that_no_file_has_are_carried_as_they_were_drawn(tmp_path: Path, hub: HubModels) -> None:
-    """Every replica would draw others."""
+@pytest.mark.parametrize("gone", ["lm_head", "mlp"])
+def test_a_head_that_no_file_has_is_carried_as_it_was_drawn(tmp_path: Path, hub: HubModels, gone: str) -> None:
+    """Every replica would draw another.  A model that lacks other weights is refused."""
     path = tmp_path / "there" / "model.safetensors"
-    weights = load_file(path)
-    weights.pop(sorted(n for n in weights if "mlp" in n)[0])
+    settings = json.loads((path.parent / "config.json").read_text())
+    (path.parent / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
+    weights = {name: value for name, value in load_file(path).items() if gone not in name}
     save_file(weights, path, metadata={"format": "pt"})
     run = open_run(config(tmp_path, inner={"model": NAME}), str(tmp_path / "run"), SystemClock())
+    if gone == "mlp":
+        with pytest.raises(InnerError, match=r"lack \d+ of its weights"):
+            publish_model(run, SystemClock())
+        return
     record = publish_model(run, SystemClock())
     assert not record.hub and record.hub_model is None
     assert (tmp_path / "run" / record.files["model.safetensors"]["key"]).is_file()
@@ -404,3 +411,24 @@ def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() ->
     del raw["hub"], raw["theta"]
     raw["files"] = {}
     assert ModelRecord.decode(json.dumps(raw).encode()).theta == "", "as older releases wrote it"
+
+
+@pytest.mark.parametrize("change", ["renamed", "lacks a layer", "lacks its head"])
+def test_a_model_whose_weights_are_in_no_file_is_refused(tmp_path: Path, change: str) -> None:
+    """Before: a state dict of torch.compile (`_orig_mod.…`) was trained from random weights, without a word."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder("llama"), folder)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    if change == "renamed":
+        weights = {f"_orig_mod.{name}": value for name, value in weights.items()}
+    else:
+        gone = "layers.1." if change == "lacks a layer" else "lm_head"
+        weights = {name: value for name, value in weights.items() if gone not in name}
+    save_file(weights, file, metadata={"format": "pt"})
+    start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
+    if change == "lacks its head":
+        made(start, tmp_path / "out")
+    else:
+        with pytest.raises(InnerError, match=r"lack \d+ of its weights .*drawn at random"):
+            made(start, tmp_path / "out")

@@ -11,7 +11,7 @@ from diloco.runlog.reader import Report, read_report
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision import lease, shutdown, supervisor
-from executors.supervision.grace import FINISH_S, GRACE_S, leave_s, lost_work
+from executors.supervision.grace import EVALUATION_S, FINISH_S, GRACE_S, finish_s, leave_s, lost_work
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.plan import Cancel, Desired, Drain, Observation, plan
 from executors.supervision.supervisor import Supervisor
@@ -65,6 +65,14 @@ def beat_of(phase: str = "train", step: int = 4, inner: int = 2, rate: float = 6
 )
 def test_the_grace_follows_the_pace_of_the_inner_steps(beat, asked, boundary, seconds):
     assert leave_s(beat, asked, boundary, 20.0) == seconds
+
+
+def test_the_last_evaluation_is_not_cut_short():
+    """Before: killed after 300 s, and its prompts were in no report."""
+    last = replace(beat_of(step=10), note="evaluates θ_10: 40 of 440 prompts")
+    assert finish_s(last, steps=10, usual=20.0) == EVALUATION_S
+    assert finish_s(replace(last, note=""), steps=10, usual=20.0) == FINISH_S
+    assert finish_s(replace(last, phase="left"), steps=10, usual=20.0) == 20.0
 
 
 def test_the_work_that_a_kill_costs():
