@@ -64,7 +64,10 @@ class GenerationTrainer(LeanToolLoop):
         for model in filter(None, (self.model, self.ref_model)):
             number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
-        self.reward_funcs = [self._with_completion(self._guarded(function)) for function in self.reward_funcs]
+        self.reward_funcs = [
+            self._with_completion(self._guarded(function, weight))
+            for function, weight in zip(self.reward_funcs, self.reward_weights.tolist(), strict=True)
+        ]
         self._completion_column: dict[str, list[Any]] = {}
         self._apply_objective(objective)
         self._rewards: list[float] = []
@@ -111,9 +114,9 @@ class GenerationTrainer(LeanToolLoop):
 
     # 1. read the rewards
 
-    def _guarded(self, reward: Any) -> Any:
+    def _guarded(self, reward: Any, weight: float) -> Any:
         if self._reward_calls is not None:
-            return self._reward_calls.wrap_reward(reward)
+            return self._reward_calls.wrap_reward(reward, weight)
         from inner.usercode.userfiles import guard_answers
 
         return guard_answers(reward)
@@ -144,8 +147,10 @@ class GenerationTrainer(LeanToolLoop):
         return by_function
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
-        if getattr(self.args, "soft_overlong_tokens", 0):  # the penalty alone is no reward
-            rewards_B_F[rewards_B_F[:, :-1].isnan().all(dim=1), -1] = torch.nan
+        counted_F = self.reward_weights != 0
+        if getattr(self.args, "soft_overlong_tokens", 0):
+            counted_F[-1] = False  # the penalty alone is no reward, and what is logged only is none
+        rewards_B_F[rewards_B_F[:, counted_F].isnan().all(dim=1)] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
