@@ -7,6 +7,7 @@ Not promised: that TRL accepts every value of the type. TRL may refuse a string 
 No torch here.
 """
 
+import json
 import numbers
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -120,6 +121,25 @@ _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
+# key of generation_kwargs, in transformers' words or vLLM's -> the key that sets it in a run
+_GENERATION = {
+    "inner.sampling.temperature": ("temperature",),
+    "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens", "max_time"),
+    "inner.sampling.num_generations": ("num_return_sequences", "n"),
+    "nothing: a rollout is sampled, since the loss takes the log-probs of what it samples from": (
+        "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "use_beam_search", "best_of",
+    ),
+    "nothing: TRL reads the tokens and log-probs in its own form": (
+        "return_dict_in_generate", "output_scores", "output_logits", "logprobs", "prompt_logprobs", "detokenize",
+    ),
+    "nothing: special tokens are those of the tokenizer and of the model's generation_config.json": (
+        "pad_token_id", "bos_token_id", "eos_token_id",
+    ),
+    "seed, at the top of the run.toml": ("seed",),
+    **{f"inner.trl.{name}": (name,) for name in (
+        "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
+}  # fmt: skip
+GENERATION_OWNED = {name: instead for instead, names in _GENERATION.items() for name in names}
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
@@ -156,13 +176,40 @@ def _check_names(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
-    if "stop_strings" in (values.get("generation_kwargs") or ""):
+    _check_generation(values.get("generation_kwargs"))
+
+
+def _check_generation(given: Any) -> None:
+    """Refuse keys of generation_kwargs that another key of the run sets: they would win, and the loss not know it."""
+    if isinstance(given, str):
+        given = _as_table(given)
+    for name in given or ():
+        if name in GENERATION_OWNED:
+            raise InnerError(
+                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's own in the "
+                f"rollouts alone{instead_in_words(GENERATION_OWNED[name])}."
+            )
+    if "stop_strings" in (given or ()):
         raise InnerError(
             "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
             f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
             "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
             "several. With [inner.vllm], vLLM's own name is stop."
         )
+
+
+def _as_table(text: str) -> dict[str, Any]:
+    """Return the table that this JSON text is, as TRL reads it."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InnerError(
+            f"inner.trl.generation_kwargs = {text!r} is no JSON object. Write a table, "
+            "`generation_kwargs = {no_repeat_ngram_size = 3}`."
+        )
+    return given
 
 
 def _check_reward_weights(config: "InnerConfig") -> None:

@@ -13,7 +13,7 @@ import transformers
 from diloco.run.config import ConfigError, RunConfig
 from inner import InnerConfig, InnerError
 from inner.settings.tables import list_settings
-from inner.settings.trl import ALIASES, HANDED_THROUGH, OWNED
+from inner.settings.trl import ALIASES, GENERATION_OWNED, HANDED_THROUGH, OWNED
 from inner.settings.trl_fields import TRL_FIELDS
 from tests.inner.test_trainer import make, measure, rollouts
 from tests.support.trl_table import PAGE, table_source
@@ -69,6 +69,33 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
 def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InnerError, match=words):
         InnerConfig(trl=values)
+
+
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        ({"temperature": 0.6}, "temperature = 0.6.* Use inner.sampling.temperature"),
+        ('{"temperature": 0.6}', "temperature = 0.6.* Use inner.sampling.temperature"),
+        ({"max_new_tokens": 2000}, "Use inner.sampling.max_completion_length"),
+        ({"max_tokens": 2000}, "Use inner.sampling.max_completion_length"),
+        ({"n": 4}, "Use inner.sampling.num_generations"),
+        ({"no_repeat_ngram_size": 3, "do_sample": False}, "do_sample = False.* Leave it out: a rollout is sampled"),
+        ({"num_beams": 4}, "Leave it out: a rollout is sampled"),
+        ({"eos_token_id": 5}, "Leave it out: special tokens"),
+        ({"top_k": 5}, "Use inner.trl.top_k"),
+        ("temperature = 0.6", "is no JSON object"),
+        ("[1]", "is no JSON object"),
+    ],
+)
+def test_generation_kwargs_cannot_replace_what_the_run_owns(given: Any, use: str) -> None:
+    """Before: sampled at .6, while the loss took log-probs at inner.sampling.temperature."""
+    with pytest.raises(InnerError, match=f"(?s)inner.trl.generation_kwargs .*{use}"):
+        InnerConfig(trl={"generation_kwargs": given})
+
+
+@pytest.mark.parametrize("given", [{}, {"no_repeat_ngram_size": 3}, '{"no_repeat_ngram_size": 3}'])
+def test_other_generation_kwargs_are_handed_through(given: Any) -> None:
+    assert InnerConfig(trl={"generation_kwargs": given}).trl == {"generation_kwargs": given}
 
 
 @pytest.mark.parametrize("name", ["beta", "entropy_coef", "delta"])
@@ -252,7 +279,8 @@ def test_every_name_of_trl_is_known_wherever_it_is_written() -> None:
 
 
 def test_every_place_that_a_name_is_told_exists() -> None:
-    known = {*list_settings(RunConfig), "inner.trl.beta", "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
-    for place in ALIASES.values():
+    known = {*list_settings(RunConfig), "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
+    known |= {f"inner.trl.{name}" for name in HANDED_THROUGH}
+    for place in [*ALIASES.values(), *GENERATION_OWNED.values()]:
         named = re.findall(r"\b(?:inner|outer|fleet|eval)(?:\.\w+)+", place)
         assert set(named) <= known, place
