@@ -142,7 +142,7 @@ class GenerationTrainer(LeanToolLoop):
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
         if self.reads_turns:
-            self._rewards = total_rewards(by_function, self.reward_weights)
+            self._rewards = total_rewards(by_function, self.reward_weights).tolist()
             self._completions = completions
         return by_function
 
@@ -153,8 +153,7 @@ class GenerationTrainer(LeanToolLoop):
         rewards_B_F[rewards_B_F[:, counted_F].isnan().all(dim=1)] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
-        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
-        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, group)
+        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, self._group_size())
         self._record_metric(BROKEN, self._reward_calls.broken.share)
         return settled
 
@@ -181,11 +180,30 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_rollouts(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)
+        self._silence_equal_groups(batch["advantages"])
         if "importance_sampling_ratio" in batch:
             from inner.rollouts.engine import masked_share
 
             self._record_metric(MASKED, masked_share(batch))
         return batch
+
+    def _silence_equal_groups(self, advantages_B: Tensor) -> None:
+        """Make advantages exactly 0 where a group's known rewards are equal, and record the share of such groups.
+
+        TRL's mean in float32 leaves 1e-8 and more there, of which Adam makes a whole step."""
+        values_B_C = self._rewards_by_function * self.reward_weights.to(self._rewards_by_function)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            values_B_C = total_rewards(self._rewards_by_function, self.reward_weights)[:, None]
+        values_G_K_C = values_B_C.unflatten(0, (-1, self._group_size()))
+        low_G_C, high_G_C = values_G_K_C.nan_to_num(torch.inf).amin(1), values_G_K_C.nan_to_num(-torch.inf).amax(1)
+        same_G = (low_G_C >= high_G_C).all(1) & (low_G_C == high_G_C).any(1)
+        self._metrics[self._mode()]["frac_reward_zero_std"][-1] = same_G.float().mean().item()
+        first = self.accelerator.process_index * len(advantages_B)  # rewards are those of all processes
+        same_B = same_G.repeat_interleave(self._group_size())[first : first + len(advantages_B)]
+        advantages_B[same_B] = 0.0
+
+    def _group_size(self) -> int:
+        return cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
 
     def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
         """Generate one completion per row with the current weights; -> rewards (rows, functions), NaN if unknown."""
