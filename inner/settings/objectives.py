@@ -233,12 +233,18 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
             f"objective = 'cispo' caps every weight at epsilon_high = {high}, and an on-policy weight is 1: below 1 it "
             "scales the whole gradient down. Set epsilon_high = 5.0."
         )
-    for knob in ("beta", "dynamic_sampling", "soft_overlong_tokens"):
+    for knob in ("beta", "dynamic_sampling", "soft_overlong_tokens", "off_policy_mask_threshold"):
         if not (settings.get(knob) or 0) >= 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be 0 (off) or more. Set {knob}.")
     for knob in RATIO_KNOBS:
         if settings.get(knob) is not None and not settings[knob] > 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be greater than 0. Set {knob}.")
+    delta, top = settings.get("delta"), 1 + ((low if high is None else high) or 0)
+    if delta is not None and not delta > top:
+        raise ObjectiveError(
+            f"delta = {delta} caps the ratio r inside of its clip range, which ends at {top:g}: below 1 right answers "
+            "have no gradient. Set delta = 4.0, for example, or leave it out."
+        )
 
 
 def _refuse_other_objective(name: str, preset: Objective, settings: Mapping[str, Any], changed: list[str]) -> None:

@@ -101,9 +101,9 @@ def test_other_generation_kwargs_are_handed_through(given: Any) -> None:
 @pytest.mark.parametrize("name", ["beta", "entropy_coef", "delta"])
 def test_a_part_of_the_policy_loss_is_refused_where_that_is_left_out(name: str) -> None:
     alone = {"replay": {"weight": 0.1, "pairs": "pairs.jsonl"}}
-    assert InnerConfig(trl={name: 0.1}, **alone).trl
-    with pytest.raises(InnerError, match=f"inner.trl.{name} = 0.1 does nothing here.*inner.grpo.weight above 0"):
-        InnerConfig(trl={name: 0.1}, grpo={"weight": 0}, **alone)
+    assert InnerConfig(trl={name: 1.5}, **alone).trl
+    with pytest.raises(InnerError, match=f"inner.trl.{name} = 1.5 does nothing here.*inner.grpo.weight above 0"):
+        InnerConfig(trl={name: 1.5}, grpo={"weight": 0}, **alone)
 
 
 def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_group() -> None:
