@@ -1,9 +1,9 @@
 """[inner.trl]: settings of TRL's GRPOConfig that have no other key in the run; checked without importing TRL.
 
     name ─▶ in TRL_FIELDS?  no: error with a similar name ─▶ does the run set it?  yes: error with the key to use
-         ─▶ of the type that TRL declares?               ─▶ GRPOConfig(**…)
+         ─▶ of the type that TRL declares, and in a range in which its loss is a number?     ─▶ GRPOConfig(**…)
 
-Not promised: that TRL accepts every value of the type. TRL may refuse a string when the trainer is built.
+Not promised: that TRL accepts every value of the type and range. TRL may refuse a string when the trainer is built.
 No torch here.
 """
 
@@ -11,9 +11,11 @@ import json
 import numbers
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
+from inner.settings.tables import Bounds
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 
 if TYPE_CHECKING:
@@ -121,6 +123,11 @@ _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
+_SHARE, _POSITIVE = Bounds(above=0, most=1), Bounds(above=0)
+_BOUNDS = {
+    "top_entropy_quantile": _SHARE, "sapo_temperature_pos": _POSITIVE, "sapo_temperature_neg": _POSITIVE,
+    "top_p": _SHARE, "min_p": Bounds(least=0, most=1), "repetition_penalty": _POSITIVE,
+}  # fmt: skip
 # key of generation_kwargs, in transformers' words or vLLM's -> the key that sets it in a run
 _GENERATION = {
     "inner.sampling.temperature": ("temperature",),
@@ -176,6 +183,9 @@ def _check_names(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
+        fault = "" if not isinstance(value, float) or isfinite(value) else "must be a finite number"
+        if fault := fault or _BOUNDS.get(name, Bounds()).find_fault(value):
+            raise InnerError(f"inner.trl.{name} = {value!r} {fault}. Set it so, or leave it out.")
     _check_generation(values.get("generation_kwargs"))
 
 
