@@ -15,6 +15,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
+from inner.settings.objectives import po_settings
 from inner.settings.tables import Bounds
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 
@@ -262,13 +263,23 @@ def _check_policy_loss(config: "InnerConfig") -> None:
 
 
 def _check_aggregation(config: "InnerConfig") -> None:
-    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's."""
+    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's, and beside a
+    penalty, which it blows up to the size of a reward."""
+    if config.trl.get("multi_objective_aggregation") != "normalize_then_sum":
+        return
     scale = config.objective_settings["scale_rewards"]
-    if config.trl.get("multi_objective_aggregation") == "normalize_then_sum" and scale != "group":
+    if scale != "group":
         raise InnerError(
             'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides each reward by the standard '
             f'deviation of its group, and inner.grpo.objective = "{config.grpo.objective}" has scale_rewards = '
             f'"{scale}" here. Set inner.grpo.objective = "grpo", or leave the setting out.'
+        )
+    asked = {**config.trl, **config.grpo.overrides, "max_completion_length": config.completion_length}
+    if tokens := po_settings(config.grpo.objective, asked).get("soft_overlong_tokens"):
+        raise InnerError(
+            'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides the penalty of '
+            f"inner.grpo.soft_overlong_tokens = {tokens} by its own deviation in the group: one token too many would "
+            "cost as much as a wrong answer. Set inner.grpo.soft_overlong_tokens = 0, or leave the setting out."
         )
 
 

@@ -121,6 +121,20 @@ def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_g
     assert InnerConfig(trl={"multi_objective_aggregation": "sum_then_normalize"}).trl
 
 
+@pytest.mark.parametrize(
+    ("grpo", "tokens"),
+    [({"objective": "dapo"}, 102), ({"objective": "grpo", "soft_overlong_tokens": 8}, 8)],
+)
+def test_a_length_penalty_is_not_normalised_to_the_size_of_a_reward(grpo: dict[str, Any], tokens: int) -> None:
+    """A right answer with a penalty of .0098 had the advantage -1.43."""
+    each = {"multi_objective_aggregation": "normalize_then_sum"}
+    about = {"sampling": {"max_completion_length": 512}, "trl": each}
+    with pytest.raises(InnerError, match=f"soft_overlong_tokens = {tokens} by its own deviation"):
+        InnerConfig(grpo=grpo, **about)
+    assert InnerConfig(grpo={**grpo, "soft_overlong_tokens": 0}, **about).trl == each
+    assert InnerConfig(grpo=grpo, sampling=about["sampling"]).trl == {}
+
+
 def test_continuous_batching_is_handed_through_where_nothing_is_cast() -> None:
     name = "use_transformers_continuous_batching"
     for fits in ({"autocast": "off"}, {"dtype": "bfloat16"}):
