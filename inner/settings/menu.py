@@ -1,4 +1,4 @@
-"""The objectives as a menu for people: `diloco objectives` (docs/channels.md).
+"""The objectives in words: the menu of `diloco objectives` (docs/channels.md), and what is said of wrong settings.
 
 Not promised: a stable text; programs read the table PO_OBJECTIVES.
 """
@@ -6,7 +6,14 @@ Not promised: a stable text; programs read the table PO_OBJECTIVES.
 from collections.abc import Mapping
 from typing import Any
 
-from inner.settings.objectives import PO_OBJECTIVES, Objective, inert_knobs
+from inner.settings.objectives import (
+    PO_OBJECTIVES,
+    SCALE_REWARDS,
+    Objective,
+    ObjectiveError,
+    find_objective,
+    inert_knobs,
+)
 
 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
@@ -35,4 +42,28 @@ def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
             f"  when    {preset.when}",
             f"  here    {state}",
         ]
+    )
+
+
+def refuse_other_objective(name: str, settings: Mapping[str, Any], changed: list[str]) -> None:
+    """Raise ObjectiveError: with these changed settings, it is another objective."""
+    preset = find_objective(name)
+    seen = {knob: settings.get(knob) for knob in preset.fixed}
+    others = [key for key, other in PO_OBJECTIVES.items() if all(seen.get(k) == v for k, v in other.fixed.items())]
+    others += [key for key in PO_OBJECTIVES if key in seen.values() and key not in others and key != name]
+    means = ", ".join(f"{knob} = {preset.fixed[knob]!r}" for knob in changed)
+    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
+    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
+    raise ObjectiveError(
+        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one "
+        f"{instead}. (loss types by objective: `diloco objectives`; scale_rewards: {', '.join(SCALE_REWARDS)}.)"
+    )
+
+
+def inert_text(name: str, knobs: tuple[str, ...]) -> str:
+    """Return the warning that these knobs have no effect."""
+    return (
+        f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
+        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
+        "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
     )

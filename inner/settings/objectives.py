@@ -220,7 +220,9 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         raise ObjectiveError(f"scale_rewards = {scale!r} is not known. One of: {', '.join(SCALE_REWARDS)}.")
     changed = [knob for knob, value in preset.fixed.items() if settings.get(knob) != value]
     if changed:
-        _refuse_other_objective(name, preset, settings, changed)
+        from inner.settings.menu import refuse_other_objective
+
+        refuse_other_objective(name, settings, changed)
     low = settings.get("epsilon")
     high = settings.get("epsilon_high")
     if name == "dapo" and not (low is not None and high is not None and high > low):
@@ -247,19 +249,6 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_other_objective(name: str, preset: Objective, settings: Mapping[str, Any], changed: list[str]) -> None:
-    seen = {knob: settings.get(knob) for knob in preset.fixed}
-    others = [key for key, other in PO_OBJECTIVES.items() if all(seen.get(k) == v for k, v in other.fixed.items())]
-    others += [key for key in PO_OBJECTIVES if key in seen.values() and key not in others and key != name]
-    means = ", ".join(f"{knob} = {preset.fixed[knob]!r}" for knob in changed)
-    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
-    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
-    raise ObjectiveError(
-        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one "
-        f"{instead}. (loss types by objective: `diloco objectives`; scale_rewards: {', '.join(SCALE_REWARDS)}.)"
-    )
-
-
 # Which knobs do nothing
 
 
@@ -276,14 +265,6 @@ def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]
         return ()
     counted = [*find_objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
     return tuple(dict.fromkeys(counted))
-
-
-def inert_text(name: str, knobs: tuple[str, ...]) -> str:
-    return (
-        f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
-        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
-        "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
-    )
 
 
 # The table
