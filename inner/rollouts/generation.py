@@ -161,8 +161,13 @@ class GenerationTrainer(LeanToolLoop):
         """Generate with the products of training. TRL's own, with LoRA, are float32 under bfloat16 autocast, too."""
         if self.replayed is not None:
             return self.replayed.first_turns
-        with nullcontext() if self.use_vllm else self.accelerator.autocast():
+        with without_dropout(self.model), nullcontext() if self.use_vllm else self.accelerator.autocast():
             return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave dropout to the loss: π_old is the policy that sampled."""
+        with nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     # 2. attach the lessons to the batch
 
@@ -252,6 +257,19 @@ class GenerationSampler(Sampler):
 
     def __len__(self) -> int:
         return 2**40
+
+
+@contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """Turn dropout off inside a `with`, but keep the model's own mode, by which TRL knows training from evaluation."""
+    modes = [(part, part.training) for part in model.modules() if part is not model]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @contextmanager

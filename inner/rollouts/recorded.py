@@ -185,6 +185,8 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
         return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
+    if bundle.logprobs is not None and has_dropout(trainer):
+        return "it was sampled elsewhere, and inner.lora.dropout or inner.trl.disable_dropout keeps dropout in the loss"
     if bundle.logprobs is not None and not all(_is_log_prob(x, trainer) for row in bundle.logprobs for x in row):
         return "it has log-probs that are no numbers or above 0"
     if not all(map(_begins_as, bundle.prompts, inputs)):
@@ -195,6 +197,11 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
     off = drift.drift_of(trainer, bundle)
     return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
+
+
+def has_dropout(trainer: Any) -> bool:
+    """Whether the loss of this trainer has dropout.  π_old has none, so their ratio would be noise."""
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in trainer.model.modules())
 
 
 def is_truncated(trainer: Any) -> bool:

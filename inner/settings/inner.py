@@ -237,6 +237,7 @@ class InnerConfig(Table):
         if self.loop == "grpo":
             self._check_grpo()
         used = self.sdpo.is_used or self.process is not None or self.vllm is not None
+        used = used or bool(self.lora and self.lora.dropout) or "disable_dropout" in self.trl
         if self.loop == "supervised" or used or self.sampling.boxes or self.data.task:
             from inner.settings.contradictions import check_options
 

@@ -335,7 +335,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         temperature=config.sampling.temperature,
         **_vllm_keywords(config),
         **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
-        **config.trl,
+        **{"disable_dropout": not (config.lora and config.lora.dropout), **config.trl},
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,

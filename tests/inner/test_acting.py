@@ -159,3 +159,17 @@ def test_log_probs_that_are_none_are_refused(bad: float) -> None:
 def test_objectives_that_need_their_own_weights_have_no_actors() -> None:
     with pytest.raises(InnerError, match="Start no actors"):
         Sampler(a_loop(grpo={"objective": "dapo"}).trainer)
+
+
+def test_actors_do_not_sample_for_a_loss_with_dropout() -> None:
+    """π_old has none: the ratio of the two would be noise."""
+    loop = a_loop()
+    loop.model.dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(InnerError, match="actors cannot sample for this run: its loss has dropout"):
+        Sampler(loop.trainer)
+    kept = sampled()
+    loop = a_loop()
+    loop.model.dropout = torch.nn.Dropout(0.1)
+    record_rollouts(loop.trainer, kept)
+    loop.train(lambda: True)
+    assert "keeps dropout in the loss" in kept.refused[0] and not kept.found
