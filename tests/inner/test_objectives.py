@@ -513,6 +513,28 @@ def test_dapo_in_the_trainer(small_trainer: Any, monkeypatch: pytest.MonkeyPatch
     trainer._compute_loss(trainer.model, made).backward()
 
 
+def test_refills_do_not_count_in_the_metrics_of_the_data(small_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight groups of mean .44 and ten refills of one right group each had the mean .95, as if a batch weighed as much
+    as a group."""
+    from tests.inner import test_trainer
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        whole = len(completions) == test_trainer.B  # one group teaches; the other is wrong, and its refills right
+        return [0.0] * 8 + [0.0, 1.0] * 4 if whole else [1.0] * len(completions)
+
+    monkeypatch.setattr(test_trainer, "SMALL", {**test_trainer.SMALL, "grpo": {"objective": "dapo"}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = small_trainer(
+            reward=reward, objective="dapo", config={"grpo": {"dynamic_sampling": 3, "soft_overlong_tokens": 0}}
+        )
+        test_trainer.rollouts(trainer)
+    noted = trainer._metrics["train"]
+    assert noted["dynamic/generations"] == [3.0] and noted["dynamic/informative"] == [0.5]
+    assert noted["reward"] == [0.25] and noted["frac_reward_zero_std"] == [0.5]
+    assert len(noted["completions/mean_length"]) == 1 and noted["rewards/reward/mean"] == [0.25]
+
+
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_a_loop_trains_with_it(name: str) -> None:
     """One generation serves four inner steps, so that the ratio leaves 1 and the clip has work; then a fresh one."""
