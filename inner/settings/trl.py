@@ -148,6 +148,10 @@ _GENERATION = {
         "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
 }  # fmt: skip
 GENERATION_OWNED = {name: instead for instead, names in _GENERATION.items() for name in names}
+# setting -> the one without which TRL never reads it
+_PARTNERS = {"use_bias_correction_kl": "beta"} | dict.fromkeys(
+    ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), "use_adaptive_entropy"
+)
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
@@ -160,6 +164,7 @@ def check_trl(config: "InnerConfig") -> None:
         return
     _check_batching(config)
     _check_policy_loss(config)
+    _check_partners(config)
     _check_aggregation(config)
     if config.vllm is None and (unread := [name for name in ENGINE_ONLY if name in config.trl]):
         raise InnerError(
@@ -239,6 +244,12 @@ def _check_reward_weights(config: "InnerConfig") -> None:
             f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
             "[inner.rewards.functions]."
         )
+    numbers_only = all(isinstance(w, int | float) and not isinstance(w, bool) and isfinite(w) for w in weights or ())
+    if weights is not None and not (numbers_only and any(weights)):
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} teaches nothing: weights are finite numbers, and at least one of "
+            "them is not 0. Write 1.0 for each, for example."
+        )
 
 
 def _check_batching(config: "InnerConfig") -> None:
@@ -260,6 +271,17 @@ def _check_policy_loss(config: "InnerConfig") -> None:
             f"inner.trl.{unread[0]} = {config.trl[unread[0]]!r} does nothing here: it is a part of the policy loss, "
             "which inner.grpo.weight = 0 leaves out. Leave it out, or set inner.grpo.weight above 0."
         )
+
+
+def _check_partners(config: "InnerConfig") -> None:
+    """Refuse settings of a part of the loss that another setting leaves off."""
+    for name, partner in _PARTNERS.items():
+        asked = config.trl.get(name)
+        if asked is not None and asked is not False and not config.trl.get(partner):
+            raise InnerError(
+                f"inner.trl.{name} = {asked!r} does nothing here: it is read only with inner.trl.{partner}. "
+                f"Set inner.trl.{partner}, or leave {name} out."
+            )
 
 
 def _check_aggregation(config: "InnerConfig") -> None:

@@ -62,6 +62,14 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
         ({"beta": -0.1}, r"beta = -0\.1 must be 0"),
         ({"beta": float("inf")}, r"inner\.trl\.beta = inf must be a finite number\. Set it so"),
         ({"delta": float("nan")}, "delta = nan must be a finite number"),
+        ({"use_bias_correction_kl": True}, "is read only with inner.trl.beta. Set inner.trl.beta"),
+        ({"entropy_target": 2.0}, "read only with inner.trl.use_adaptive_entropy"),
+        ({"entropy_coef_max": 0.1, "use_adaptive_entropy": False}, "read only with inner.trl.use_adaptive_entropy"),
+        ({"entropy_coef_min": 0.0, "entropy_coef": 0.01}, "entropy_coef_min = 0.0 does nothing here"),
+        ({"entropy_coef_delta": 0.01}, "entropy_coef_delta = 0.01 does nothing here"),
+        ({"reward_weights": [0.0]}, r"reward_weights = \[0.0\] teaches nothing: weights are finite numbers"),
+        ({"reward_weights": [float("nan")]}, "teaches nothing: weights are finite numbers"),
+        ({"reward_weights": ["one"]}, "teaches nothing: weights are finite numbers"),
         ({"top_entropy_quantile": -1}, "top_entropy_quantile = -1 must be greater than 0 and at most 1"),
         ({"top_entropy_quantile": 0.0}, "must be greater than 0 and at most 1"),
         ({"top_entropy_quantile": 20.0}, "must be greater than 0 and at most 1"),
@@ -119,6 +127,16 @@ def test_a_part_of_the_policy_loss_is_refused_where_that_is_left_out(name: str) 
 def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_group() -> None:
     assert InnerConfig(trl={"multi_objective_aggregation": "normalize_then_sum"}, grpo={"objective": "grpo"}).trl
     assert InnerConfig(trl={"multi_objective_aggregation": "sum_then_normalize"}).trl
+
+
+def test_settings_with_their_partners_are_handed_through() -> None:
+    for trl in (
+        {"use_bias_correction_kl": True, "beta": 0.1},
+        {"use_bias_correction_kl": False},
+        {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef_max": 0.1},
+        {"reward_weights": [-1.0]},
+    ):
+        assert InnerConfig(trl=trl).trl == trl
 
 
 @pytest.mark.parametrize(
