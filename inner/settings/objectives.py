@@ -282,7 +282,7 @@ class GrpoSettings(Table):
     weight: float = setting(
         1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
     )
-    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    loss_type: str | None = setting(None, "TRL's loss_type, which the objective fixes: another one is refused.")
     scale_rewards: str | None = setting(None, '"group", "batch" or "none": the divisor of advantages.')
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
