@@ -64,10 +64,8 @@ class GenerationTrainer(LeanToolLoop):
         for model in filter(None, (self.model, self.ref_model)):
             number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
-        self.reward_funcs = [
-            self._with_completion(self._guarded(function, weight))
-            for function, weight in zip(self.reward_funcs, self.reward_weights.tolist(), strict=True)
-        ]
+        weighted = zip(self.reward_funcs, self.reward_weights.tolist(), strict=True)
+        self.reward_funcs = [self._with_completion(self._guarded(*each)) for each in weighted]
         self._completion_column: dict[str, list[Any]] = {}
         self._apply_objective(objective)
         self._rewards: list[float] = []

@@ -1,4 +1,4 @@
-"""The objectives in words: the menu of `diloco objectives` (docs/channels.md), and what is said of wrong settings.
+"""The objectives in words: the menu of `diloco objectives` (docs/channels.md), and a warning of those that do nothing.
 
 Not promised: a stable text; programs read the table PO_OBJECTIVES.
 """
@@ -6,14 +6,7 @@ Not promised: a stable text; programs read the table PO_OBJECTIVES.
 from collections.abc import Mapping
 from typing import Any
 
-from inner.settings.objectives import (
-    PO_OBJECTIVES,
-    SCALE_REWARDS,
-    Objective,
-    ObjectiveError,
-    find_objective,
-    inert_knobs,
-)
+from inner.settings.objectives import PO_OBJECTIVES, Objective, find_objective, inert_knobs
 
 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
@@ -42,21 +35,6 @@ def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
             f"  when    {preset.when}",
             f"  here    {state}",
         ]
-    )
-
-
-def refuse_other_objective(name: str, settings: Mapping[str, Any], changed: list[str]) -> None:
-    """Raise ObjectiveError: with these changed settings, it is another objective."""
-    preset = find_objective(name)
-    seen = {knob: settings.get(knob) for knob in preset.fixed}
-    others = [key for key, other in PO_OBJECTIVES.items() if all(seen.get(k) == v for k, v in other.fixed.items())]
-    others += [key for key in PO_OBJECTIVES if key in seen.values() and key not in others and key != name]
-    means = ", ".join(f"{knob} = {preset.fixed[knob]!r}" for knob in changed)
-    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
-    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
-    raise ObjectiveError(
-        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one "
-        f"{instead}. (loss types by objective: `diloco objectives`; scale_rewards: {', '.join(SCALE_REWARDS)}.)"
     )
 
 

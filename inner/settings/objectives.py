@@ -220,9 +220,10 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         raise ObjectiveError(f"scale_rewards = {scale!r} is not known. One of: {', '.join(SCALE_REWARDS)}.")
     changed = [knob for knob, value in preset.fixed.items() if settings.get(knob) != value]
     if changed:
-        from inner.settings.menu import refuse_other_objective
+        from inner.settings.trl import other_objective_text
 
-        refuse_other_objective(name, settings, changed)
+        fixed = {key: each.fixed for key, each in PO_OBJECTIVES.items()}
+        raise ObjectiveError(other_objective_text(name, fixed, settings, changed))
     low = settings.get("epsilon")
     high = settings.get("epsilon_high")
     if name == "dapo" and not (low is not None and high is not None and high > low):

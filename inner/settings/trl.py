@@ -9,14 +9,12 @@ No torch here.
 
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
-from inner.settings.objectives import po_settings
-from inner.settings.tables import Bounds
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
 
 if TYPE_CHECKING:
@@ -124,10 +122,13 @@ _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
-_SHARE, _POSITIVE = Bounds(above=0, most=1), Bounds(above=0)
-_BOUNDS = {
+# setting -> its range in words, and whether a number is in it
+_SHARE = ("must be greater than 0 and at most 1", lambda value: 0 < value <= 1)
+_POSITIVE = ("must be greater than 0", lambda value: value > 0)
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "top_entropy_quantile": _SHARE, "sapo_temperature_pos": _POSITIVE, "sapo_temperature_neg": _POSITIVE,
-    "top_p": _SHARE, "min_p": Bounds(least=0, most=1), "repetition_penalty": _POSITIVE,
+    "top_p": _SHARE, "min_p": ("must be at least 0 and at most 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": _POSITIVE,
 }  # fmt: skip
 # key of generation_kwargs, in transformers' words or vLLM's -> the key that sets it in a run
 _GENERATION = {
@@ -189,10 +190,17 @@ def _check_names(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
-        fault = "" if not isinstance(value, float) or isfinite(value) else "must be a finite number"
-        if fault := fault or _BOUNDS.get(name, Bounds()).find_fault(value):
+        if fault := _range_fault(name, value):
             raise InnerError(f"inner.trl.{name} = {value!r} {fault}. Set it so, or leave it out.")
     _check_generation(values.get("generation_kwargs"))
+
+
+def _range_fault(name: str, value: Any) -> str:
+    """Return the range in words for a number outside of it, else ""."""
+    if isinstance(value, float) and not isfinite(value):
+        return "must be a finite number"
+    words, holds = _RANGES.get(name, ("", lambda value: True))
+    return "" if value is None or holds(value) else words
 
 
 def _check_generation(given: Any) -> None:
@@ -296,13 +304,30 @@ def _check_aggregation(config: "InnerConfig") -> None:
             f'deviation of its group, and inner.grpo.objective = "{config.grpo.objective}" has scale_rewards = '
             f'"{scale}" here. Set inner.grpo.objective = "grpo", or leave the setting out.'
         )
-    asked = {**config.trl, **config.grpo.overrides, "max_completion_length": config.completion_length}
-    if tokens := po_settings(config.grpo.objective, asked).get("soft_overlong_tokens"):
+    tokens = config.grpo.soft_overlong_tokens
+    if tokens or (tokens is None and config.grpo.objective == "dapo"):
+        number = tokens or "a fifth of max_completion_length, dapo's default,"
         raise InnerError(
             'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides the penalty of '
-            f"inner.grpo.soft_overlong_tokens = {tokens} by its own deviation in the group: one token too many would "
+            f"inner.grpo.soft_overlong_tokens = {number} by its own deviation in the group: one token too many would "
             "cost as much as a wrong answer. Set inner.grpo.soft_overlong_tokens = 0, or leave the setting out."
         )
+
+
+def other_objective_text(
+    name: str, fixed: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any], changed: list[str]
+) -> str:
+    """Return the error for TRL settings that make an objective another one.   fixed: objective -> what defines it."""
+    seen = {knob: settings.get(knob) for knob in fixed[name]}
+    others = [key for key, theirs in fixed.items() if all(seen.get(k) == v for k, v in theirs.items())]
+    others += [key for key in fixed if key in seen.values() and key not in others and key != name]
+    means = ", ".join(f"{knob} = {fixed[name][knob]!r}" for knob in changed)
+    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
+    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
+    return (
+        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one {instead}. (loss "
+        "types by objective: `diloco objectives`; scale_rewards: batch, group, none.)"
+    )
 
 
 def instead_in_words(instead: str) -> str:
