@@ -82,6 +82,12 @@ def refuse_actors(config: "RunConfig") -> None:
             f"actors cannot sample for objective = {config.inner.grpo.objective!r}: dynamic sampling and gmpo need "
             "rollouts of the replica's own weights. Start no actors, or choose another objective (diloco objectives)"
         )
+    dropout = config.inner.lora.dropout if config.inner.lora else 0.0
+    if dropout or config.inner.trl.get("disable_dropout") is False:
+        raise ConfigError(
+            f"actors cannot sample: inner.lora.dropout = {dropout} (or inner.trl.disable_dropout) leaves it in the "
+            "loss, and its ratio to the policy that sampled would be noise. Start no actors, or leave the dropout out"
+        )
     refuse_engine(config, config.fleet.actor_engine)
     for name in ("record_rollouts", "broadcast_weights"):
         if not getattr(config.fleet, name):

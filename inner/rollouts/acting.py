@@ -21,7 +21,7 @@ from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.drift import token_log_probs
-from inner.rollouts.recorded import record_rollouts
+from inner.rollouts.recorded import has_dropout, record_rollouts
 from inner.settings.contradictions import UNCORRECTED
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class Sampler:
                 f"actors cannot sample for this run: dynamic_sampling = {trainer.dynamic_sampling} and loss_type = "
                 f"{trainer.loss_type!r} need rollouts of the replica's own weights. Start no actors, or choose another "
                 "inner.grpo.objective."
+            )
+        if has_dropout(trainer):
+            raise InnerError(
+                "actors cannot sample for this run: its loss has dropout, so its ratio to the policy that sampled is "
+                "noise. Start no actors, or leave out inner.lora.dropout and inner.trl.disable_dropout."
             )
         record_rollouts(trainer, NoPlaces())
         self._trainer: Any = trainer

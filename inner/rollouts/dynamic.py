@@ -6,6 +6,9 @@
 
 The test is exact: equal rewards in a group give bit-equal advantages. arXiv 2503.14476, eq. (11).
 
+The metrics are those of the first generation.  Refills differ in size, and there are more of them the more its groups
+agree: a mean over all of them would not be that of the data.
+
 Not promised: image inputs; several processes; with scale_rewards = "batch", the standard deviation of the final batch,
 because each generation is scaled by its own.
 """
@@ -36,7 +39,11 @@ def refilled(trainer: Any, batch: Batch) -> Batch:
     def sample_more(n: int) -> Batch:
         return trainer._generate_rollouts([rows[at(i)] for i in islice(positions, n) for _ in range(group)])
 
+    noted = trainer._metrics["train"]
+    first = {name: len(values) for name, values in noted.items()}
     batch, informative, more = refill_groups(batch, sample_more, group, tries)
+    for name, values in noted.items():
+        del values[first.get(name, 0) :]
     trainer._record_metric("dynamic/informative", informative / groups)
     trainer._record_metric("dynamic/generations", more)
     return batch

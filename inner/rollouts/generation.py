@@ -64,7 +64,8 @@ class GenerationTrainer(LeanToolLoop):
         for model in filter(None, (self.model, self.ref_model)):
             number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
-        self.reward_funcs = [self._with_completion(self._guarded(function)) for function in self.reward_funcs]
+        weighted = zip(self.reward_funcs, self.reward_weights.tolist(), strict=True)
+        self.reward_funcs = [self._with_completion(self._guarded(*each)) for each in weighted]
         self._completion_column: dict[str, list[Any]] = {}
         self._apply_objective(objective)
         self._rewards: list[float] = []
@@ -111,9 +112,9 @@ class GenerationTrainer(LeanToolLoop):
 
     # 1. read the rewards
 
-    def _guarded(self, reward: Any) -> Any:
+    def _guarded(self, reward: Any, weight: float) -> Any:
         if self._reward_calls is not None:
-            return self._reward_calls.wrap_reward(reward)
+            return self._reward_calls.wrap_reward(reward, weight)
         from inner.usercode.userfiles import guard_answers
 
         return guard_answers(reward)
@@ -139,17 +140,18 @@ class GenerationTrainer(LeanToolLoop):
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
         if self.reads_turns:
-            self._rewards = total_rewards(by_function, self.reward_weights)
+            self._rewards = total_rewards(by_function, self.reward_weights).tolist()
             self._completions = completions
         return by_function
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
-        if getattr(self.args, "soft_overlong_tokens", 0):  # the penalty alone is no reward
-            rewards_B_F[rewards_B_F[:, :-1].isnan().all(dim=1), -1] = torch.nan
+        counted_F = self.reward_weights != 0
+        if getattr(self.args, "soft_overlong_tokens", 0):
+            counted_F[-1] = False  # the penalty alone is no reward, and what is logged only is none
+        rewards_B_F[rewards_B_F[:, counted_F].isnan().all(dim=1)] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
-        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
-        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, group)
+        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, self._group_size())
         self._record_metric(BROKEN, self._reward_calls.broken.share)
         return settled
 
@@ -157,8 +159,13 @@ class GenerationTrainer(LeanToolLoop):
         """Generate with the products of training. TRL's own, with LoRA, are float32 under bfloat16 autocast, too."""
         if self.replayed is not None:
             return self.replayed.first_turns
-        with nullcontext() if self.use_vllm else self.accelerator.autocast():
+        with without_dropout(self.model), nullcontext() if self.use_vllm else self.accelerator.autocast():
             return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave dropout to the loss: π_old is the policy that sampled."""
+        with nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     # 2. attach the lessons to the batch
 
@@ -176,11 +183,30 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_rollouts(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)
+        self._silence_equal_groups(batch["advantages"])
         if "importance_sampling_ratio" in batch:
             from inner.rollouts.engine import masked_share
 
             self._record_metric(MASKED, masked_share(batch))
         return batch
+
+    def _silence_equal_groups(self, advantages_B: Tensor) -> None:
+        """Make advantages exactly 0 where a group's known rewards are equal, and record the share of such groups.
+
+        TRL's mean in float32 leaves 1e-8 and more there, of which Adam makes a whole step."""
+        values_B_C = self._rewards_by_function * self.reward_weights.to(self._rewards_by_function)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            values_B_C = total_rewards(self._rewards_by_function, self.reward_weights)[:, None]
+        values_G_K_C = values_B_C.unflatten(0, (-1, self._group_size()))
+        low_G_C, high_G_C = values_G_K_C.nan_to_num(torch.inf).amin(1), values_G_K_C.nan_to_num(-torch.inf).amax(1)
+        same_G = (low_G_C >= high_G_C).all(1) & (low_G_C == high_G_C).any(1)
+        self._metrics[self._mode()]["frac_reward_zero_std"][-1] = same_G.float().mean().item()
+        first = self.accelerator.process_index * len(advantages_B)  # rewards are those of all processes
+        same_B = same_G.repeat_interleave(self._group_size())[first : first + len(advantages_B)]
+        advantages_B[same_B] = 0.0
+
+    def _group_size(self) -> int:
+        return cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
 
     def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
         """Generate one completion per row with the current weights; -> rewards (rows, functions), NaN if unknown."""
@@ -229,6 +255,19 @@ class GenerationSampler(Sampler):
 
     def __len__(self) -> int:
         return 2**40
+
+
+@contextmanager
+def without_dropout(model: Any) -> Iterator[None]:
+    """Turn dropout off inside a `with`, but keep the model's own mode, by which TRL knows training from evaluation."""
+    modes = [(part, part.training) for part in model.modules() if part is not model]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @contextmanager

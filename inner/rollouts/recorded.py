@@ -184,6 +184,8 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
         return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
+    if bundle.logprobs is not None and has_dropout(trainer):
+        return "it was sampled elsewhere, and inner.lora.dropout or inner.trl.disable_dropout keeps dropout in the loss"
     adds = trainer.environment_factories is not None
     if not all(_begins_as(prompt, row, adds) for prompt, row in zip(bundle.prompts, inputs, strict=True)):
         return "its prompts are those of other rows"
@@ -197,6 +199,11 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
         return why
     off = drift.drift_of(trainer, bundle)
     return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
+
+
+def has_dropout(trainer: Any) -> bool:
+    """Whether the loss of this trainer has dropout.  π_old has none, so their ratio would be noise."""
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in trainer.model.modules())
 
 
 def is_truncated(trainer: Any) -> bool:

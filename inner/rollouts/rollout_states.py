@@ -64,8 +64,9 @@ def bundle_rollouts(payload: bytes, secrets: Iterable[str] = ()) -> list[Sampled
         header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
         said = json.loads(header["__metadata__"]["bundle"])
         rewards = safetensors.numpy.load(payload)["rewards"]
-        known = np.nansum(rewards * np.asarray(said["weights"], np.float32), axis=1)
-        totals = np.where(np.isnan(rewards).all(axis=1), np.nan, known).tolist()
+        weights = np.asarray(said["weights"], np.float32)
+        known = np.nansum(rewards * weights, axis=1)
+        totals = np.where(np.isnan(rewards[:, weights != 0]).all(axis=1), np.nan, known).tolist()
         prompts = [said["prompts"][i] for i in said["prompt_of"]]
         batch, hidden = RolloutBatch(prompts, said["completions"], totals, said["environments"]), secret_masker(secrets)
         return [json.loads(hidden(json.dumps(batch.rollout_at(i)))) for i in range(len(prompts))]

@@ -41,7 +41,7 @@ def score_rows(
     greedy: always take the likeliest token; else sample as training does."""
     with _eval_settings(trainer, greedy=greedy), _seeded(seed):
         by_function = trainer.reward_completions(copy.deepcopy(list(rows)))
-    found = {"reward": total_rewards(by_function, trainer.reward_weights)}
+    found = {"reward": total_rewards(by_function, trainer.reward_weights).tolist()}
     names: list[str] = trainer.reward_func_names
     if len(names) > 1:
         found |= {name: by_function[:, i].tolist() for i, name in enumerate(names)}

@@ -130,7 +130,7 @@ class LeanToolLoop(GRPOTrainer):
                 first = self.accelerator.process_index * len(prompts)  # rewards are those of all processes
                 totals = total_rewards(rewards[first : first + len(prompts)], self.reward_weights)
                 names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
-                self.on_rollouts(prompts, completions, totals, names)
+                self.on_rollouts(prompts, completions, totals.tolist(), names)
         return rewards
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _shown(content: Any) -> str:
         return str(content)
 
 
-def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> list[float]:
+def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> Tensor:
     """Return Σ of weight · reward over the functions, without NaN terms; NaN if all are NaN."""
     totals = (rewards_B_F * weights_F.to(rewards_B_F)).nansum(dim=1)
-    return totals.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan).tolist()
+    return totals.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan)

@@ -27,6 +27,25 @@ def check_options(config: "InnerConfig") -> None:
     _check_process(config)
     _check_sdpo(config)
     _check_boxes(config)
+    _check_dropout(config)
+
+
+def _check_dropout(config: "InnerConfig") -> None:
+    """Refuse dropout in a loss with π_old, which has none: r would be noise, and most of it outside of the clip."""
+    dropout, disabled = config.lora.dropout if config.lora else 0.0, config.trl.get("disable_dropout")
+    if dropout and disabled:
+        raise InnerError(
+            f"inner.trl.disable_dropout = true takes inner.lora.dropout = {dropout} away again. Leave out one of them."
+        )
+    served, corrects = config.generation_steps, config.vllm is not None and config.vllm.corrects
+    if (dropout or disabled is False) and (config.gradient_accumulation_steps % served or corrects):
+        name = f"inner.lora.dropout = {dropout}" if dropout else "inner.trl.disable_dropout = false"
+        why = "[inner.vllm] corrects its rollouts" if corrects else f"a generation serves {served} micro-batches"
+        raise InnerError(
+            f"{name}: {why}, so the loss takes the ratio of two policies, one with dropout and one, which sampled, "
+            "without. Dropout alone would put most ratios outside of the clip range. Leave it out, or let a generation "
+            "serve one inner step (inner.grpo.steps_per_generation, num_iterations)."
+        )
 
 
 def _check_supervised(config: "InnerConfig") -> None:

@@ -237,6 +237,7 @@ class InnerConfig(Table):
         if self.loop == "grpo":
             self._check_grpo()
         used = self.sdpo.is_used or self.process is not None or self.vllm is not None
+        used = used or bool(self.lora and self.lora.dropout) or "disable_dropout" in self.trl
         if self.loop == "supervised" or used or self.sampling.boxes or self.data.task:
             from inner.settings.contradictions import check_options
 
@@ -253,6 +254,10 @@ class InnerConfig(Table):
         has_rows = "inner.data.prompts or inner.data.task is set"
         unread(("data.system",), is_read=bool(self.data.source), condition=has_rows)
         unread(TASK_ONLY, is_read=bool(self.data.task), condition="inner.data.task is set")
+        sampling, boxes = self.sampling, "inner.sampling.boxes is set"
+        has_tools = bool(sampling.environment or sampling.boxes) or self.model == "toolworld"
+        unread(TOOLS_ONLY, is_read=has_tools, condition=f"inner.sampling.environment or {boxes}")
+        unread(("sampling.box_usd_per_hour",), is_read=bool(sampling.boxes), condition=boxes)
         unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
 
     def _check_grpo(self) -> None:
@@ -318,6 +323,7 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
 
 
 TASK_ONLY = tuple(f"data.{key}" for key in ("task_options", "task_size", "task_seed", "task_chat"))
+TOOLS_ONLY = ("sampling.max_tool_calling_iterations", "sampling.tool_workers", "sampling.tool_timeout_s")
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
     "gradient_checkpointing", "trl", "data.prompts", "data.task",

@@ -1,4 +1,4 @@
-"""The objectives as a menu for people: `diloco objectives` (docs/channels.md).
+"""The objectives in words: the menu of `diloco objectives` (docs/channels.md), and a warning of those that do nothing.
 
 Not promised: a stable text; programs read the table PO_OBJECTIVES.
 """
@@ -6,7 +6,7 @@ Not promised: a stable text; programs read the table PO_OBJECTIVES.
 from collections.abc import Mapping
 from typing import Any
 
-from inner.settings.objectives import PO_OBJECTIVES, Objective, inert_knobs
+from inner.settings.objectives import PO_OBJECTIVES, Objective, find_objective, inert_knobs
 
 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
@@ -35,4 +35,13 @@ def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
             f"  when    {preset.when}",
             f"  here    {state}",
         ]
+    )
+
+
+def inert_text(name: str, knobs: tuple[str, ...]) -> str:
+    """Return the warning that these knobs have no effect."""
+    return (
+        f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
+        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
+        "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
     )

@@ -220,7 +220,10 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         raise ObjectiveError(f"scale_rewards = {scale!r} is not known. One of: {', '.join(SCALE_REWARDS)}.")
     changed = [knob for knob, value in preset.fixed.items() if settings.get(knob) != value]
     if changed:
-        _refuse_other_objective(name, preset, settings, changed)
+        from inner.settings.trl import other_objective_text
+
+        fixed = {key: each.fixed for key, each in PO_OBJECTIVES.items()}
+        raise ObjectiveError(other_objective_text(name, fixed, settings, changed))
     low = settings.get("epsilon")
     high = settings.get("epsilon_high")
     if name == "dapo" and not (low is not None and high is not None and high > low):
@@ -233,25 +236,18 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
             f"objective = 'cispo' caps every weight at epsilon_high = {high}, and an on-policy weight is 1: below 1 it "
             "scales the whole gradient down. Set epsilon_high = 5.0."
         )
-    for knob in ("beta", "dynamic_sampling", "soft_overlong_tokens"):
+    for knob in ("beta", "dynamic_sampling", "soft_overlong_tokens", "off_policy_mask_threshold"):
         if not (settings.get(knob) or 0) >= 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be 0 (off) or more. Set {knob}.")
     for knob in RATIO_KNOBS:
         if settings.get(knob) is not None and not settings[knob] > 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be greater than 0. Set {knob}.")
-
-
-def _refuse_other_objective(name: str, preset: Objective, settings: Mapping[str, Any], changed: list[str]) -> None:
-    seen = {knob: settings.get(knob) for knob in preset.fixed}
-    others = [key for key, other in PO_OBJECTIVES.items() if all(seen.get(k) == v for k, v in other.fixed.items())]
-    others += [key for key in PO_OBJECTIVES if key in seen.values() and key not in others and key != name]
-    means = ", ".join(f"{knob} = {preset.fixed[knob]!r}" for knob in changed)
-    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
-    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
-    raise ObjectiveError(
-        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one "
-        f"{instead}. (loss types by objective: `diloco objectives`; scale_rewards: {', '.join(SCALE_REWARDS)}.)"
-    )
+    delta, top = settings.get("delta"), 1 + ((low if high is None else high) or 0)
+    if delta is not None and not delta > top:
+        raise ObjectiveError(
+            f"delta = {delta} caps the ratio r inside of its clip range, which ends at {top:g}: below 1 right answers "
+            "have no gradient. Set delta = 4.0, for example, or leave it out."
+        )
 
 
 # Which knobs do nothing
@@ -272,14 +268,6 @@ def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]
     return tuple(dict.fromkeys(counted))
 
 
-def inert_text(name: str, knobs: tuple[str, ...]) -> str:
-    return (
-        f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
-        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
-        "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
-    )
-
-
 # The table
 
 
@@ -295,7 +283,7 @@ class GrpoSettings(Table):
     weight: float = setting(
         1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
     )
-    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    loss_type: str | None = setting(None, "TRL's loss_type, which the objective fixes: another one is refused.")
     scale_rewards: str | None = setting(None, '"group", "batch" or "none": the divisor of advantages.')
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")

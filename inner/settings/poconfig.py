@@ -25,7 +25,6 @@ from inner.settings.objectives import (
     ObjectiveError,
     check_settings,
     inert_knobs,
-    inert_text,
     po_settings,
 )
 
@@ -74,6 +73,8 @@ def make_dr_grpo_config(**overrides: Any) -> POConfig:
 
 def _warn_if_inert(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     if knobs := inert_knobs(name, settings, asked):
+        from inner.settings.menu import inert_text
+
         warnings.warn(inert_text(name, knobs), stacklevel=3)
     if name in ("gspo", "luspo") and settings["epsilon"] >= NEVER_CLIPS:
         warnings.warn(

@@ -290,7 +290,7 @@ class LoraSettings(Table):
 
     r: int = setting(16, "Rank of the adapter.")
     alpha: float = setting(32.0, "The adapter's product is multiplied by alpha / r.", above=0)
-    dropout: float = setting(0.0, "Dropout of the adapter's input, while training.", least=0, below=1)
+    dropout: float = setting(0.0, "Dropout of the adapter's input in the loss; sampling has none.", least=0, below=1)
     targets: str | list = setting(
         ALL_LINEAR, 'Every linear layer but the head, or names of layers, such as ["q_proj", "v_proj"].'
     )

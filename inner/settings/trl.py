@@ -1,15 +1,17 @@
 """[inner.trl]: settings of TRL's GRPOConfig that have no other key in the run; checked without importing TRL.
 
     name ─▶ in TRL_FIELDS?  no: error with a similar name ─▶ does the run set it?  yes: error with the key to use
-         ─▶ of the type that TRL declares?               ─▶ GRPOConfig(**…)
+         ─▶ of the type that TRL declares, and in a range in which its loss is a number?     ─▶ GRPOConfig(**…)
 
-Not promised: that TRL accepts every value of the type. TRL may refuse a string when the trainer is built.
+Not promised: that TRL accepts every value of the type and range. TRL may refuse a string when the trainer is built.
 No torch here.
 """
 
+import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from inner.errors import InnerError
@@ -120,6 +122,37 @@ _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
+# setting -> its range in words, and whether a number is in it
+_SHARE = ("must be greater than 0 and at most 1", lambda value: 0 < value <= 1)
+_POSITIVE = ("must be greater than 0", lambda value: value > 0)
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "top_entropy_quantile": _SHARE, "sapo_temperature_pos": _POSITIVE, "sapo_temperature_neg": _POSITIVE,
+    "top_p": _SHARE, "min_p": ("must be at least 0 and at most 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": _POSITIVE,
+}  # fmt: skip
+# key of generation_kwargs, in transformers' words or vLLM's -> the key that sets it in a run
+_GENERATION = {
+    "inner.sampling.temperature": ("temperature",),
+    "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens", "max_time"),
+    "inner.sampling.num_generations": ("num_return_sequences", "n"),
+    "nothing: a rollout is sampled, since the loss takes the log-probs of what it samples from": (
+        "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "use_beam_search", "best_of",
+    ),
+    "nothing: TRL reads the tokens and log-probs in its own form": (
+        "return_dict_in_generate", "output_scores", "output_logits", "logprobs", "prompt_logprobs", "detokenize",
+    ),
+    "nothing: special tokens are those of the tokenizer and of the model's generation_config.json": (
+        "pad_token_id", "bos_token_id", "eos_token_id",
+    ),
+    "seed, at the top of the run.toml": ("seed",),
+    **{f"inner.trl.{name}": (name,) for name in (
+        "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
+}  # fmt: skip
+GENERATION_OWNED = {name: instead for instead, names in _GENERATION.items() for name in names}
+# setting -> the one without which TRL never reads it
+_PARTNERS = {"use_bias_correction_kl": "beta"} | dict.fromkeys(
+    ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), "use_adaptive_entropy"
+)
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read only with [inner.vllm]
 
 
@@ -132,6 +165,7 @@ def check_trl(config: "InnerConfig") -> None:
         return
     _check_batching(config)
     _check_policy_loss(config)
+    _check_partners(config)
     _check_aggregation(config)
     if config.vllm is None and (unread := [name for name in ENGINE_ONLY if name in config.trl]):
         raise InnerError(
@@ -156,13 +190,50 @@ def _check_names(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
-    if "stop_strings" in (values.get("generation_kwargs") or ""):
+        if fault := _range_fault(name, value):
+            raise InnerError(f"inner.trl.{name} = {value!r} {fault}. Set it so, or leave it out.")
+    _check_generation(values.get("generation_kwargs"))
+
+
+def _range_fault(name: str, value: Any) -> str:
+    """Return the range in words for a number outside of it, else ""."""
+    if isinstance(value, float) and not isfinite(value):
+        return "must be a finite number"
+    words, holds = _RANGES.get(name, ("", lambda value: True))
+    return "" if value is None or holds(value) else words
+
+
+def _check_generation(given: Any) -> None:
+    """Refuse keys of generation_kwargs that another key of the run sets: they would win, and the loss not know it."""
+    if isinstance(given, str):
+        given = _as_table(given)
+    for name in given or ():
+        if name in GENERATION_OWNED:
+            raise InnerError(
+                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's own in the "
+                f"rollouts alone{instead_in_words(GENERATION_OWNED[name])}."
+            )
+    if "stop_strings" in (given or ()):
         raise InnerError(
             "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
             f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
             "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
             "several. With [inner.vllm], vLLM's own name is stop."
         )
+
+
+def _as_table(text: str) -> dict[str, Any]:
+    """Return the table that this JSON text is, as TRL reads it."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InnerError(
+            f"inner.trl.generation_kwargs = {text!r} is no JSON object. Write a table, "
+            "`generation_kwargs = {no_repeat_ngram_size = 3}`."
+        )
+    return given
 
 
 def _check_reward_weights(config: "InnerConfig") -> None:
@@ -180,6 +251,12 @@ def _check_reward_weights(config: "InnerConfig") -> None:
             f"inner.trl.reward_weights = {weights} has {len(weights)} weights, and the run has {functions} reward "
             f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
             "[inner.rewards.functions]."
+        )
+    numbers_only = all(isinstance(w, int | float) and not isinstance(w, bool) and isfinite(w) for w in weights or ())
+    if weights is not None and not (numbers_only and any(weights)):
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} teaches nothing: weights are finite numbers, and at least one of "
+            "them is not 0. Write 1.0 for each, for example."
         )
 
 
@@ -204,15 +281,53 @@ def _check_policy_loss(config: "InnerConfig") -> None:
         )
 
 
+def _check_partners(config: "InnerConfig") -> None:
+    """Refuse settings of a part of the loss that another setting leaves off."""
+    for name, partner in _PARTNERS.items():
+        asked = config.trl.get(name)
+        if asked is not None and asked is not False and not config.trl.get(partner):
+            raise InnerError(
+                f"inner.trl.{name} = {asked!r} does nothing here: it is read only with inner.trl.{partner}. "
+                f"Set inner.trl.{partner}, or leave {name} out."
+            )
+
+
 def _check_aggregation(config: "InnerConfig") -> None:
-    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's."""
+    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's, and beside a
+    penalty, which it blows up to the size of a reward."""
+    if config.trl.get("multi_objective_aggregation") != "normalize_then_sum":
+        return
     scale = config.objective_settings["scale_rewards"]
-    if config.trl.get("multi_objective_aggregation") == "normalize_then_sum" and scale != "group":
+    if scale != "group":
         raise InnerError(
             'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides each reward by the standard '
             f'deviation of its group, and inner.grpo.objective = "{config.grpo.objective}" has scale_rewards = '
             f'"{scale}" here. Set inner.grpo.objective = "grpo", or leave the setting out.'
         )
+    tokens = config.grpo.soft_overlong_tokens
+    if tokens or (tokens is None and config.grpo.objective == "dapo"):
+        number = tokens or "a fifth of max_completion_length, dapo's default,"
+        raise InnerError(
+            'inner.trl.multi_objective_aggregation = "normalize_then_sum" divides the penalty of '
+            f"inner.grpo.soft_overlong_tokens = {number} by its own deviation in the group: one token too many would "
+            "cost as much as a wrong answer. Set inner.grpo.soft_overlong_tokens = 0, or leave the setting out."
+        )
+
+
+def other_objective_text(
+    name: str, fixed: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any], changed: list[str]
+) -> str:
+    """Return the error for TRL settings that make an objective another one.   fixed: objective -> what defines it."""
+    seen = {knob: settings.get(knob) for knob in fixed[name]}
+    others = [key for key, theirs in fixed.items() if all(seen.get(k) == v for k, v in theirs.items())]
+    others += [key for key in fixed if key in seen.values() and key not in others and key != name]
+    means = ", ".join(f"{knob} = {fixed[name][knob]!r}" for knob in changed)
+    got = ", ".join(f"{seen[knob]!r}" for knob in changed)
+    instead = f"set objective = {others[0]!r}" if others else "leave it out, or build a GRPOConfig of your own"
+    return (
+        f"objective = {name!r} means {means}, got {got}: that is another objective. For that one {instead}. (loss "
+        "types by objective: `diloco objectives`; scale_rewards: batch, group, none.)"
+    )
 
 
 def instead_in_words(instead: str) -> str:

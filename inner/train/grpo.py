@@ -326,6 +326,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         **{CHECKPOINTING: config.gradient_checkpointing},
         max_steps=FOREVER,
         per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,  # rows of log-probs at once, in an evaluation
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         steps_per_generation=config.generation_steps // config.grpo.num_iterations,
         num_iterations=config.grpo.num_iterations,
@@ -335,7 +336,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         temperature=config.sampling.temperature,
         **_vllm_keywords(config),
         **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
-        **config.trl,
+        **{"disable_dropout": not (config.lora and config.lora.dropout), **config.trl},
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,

@@ -231,8 +231,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
             return hint_lessons(rollouts, hint, self._hint_context, self._splice)
         tokenizer: Any = self.processing_class
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
-        return rollout_lessons(rollouts, group, self.channels.sdpo.success, decode, self._splice)
+        return rollout_lessons(rollouts, self._group_size(), self.channels.sdpo.success, decode, self._splice)
 
     def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         """Return the first argument of a hint: the prompt's columns and the facts about the failed turn."""

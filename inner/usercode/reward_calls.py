@@ -94,28 +94,29 @@ class RewardCalls:
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
         self._worked: set[str] = set()
+        self._counts = True  # False within `uncounted`
         self._silent = 0  # generations in a row without any number, failed or not
         self._has_number = False  # whether a completion since the last check_known has one
         self._noted = False
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
 
-    def wrap_reward(self, reward: Any) -> Any:
-        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is."""
+    def wrap_reward(self, reward: Any, weight: float = 1.0) -> Any:
+        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is.   weight: 0: logged only."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
         @wraps(reward, updated=())
         def sync(**columns: Any) -> list[Value]:
             steps = self._plan_attempts(columns)
-            return self._finish_batch(reward, _run_attempts(steps, lambda step: self._do_step(reward, columns, step)))
+            scored = _run_attempts(steps, lambda step: self._do_step(reward, columns, step))
+            return self._finish_batch(reward, scored, weight)
 
         @wraps(reward, updated=())
         async def later(**columns: Any) -> list[Value]:
             steps = self._plan_attempts(columns)
-            return self._finish_batch(
-                reward, await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
-            )
+            scored = await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
+            return self._finish_batch(reward, scored, weight)
 
         return later if is_async_callable(reward) else sync
 
@@ -170,9 +171,11 @@ class RewardCalls:
     def uncounted(self) -> Iterator[None]:
         """Exclude completions inside the `with` from all counts, from `rewardless`, and from the lowest so far."""
         kept = self._missing, self.rewardless, self._is_first, self._has_number, self.broken.lowest
+        self._counts = False
         try:
             yield
         finally:
+            self._counts = True
             self._missing, self.rewardless, self._is_first, self._has_number, self.broken.lowest = kept
 
     # one step of a batch
@@ -225,15 +228,16 @@ class RewardCalls:
         self._noted = True
         self.host.note(text)
 
-    def _finish_batch(self, reward: Any, scored: Scored) -> list[Value]:
-        values, failed = self.broken.note(scored)
+    def _finish_batch(self, reward: Any, scored: Scored, weight: float) -> list[Value]:
+        values, failed = self.broken.note(scored) if weight else (scored.values, ())
         self._failed.update(failed)
         if scored.why:
             self._emit_failure(reward, scored)
         if self._noted:
             self._noted = False
             self.host.note("")
-        self._refuse_rewardless(reward, scored)
+        if weight:
+            self._refuse_rewardless(reward, scored)
         return values
 
     def _emit_failure(self, reward: Any, scored: Scored) -> None:
@@ -254,6 +258,8 @@ class RewardCalls:
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
         """Raise RewardFailed if training would continue without rewards."""
+        if not self._counts:
+            return
         name = reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0

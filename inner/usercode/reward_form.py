@@ -45,8 +45,8 @@ def call_of(
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the weighted sum of the rewards that are not None, as TRL adds them; None if all are None."""
-    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
+    """Return the weighted sum of the rewards that are not None, as TRL adds them; None if all that count are None."""
+    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if weight and reward is not None]
     return sum(known) if known else None
 
 

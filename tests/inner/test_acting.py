@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.run.combinations import prepared_for_actors, refuse_actors
+from diloco.run.config import ConfigError, RunConfig
 from inner.data.order import Share
 from inner.errors import InnerError
 from inner.rollouts import drift
@@ -179,3 +181,21 @@ def test_a_few_tokens_may_have_no_log_prob_where_vllm_samples_and_not_all() -> N
 def test_objectives_that_need_their_own_weights_have_no_actors() -> None:
     with pytest.raises(InnerError, match="Start no actors"):
         Sampler(a_loop(grpo={"objective": "dapo"}).trainer)
+
+
+def test_actors_do_not_sample_for_a_loss_with_dropout() -> None:
+    """π_old has none: the ratio of the two would be noise."""
+    for inner in ({"lora": {"dropout": 0.05}}, {"trl": {"disable_dropout": False}}):
+        with pytest.raises(ConfigError, match=r"actors cannot sample: inner.lora.dropout = 0.0"):
+            refuse_actors(prepared_for_actors(RunConfig.from_dict({"inner": inner})))
+    refuse_actors(prepared_for_actors(RunConfig.from_dict({"inner": {"lora": {}}})))
+    loop = a_loop()
+    loop.model.dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(InnerError, match="actors cannot sample for this run: its loss has dropout"):
+        Sampler(loop.trainer)
+    kept = sampled()
+    loop = a_loop()
+    loop.model.dropout = torch.nn.Dropout(0.1)
+    record_rollouts(loop.trainer, kept)
+    loop.train(lambda: True)
+    assert "keeps dropout in the loss" in kept.refused[0] and not kept.found

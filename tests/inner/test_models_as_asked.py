@@ -183,3 +183,82 @@ def test_the_hub_is_asked_for_the_config_of_a_model_that_it_calls_multimodal(
         ask_hub("org/sees", None)
     info.pipeline_tag = "text-generation"
     ask_hub("org/reads", None)
+
+
+# -------------------------------------------------------------------- dropout
+
+
+class Spy(torch.nn.Dropout):
+    """Notes whether it is on: (in a forward with gradients, on)."""
+
+    seen: list[tuple[bool, bool]]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen.append((torch.is_grad_enabled(), self.training and self.p > 0))
+        return super().forward(input)
+
+
+def spied(dropout: float, **config: Any) -> tuple[Any, Spy]:
+    """A trainer whose first layer has dropout behind its attention."""
+    spy, load = Spy(dropout), AutoModelForCausalLM.from_pretrained
+    spy.seen = []
+
+    def with_spy(folder: Any) -> Any:
+        model: Any = load(folder)
+        layer = model.model.layers[0]
+        layer.register_module("spy", spy)
+        layer.self_attn.o_proj.register_forward_hook(lambda module, given, out: spy(out))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", with_spy)
+        return make(config=config), spy
+
+
+def test_rollouts_and_old_log_probs_have_no_dropout_and_the_loss_has() -> None:
+    """Before: sampled by a policy that was damaged at random, another one for each token."""
+    trainer, spy = spied(0.5, trl={"disable_dropout": False})
+    batch = rollouts(trainer)
+    assert spy.seen and not any(on for _, on in spy.seen) and trainer._mode() == "train"
+    assert spy.training and trainer.model.model.training, "as it was"
+    spy.seen.clear()
+    trainer._compute_loss(trainer.model, batch).backward()
+    assert spy.seen == [(True, True)]
+
+
+@pytest.mark.parametrize("objective", ["gspo", "grpo"])
+def test_the_first_ratio_is_one_whatever_dropout_the_model_has(objective: str) -> None:
+    """GPT-2's is .1: most sequences were outside of gspo's clip range before any step."""
+    trainer, spy = spied(0.5, grpo={"objective": objective, "steps_per_generation": 2})
+    batch = rollouts(trainer)
+    assert "old_per_token_logps" in batch and spy.seen
+    trainer._compute_loss(trainer.model, batch)
+    assert trainer._metrics["train"]["clip_ratio/region_mean"] == [0.0] and not any(on for _, on in spy.seen)
+
+
+STALE = {"grpo": {"objective": "gspo"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora": {"dropout": 0.05}, **STALE}, "inner.lora.dropout = 0.05: a generation serves 4 micro-batches"),
+        ({"lora": {"dropout": 0.05}, "grpo": {"num_iterations": 2}}, "serves 2 micro-batches"),
+        ({"lora": {"dropout": 0.05}, "vllm": {}}, r"inner.lora.dropout = 0.05: \[inner.vllm\] corrects"),
+        ({"trl": {"disable_dropout": False}, **STALE}, "inner.trl.disable_dropout = false: a generation serves 4"),
+        ({"lora": {"dropout": 0.1}, "trl": {"disable_dropout": True}}, "takes inner.lora.dropout = 0.1 away again"),
+    ],
+)
+def test_dropout_in_a_loss_with_a_ratio_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InnerError, match=words):
+        InnerConfig(**settings)
+
+
+def test_dropout_of_an_adapter_stays_in_a_loss_without_a_ratio() -> None:
+    from inner.settings.inner import Seeds
+    from inner.train.grpo import trainer_arguments
+
+    for lora, disabled in (({"dropout": 0.05}, False), ({}, True), (None, True)):
+        config = InnerConfig(lora=lora)
+        assert trainer_arguments(config, Seeds(data=0, noise=1), "unused").disable_dropout is disabled
+    assert InnerConfig(lora={"dropout": 0.05}, vllm={"importance_mode": "off"}).lora

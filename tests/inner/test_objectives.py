@@ -306,12 +306,28 @@ def test_dr_grpo_is_the_default_and_overrides_apply() -> None:
         ("grpo", {"beta": -0.1}, "beta = -0.1 must be 0"),
         ("grpo", {"epsilon": 0.0}, "epsilon = 0.0 must be greater"),
         ("dapo", {"dynamic_sampling": -1}, "dynamic_sampling = -1 must be 0"),
+        ("grpo", {"delta": 0.2}, "delta = 0.2 caps the ratio r inside of its clip range, which ends at 1.2"),
+        ("grpo", {"delta": float("nan")}, "delta = nan"),
+        ("dapo", {"delta": 1.28}, "ends at 1.28.* Set delta = 4.0"),
+        ("grpo", {"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold = -0.1 must be 0"),
         ("dapo", {"soft_overlong_tokens": 11}, "every answer would be punished"),
     ],
 )
 def test_guards_at_construction(name: str, overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(ObjectiveError, match=words):
         make_po_config(name, **{**SMALL, **overrides})
+
+
+def test_a_cap_above_the_clip_range_leaves_every_on_policy_gradient() -> None:
+    """At r = 1, where below 1 it left none to right answers."""
+    logps, _ = off_policy("grpo")
+    alike = torch.equal(
+        *(
+            torch.autograd.grad(trl_loss(config("grpo", **ON_POLICY, **capped), logps, None), logps)[0]
+            for capped in ({}, {"delta": 1.3})
+        )
+    )
+    assert alike and config("grpo", delta=1.3, off_policy_mask_threshold=0.0).delta == 1.3
 
 
 def test_a_preset_that_did_not_apply_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,6 +511,28 @@ def test_dapo_in_the_trainer(small_trainer: Any, monkeypatch: pytest.MonkeyPatch
     mask = made["completion_mask"] * made.get("tool_mask", 1)
     assert made["num_items_in_batch"] == mask.sum()
     trainer._compute_loss(trainer.model, made).backward()
+
+
+def test_refills_do_not_count_in_the_metrics_of_the_data(small_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight groups of mean .44 and ten refills of one right group each had the mean .95, as if a batch weighed as much
+    as a group."""
+    from tests.inner import test_trainer
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        whole = len(completions) == test_trainer.B  # one group teaches; the other is wrong, and its refills right
+        return [0.0] * 8 + [0.0, 1.0] * 4 if whole else [1.0] * len(completions)
+
+    monkeypatch.setattr(test_trainer, "SMALL", {**test_trainer.SMALL, "grpo": {"objective": "dapo"}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = small_trainer(
+            reward=reward, objective="dapo", config={"grpo": {"dynamic_sampling": 3, "soft_overlong_tokens": 0}}
+        )
+        test_trainer.rollouts(trainer)
+    noted = trainer._metrics["train"]
+    assert noted["dynamic/generations"] == [3.0] and noted["dynamic/informative"] == [0.5]
+    assert noted["reward"] == [0.25] and noted["frac_reward_zero_std"] == [0.5]
+    assert len(noted["completions/mean_length"]) == 1 and noted["rewards/reward/mean"] == [0.25]
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])

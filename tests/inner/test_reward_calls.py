@@ -41,6 +41,7 @@ from inner.usercode.broken import BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within
 from inner.usercode.forgiving import ForgivingHint
 from inner.usercode.reward_calls import RewardCalls, RewardFailed
+from inner.usercode.reward_form import weighted_sum
 from inner.usercode.userfiles import checked_rewards, guard_reward
 from tests.inner.test_toolworld import WORLD
 from tests.inner.test_trainer import B, make, rollouts
@@ -717,3 +718,74 @@ def test_the_settings_are_no_part_of_what_a_run_learns(tmp_path: Any) -> None:
 
     one, other = (RunConfig(inner=InnerConfig(rewards={"retries": n, "timeout_s": n})) for n in (1, 7))
     assert one.mathematics() == other.mathematics() and "reward_retries" not in one.mathematics()["inner"]
+
+
+# -------------------------------------------------------------------- a reward of weight 0 decides nothing
+
+
+def measured(fails: Callable[[int], float | None], score: list[float | None], **settings: Any) -> tuple[Any, Any, Any]:
+    """-> trainer, its RewardCalls and a batch: `score` has weight 1, and `length`, whose values `fails` makes, 0."""
+
+    def length(completions: list[Any], **columns: Any) -> list[float | None]:
+        return [fails(i) for i in range(len(completions))]
+
+    found, _ = forgiving(**settings)
+    more = {"trl": {"reward_weights": [1.0, 0.0]}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inner.settings.trl._check_reward_weights", lambda config: None)
+        trainer = make(reward=[lambda **_: score, length], reward_calls=found, config=more)
+    return trainer, found, rollouts(trainer)
+
+
+def test_what_is_logged_only_gives_no_completion_a_reward() -> None:
+    score = [1.0, 1.0, None, *[1.0] * (B - 3)]
+    trainer, found, batch = measured(lambda i: 10.0 * i, score)
+    assert (batch["advantages"] == 0).all(), "before: .125, and -.875 for the one of which the score says nothing"
+    assert trainer._metrics["train"]["reward"] == [1.0] and not found.rewardless
+    logged = trainer._metrics["train"]["rewards/length/mean"]
+    assert logged == [pytest.approx(sum(10.0 * i for i in range(B) if i != 2) / (B - 1))]
+
+
+def test_a_batch_with_nothing_but_logged_rewards_is_rewardless() -> None:
+    trainer, found, _ = measured(lambda i: 10.0 * i, [None] * B)
+    assert found.rewardless
+    rollouts(trainer)
+    with pytest.raises(RewardFailed, match="3 generations in a row"):
+        rollouts(trainer)
+
+
+@pytest.mark.parametrize("counts", ["worst", "none", -5.0])
+def test_what_is_logged_only_blames_none(counts: str | float) -> None:
+    score = [1.0, 0.0, *[1.0] * (B - 2)]
+    trainer, found, batch = measured(lambda i: math.nan if i == 0 else 0.5, score, broken=counts)
+    assert trainer._rewards_by_function[:, 0].tolist() == score, "before: the right answer's was 0"
+    assert batch["advantages"][0] == batch["advantages"][2] > 0 and found.take_missing() == 0
+    assert trainer._metrics["train"]["rewards/broken"] == [0.0]
+
+
+def test_a_logged_reward_that_always_fails_ends_no_session() -> None:
+    def fails(i: int) -> float:
+        raise ValueError("no length")
+
+    score = [float(i % 2) for i in range(B)]
+    trainer, found, batch = measured(fails, score)
+    assert trainer._rewards_by_function[:, 0].tolist() == score and batch["advantages"].abs().min() > 0
+    assert trainer._rewards_by_function[:, 1].isnan().all() and found.take_missing() == 0
+    asked = found.wrap_reward(broken, 0.0)
+    assert [asked(prompts=[], completions=[0] * 8) for _ in range(4)] == [[None] * 8] * 4
+    assert weighted_sum([None, 37.0], [1.0, 0.0]) is None and weighted_sum([2.0, 37.0], [1.0, 0.0]) == 2.0
+
+
+def test_a_prompt_that_breaks_the_reward_in_an_evaluation_ends_no_session() -> None:
+    """Before: a last batch of one held-out prompt was "no number for any completion of the first batch"."""
+
+    def breaks(completions: list[int], **columns: Any) -> list[float]:
+        raise ValueError("no number")
+
+    calls, _ = make_reward_calls(retries=0)
+    reward = calls.wrap_reward(breaks)
+    for _ in range(4):
+        with calls.uncounted():
+            assert reward(prompts=["q"], completions=[0], answer=["0"]) == [None]
+    with pytest.raises(RewardFailed):
+        reward(prompts=["q"], completions=[0], answer=["0"])

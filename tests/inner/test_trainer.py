@@ -302,3 +302,38 @@ def test_messages_without_a_chat_template_are_refused_before_the_model_is_prepar
             processing_class=tokenizer,
             **tools,
         )
+
+
+def scored(values: list[float | None], objective: str, other: list[float] | None = None, **trl: Any) -> tuple[Any, Any]:
+    """-> the advantages, and equal_groups, of two groups of 8 with these rewards (and others)."""
+    rewards: list[Any] = [lambda **_: values, *([lambda **_: other] if other else [])]
+    trainer = make(reward=rewards, config={"grpo": {"objective": objective}, "trl": trl})
+    advantages = rollouts(trainer)["advantages"]
+    return advantages, trainer._metrics["train"]["frac_reward_zero_std"]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "lite_ppo"])
+@pytest.mark.parametrize("value", [0.3, 0.7, 0.07])
+def test_equal_rewards_have_no_advantage_at_all(objective: str, value: float) -> None:
+    """TRL's mean of eight .3 in float32 is not .3; the rest, divided by a deviation of 0, was up to 1e-3."""
+    advantages, equal = scored([value] * B, objective)
+    assert (advantages == 0).all() and equal == [1.0]
+    advantages, equal = scored([None, *[value] * (B - 1)], objective)
+    assert (advantages == 0).all() and equal == [1.0]
+    advantages, equal = scored([*[value] * 8, *[0.0, 1.0] * 4], objective)
+    assert (advantages[:8] == 0).all() and (advantages[8:] != 0).all() and equal == [0.5]
+
+
+def test_equal_groups_are_about_groups_where_the_batch_differs() -> None:
+    advantages, equal = scored([1.0] * 8 + [0.0] * 8, "bnpo")
+    assert (advantages == 0).all() and equal == [1.0], "before: 0, since the batch's deviation is not 0"
+    _, equal = scored([None] * 8 + [0.0] * 8, "bnpo")
+    assert equal == [0.5], "of the first group nothing is known"
+
+
+def test_rewards_that_are_normalised_one_by_one_are_equal_if_each_is() -> None:
+    each = {"multi_objective_aggregation": "normalize_then_sum"}
+    advantages, equal = scored([0.3] * B, "grpo", [0.7] * 8 + [0.0, 1.0] * 4, **each)
+    assert (advantages[:8] == 0).all() and (advantages[8:] != 0).all() and equal == [0.5]
+    advantages, equal = scored([1.0, *[0.0] * 7] * 2, "grpo", [0.0, *[1.0] * 7] * 2, **each)
+    assert equal == [0.0], "the sums are equal, and what is summed is not"

@@ -13,7 +13,7 @@ import transformers
 from diloco.run.config import ConfigError, RunConfig
 from inner import InnerConfig, InnerError
 from inner.settings.tables import list_settings
-from inner.settings.trl import ALIASES, HANDED_THROUGH, OWNED
+from inner.settings.trl import ALIASES, GENERATION_OWNED, HANDED_THROUGH, OWNED
 from inner.settings.trl_fields import TRL_FIELDS
 from tests.inner.test_trainer import make, measure, rollouts
 from tests.support.trl_table import PAGE, table_source
@@ -60,6 +60,24 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
         ({"mask_truncated_completions": 1}, "must be bool, not int"),
         ({"chat_template_kwargs": [1]}, "must be dict or str or None, not list"),
         ({"beta": -0.1}, r"beta = -0\.1 must be 0"),
+        ({"beta": float("inf")}, r"inner\.trl\.beta = inf must be a finite number\. Set it so"),
+        ({"delta": float("nan")}, "delta = nan must be a finite number"),
+        ({"use_bias_correction_kl": True}, "is read only with inner.trl.beta. Set inner.trl.beta"),
+        ({"entropy_target": 2.0}, "read only with inner.trl.use_adaptive_entropy"),
+        ({"entropy_coef_max": 0.1, "use_adaptive_entropy": False}, "read only with inner.trl.use_adaptive_entropy"),
+        ({"entropy_coef_min": 0.0, "entropy_coef": 0.01}, "entropy_coef_min = 0.0 does nothing here"),
+        ({"entropy_coef_delta": 0.01}, "entropy_coef_delta = 0.01 does nothing here"),
+        ({"reward_weights": [0.0]}, r"reward_weights = \[0.0\] teaches nothing: weights are finite numbers"),
+        ({"reward_weights": [float("nan")]}, "teaches nothing: weights are finite numbers"),
+        ({"reward_weights": ["one"]}, "teaches nothing: weights are finite numbers"),
+        ({"top_entropy_quantile": -1}, "top_entropy_quantile = -1 must be greater than 0 and at most 1"),
+        ({"top_entropy_quantile": 0.0}, "must be greater than 0 and at most 1"),
+        ({"top_entropy_quantile": 20.0}, "must be greater than 0 and at most 1"),
+        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0 must be greater than 0"),
+        ({"sapo_temperature_neg": -1}, "sapo_temperature_neg = -1 must be greater than 0"),
+        ({"top_p": 1.5}, "top_p = 1.5 must be greater than 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p = -0.1 must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0 must be greater than 0"),
         ({"use_transformers_paged": True}, 'cast the trained float32 weights to it for good.*inner.autocast = "off"'),
         ({"use_transformers_continuous_batching": True}, 'with inner.autocast = "auto"'),
         ({"sapo_temperature_pos": 2.0}, "does not read sapo_temperature_pos"),
@@ -71,17 +89,68 @@ def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
         InnerConfig(trl=values)
 
 
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        ({"temperature": 0.6}, "temperature = 0.6.* Use inner.sampling.temperature"),
+        ('{"temperature": 0.6}', "temperature = 0.6.* Use inner.sampling.temperature"),
+        ({"max_new_tokens": 2000}, "Use inner.sampling.max_completion_length"),
+        ({"max_tokens": 2000}, "Use inner.sampling.max_completion_length"),
+        ({"n": 4}, "Use inner.sampling.num_generations"),
+        ({"no_repeat_ngram_size": 3, "do_sample": False}, "do_sample = False.* Leave it out: a rollout is sampled"),
+        ({"num_beams": 4}, "Leave it out: a rollout is sampled"),
+        ({"eos_token_id": 5}, "Leave it out: special tokens"),
+        ({"top_k": 5}, "Use inner.trl.top_k"),
+        ("temperature = 0.6", "is no JSON object"),
+        ("[1]", "is no JSON object"),
+    ],
+)
+def test_generation_kwargs_cannot_replace_what_the_run_owns(given: Any, use: str) -> None:
+    """Before: sampled at .6, while the loss took log-probs at inner.sampling.temperature."""
+    with pytest.raises(InnerError, match=f"(?s)inner.trl.generation_kwargs .*{use}"):
+        InnerConfig(trl={"generation_kwargs": given})
+
+
+@pytest.mark.parametrize("given", [{}, {"no_repeat_ngram_size": 3}, '{"no_repeat_ngram_size": 3}'])
+def test_other_generation_kwargs_are_handed_through(given: Any) -> None:
+    assert InnerConfig(trl={"generation_kwargs": given}).trl == {"generation_kwargs": given}
+
+
 @pytest.mark.parametrize("name", ["beta", "entropy_coef", "delta"])
 def test_a_part_of_the_policy_loss_is_refused_where_that_is_left_out(name: str) -> None:
     alone = {"replay": {"weight": 0.1, "pairs": "pairs.jsonl"}}
-    assert InnerConfig(trl={name: 0.1}, **alone).trl
-    with pytest.raises(InnerError, match=f"inner.trl.{name} = 0.1 does nothing here.*inner.grpo.weight above 0"):
-        InnerConfig(trl={name: 0.1}, grpo={"weight": 0}, **alone)
+    assert InnerConfig(trl={name: 1.5}, **alone).trl
+    with pytest.raises(InnerError, match=f"inner.trl.{name} = 1.5 does nothing here.*inner.grpo.weight above 0"):
+        InnerConfig(trl={name: 1.5}, grpo={"weight": 0}, **alone)
 
 
 def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_group() -> None:
     assert InnerConfig(trl={"multi_objective_aggregation": "normalize_then_sum"}, grpo={"objective": "grpo"}).trl
     assert InnerConfig(trl={"multi_objective_aggregation": "sum_then_normalize"}).trl
+
+
+def test_settings_with_their_partners_are_handed_through() -> None:
+    for trl in (
+        {"use_bias_correction_kl": True, "beta": 0.1},
+        {"use_bias_correction_kl": False},
+        {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef_max": 0.1},
+        {"reward_weights": [-1.0]},
+    ):
+        assert InnerConfig(trl=trl).trl == trl
+
+
+@pytest.mark.parametrize(
+    ("grpo", "tokens"),
+    [({"objective": "dapo"}, "a fifth of"), ({"objective": "grpo", "soft_overlong_tokens": 8}, "8 by")],
+)
+def test_a_length_penalty_is_not_normalised_to_the_size_of_a_reward(grpo: dict[str, Any], tokens: str) -> None:
+    """A right answer with a penalty of .0098 had the advantage -1.43."""
+    each = {"multi_objective_aggregation": "normalize_then_sum"}
+    about = {"sampling": {"max_completion_length": 512}, "trl": each}
+    with pytest.raises(InnerError, match=f"soft_overlong_tokens = {tokens} .*its own deviation"):
+        InnerConfig(grpo=grpo, **about)
+    assert InnerConfig(grpo={**grpo, "soft_overlong_tokens": 0}, **about).trl == each
+    assert InnerConfig(grpo=grpo, sampling=about["sampling"]).trl == {}
 
 
 def test_continuous_batching_is_handed_through_where_nothing_is_cast() -> None:
@@ -252,7 +321,8 @@ def test_every_name_of_trl_is_known_wherever_it_is_written() -> None:
 
 
 def test_every_place_that_a_name_is_told_exists() -> None:
-    known = {*list_settings(RunConfig), "inner.trl.beta", "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
-    for place in ALIASES.values():
+    known = {*list_settings(RunConfig), "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
+    known |= {f"inner.trl.{name}" for name in HANDED_THROUGH}
+    for place in [*ALIASES.values(), *GENERATION_OWNED.values()]:
         named = re.findall(r"\b(?:inner|outer|fleet|eval)(?:\.\w+)+", place)
         assert set(named) <= known, place

@@ -206,7 +206,6 @@ class RemoteGenerator:
             random_state=read_random_state(),
             eos_ids=list(self._trainer.eos_token_ids),
             pad_to=self._trainer.pad_to_multiple_of,
-            training=self._trainer.model.training,
             casts=self._casts,
         )
         said: Completions = self._member.ask(lambda actor: self._ask_loaded(actor, asked))

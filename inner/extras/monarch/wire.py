@@ -26,7 +26,7 @@ RandomState = list[Tensor]  # the CPU's, and each GPU's
 
 @dataclass(frozen=True)
 class Generation:
-    """A request.   prompt_ids: one list per rollout.   sampling: TRL's generation config.   training: dropout is on.
+    """A request.   prompt_ids: one list per rollout.   sampling: TRL's generation config.
     eos_ids: ids that end a completion.   pad_to: the prompts' width is a multiple of it; None: any width.
     casts: products in bfloat16."""
 
@@ -35,7 +35,6 @@ class Generation:
     random_state: RandomState
     eos_ids: list[int]
     pad_to: int | None
-    training: bool
     casts: bool
 
 
@@ -54,7 +53,7 @@ def generate(model: Any, asked: Generation) -> Completions:
     pad_id = asked.sampling["pad_token_id"]
     ids_B_T, mask_B_T = pad_left(asked.prompt_ids, pad_id, asked.pad_to)
     write_random_state(asked.random_state)
-    model.train(asked.training)
+    model.eval()  # without dropout
     sample_as_asked(model)
     with products(device, asked.casts):
         out = model.generate(
