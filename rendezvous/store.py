@@ -17,6 +17,7 @@ body contains a nonce of its writer.
 Not promised: that a listed key can be read, or that a readable key is listed.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -45,6 +46,8 @@ class Stream(Protocol):
 
 Body = Buffer | Stream
 SAY_AGAIN_S = 10.0  # seconds between two reports of the same trouble
+KEY = "DILOCO_RUN_KEY"  # the environment variable with the run key (stores/run_key.py)
+SEALED = re.compile(rb',"seal":"[0-9a-f]{64}"\}$')  # the end of a record with the run key's tag
 VOID = b""  # what `get` returns for a register that was written without the run's key; readers ignore it
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from diloco.run.record import Run
 from diloco.run.sections import keep_bytes
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.rules import Rules
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.errors import BadCommit, ChainBroken, Corrupt, RendezvousError
@@ -94,6 +95,18 @@ class Verdict:
             *(f"not checked: {u}" for u in self.unchecked),
             last,
         ]
+
+
+def why_ineligible(rules: Rules, before: Commit | None, t: int, listed: Listed) -> str:
+    """Return why commit t may not list this offer; "" if it may.   before: the commit before the offer's step."""
+    late, rest = divmod(t - listed.step, rules.fragments)
+    if rest:
+        return f"is of step {listed.step}, which has another fragment"
+    if late > rules.max_carry:
+        return f"is of step {listed.step}: it is {late} syncs late, and may be {rules.max_carry}"
+    if before is not None and listed.generation < (lowest := before.fence.get(listed.slot, 0)):
+        return f"is of generation {listed.generation}, and commit {before.t} lets {lowest} and later ones act"
+    return ""
 
 
 class _LostMean(Exception):
@@ -227,21 +240,8 @@ class _Verification:
         of_its_step = self._chain.get(listed.step)
         if of_its_step is not None and offer.base != of_its_step.base:
             self._differs(commit.t, key, listed.slot, f"began from {offer.base}, the chain from {of_its_step.base}")
-        if flaw := self._why_ineligible(commit.t, listed):
+        if flaw := why_ineligible(self._outer.rules, self._chain.get(listed.step - 1), commit.t, listed):
             self._differs(commit.t, key, listed.slot, flaw)
-
-    def _why_ineligible(self, t: int, listed: Listed) -> str:
-        """Return why commit t may not list this offer, by the chain that was read; "" if it may."""
-        rules = self._outer.rules
-        late, rest = divmod(t - listed.step, rules.fragments)
-        if rest:
-            return f"is of step {listed.step}, which has another fragment"
-        if late > rules.max_carry:
-            return f"is of step {listed.step}: it is {late} syncs late, and may be {rules.max_carry}"
-        before = self._chain.get(listed.step - 1)
-        if before is not None and listed.generation < (lowest := before.fence.get(listed.slot, 0)):
-            return f"is of generation {listed.generation}, and commit {before.t} lets {lowest} and later ones act"
-        return ""
 
     # ---------------------------------------------------------------- snapshots
 

@@ -35,10 +35,10 @@ from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.digests import SHA256, hex_of, is_digest
 from rendezvous.records.records import Count, Key, Record, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Where
-from rendezvous.store import Readable, Store
+from rendezvous.store import SEALED, Readable, Store
 from rendezvous.stores.ahead import Ahead
 from rendezvous.stores.open import open_store
-from rendezvous.stores.run_key import LOST_SEAL, SEALED, as_sealed, run_key, signed_store
+from rendezvous.stores.run_key import as_sealed, run_key, signed_store
 
 if TYPE_CHECKING:
     from inner.models.naming import HubModel
@@ -256,6 +256,8 @@ def with_script(record: RunRecord, answers: Readable) -> RunRecord:
 def decode_run(url: str, body: bytes) -> RunRecord:
     """Read run.json.   Raises WireError with the run's URL and the next thing to do."""
     if SEALED.search(body):  # a store under the key takes the seal off
+        from rendezvous.stores.signed import LOST_SEAL
+
         raise WrongRun(LOST_SEAL.format(url=url))
     try:
         return RunRecord.decode(body)

@@ -220,7 +220,9 @@ class Collector:
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
         if not self._warned and (self.budget < floor or over > on_their_way):
             self._warned = True
-            text = _excess_text(over, self.budget, floor)
+            from rendezvous.keeping.words import excess_text
+
+            text = excess_text(over, self.budget, floor)
             self.emit("warning", kind="keep", step=self._head, text=text)
 
     def _learn_sizes(self) -> None:
@@ -342,20 +344,6 @@ def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
         return {}
     stay = sorted({*answer.snapshots, floor})[-_TOLD:]
     return {"deltas_from": answer.deltas_from, "means_from": answer.means_from, "snapshots": stay}
-
-
-def _excess_text(over: int, budget: int, floor: int) -> str:
-    advice = (
-        f"Less than {floor / 1e9:.3g} GB is not possible, even with a snapshot at every step, which this run writes "
-        'now. A new run with a smaller codec (outer.codec = "int8") needs less'
-        if budget < floor
-        else "A newer snapshot would reduce it, but none is completed: replicas die while they write one, or its "
-        "upload takes longer than a round (`diloco doctor URL` measures the link)"
-    )
-    return (
-        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB "
-        f"more: the two newest snapshots and all uploads since. They are kept; older blobs are deleted. {advice}"
-    )
 
 
 # ---------------------------------------------------------------------- the reader's side

@@ -10,25 +10,18 @@ Not promised: that a run key is secret; each process that can read a replica's e
 """
 
 import os
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.store import Store, put_once
+from rendezvous.store import KEY, Store, put_once
 from rendezvous.stores.open import open_store
 
 if TYPE_CHECKING:
     from rendezvous.stores.signed import SignedStore
 
-KEY = "DILOCO_RUN_KEY"
-SEALED = re.compile(rb',"seal":"[0-9a-f]{64}"\}$')
-LOST_SEAL = (
-    "{url} holds a run under a run key whose seal.json is lost, so its records cannot be verified. Restore that object "
-    "(from the bucket's versions, or a backup), and remove every rule that expires objects below this URL"
-)
 LEAST = 16  # characters of a run key: a reader of the bucket can try guesses without limit
 
 
@@ -81,27 +74,9 @@ def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> St
     """
     if stands is None and secret is None:
         return store
-    if secret is None:
-        raise WrongRun(
-            f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
-            "founded with; without it you cannot join, read or stop the run"
-        )
-    if stands is None and SEALED.search(store.get(layout.RUN) or b""):
-        raise WrongRun(LOST_SEAL.format(url=store.url))
-    if stands is None:
-        raise WrongRun(
-            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
-            "Unset it to go on with that run, or use another URL for a run under this key"
-        )
-    from rendezvous.stores.signed import Seal, SignedStore, verify_record
+    from rendezvous.stores.signed import sealed_store
 
-    record = verify_record(stands, secret, "", layout.SEAL)
-    if record is None:
-        raise WrongRun(
-            f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
-            f"{KEY} to the key that the run was founded with, or use another URL for a new run"
-        )
-    return SignedStore(store, secret, Seal.decode(record).nonce)
+    return sealed_store(store, secret, stands)
 
 
 def _holds_a_run(store: Store) -> bool:

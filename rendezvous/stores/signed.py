@@ -26,14 +26,18 @@ from typing import Any
 
 from rendezvous import layout
 from rendezvous.background import Emit, no_emit
-from rendezvous.errors import Forged
+from rendezvous.errors import Forged, WrongRun
 from rendezvous.records.digests import SHA256
 from rendezvous.records.records import Record, UnixTime, Word
-from rendezvous.store import VOID, Body, Buffer, Readable, Store
+from rendezvous.store import KEY, SEALED, VOID, Body, Buffer, Readable, Store
 
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
 _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights", "rollouts", "verdict", "reward"}
+LOST_SEAL = (
+    "{url} holds a run under a run key whose seal.json is lost, so its records cannot be verified. Restore that object "
+    "(from the bucket's versions, or a backup), and remove every rule that expires objects below this URL"
+)
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,29 @@ def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | Non
 
 def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
     return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
+
+
+def sealed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
+    """Return the store of a sealed run with this key.   Raise WrongRun if key and seal do not fit.
+
+    stands: the run's seal.json, None if it has none.
+    """
+    if secret is None:
+        raise WrongRun(
+            f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
+            "founded with; without it you cannot join, read or stop the run"
+        )
+    if stands is None and SEALED.search(store.get(layout.RUN) or b""):
+        raise WrongRun(LOST_SEAL.format(url=store.url))
+    if stands is None:
+        raise WrongRun(
+            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
+            "Unset it to go on with that run, or use another URL for a run under this key"
+        )
+    record = verify_record(stands, secret, "", layout.SEAL)
+    if record is None:
+        raise WrongRun(
+            f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
+            f"{KEY} to the key that the run was founded with, or use another URL for a new run"
+        )
+    return SignedStore(store, secret, Seal.decode(record).nonce)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.audit.verify import Verdict, _Verification, verify
+from diloco.audit.verify import Verdict, verify, why_ineligible
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
 from executors.cli import main as cli
@@ -200,9 +200,8 @@ def test_a_commit_that_lists_what_it_may_not_is_a_difference(
     run: Path, t: int, step: int, generation: int, fragments: int, flaw: str
 ) -> None:
     """Before: a fenced generation, and a late Δ of the other fragment, were averaged and called good."""
-    reader = _Verification(read_run(str(run)))
-    reader._outer = replace(reader._outer, fragments=fragments)
+    rules = replace(read_run(str(run)).config.outer.rules, fragments=fragments)
     first = Commit.decode((run / layout.commit_key(0)).read_bytes())
-    reader._chain = {n: replace(first, t=n, fence={"r00": 2}) for n in range(t)}
-    told = reader._why_ineligible(t, replace(first.offers[0], step=step, slot="r00", generation=generation))
+    before = replace(first, t=step - 1, fence={"r00": 2})
+    told = why_ineligible(rules, before, t, replace(first.offers[0], step=step, slot="r00", generation=generation))
     assert flaw in told and bool(told) == bool(flaw)
