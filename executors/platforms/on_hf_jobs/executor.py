@@ -174,7 +174,8 @@ class HFJobsExecutor(Executor):
         """Return the status of one launch.   listed: its live jobs."""
         is_listed = any(j.id == handle.native for j in listed)
         own = None if is_listed else self._hub.job(handle.run, handle.native)  # it has ended, or the list is old
-        job = job_that_counts([*listed, *([] if own is None else [own])])
+        others = [] if listed else self._hub.jobs(handle.run, handle.slot, handle.attempt)  # that have ended, too
+        job = job_that_counts([*listed, *others, *([] if own is None else [own])])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
         if job.id != handle.native:
