@@ -82,6 +82,14 @@ def signal_handlers_stay() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def process_groups_end() -> Iterator[None]:
+    """End torch's default process group, which would make later tests of this process ranks of it."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def without_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quote asks pip for the packages of rented machines; tests have no network."""
     monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: None)

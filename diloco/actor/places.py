@@ -1,7 +1,7 @@
 """The places of rollouts that an actor may fill, and its choice among them.
 
-    a place is open      its slot's heartbeat has not reached it, and it is trained before the run's end, at most
-                         fleet.staleness outer steps after the actor's weights
+    a place is open      its slot is alive, its heartbeat has not reached it, and it is trained before the run's end, at
+                         most fleet.staleness outer steps after the actor's weights
     a place is mine      of all actors that the run wants, my name has the greatest hash with it (rendezvous hashing)
 
 Pure functions of heartbeats, keys and names; `read_standings` and `filled_places` read them from the bucket.
@@ -22,6 +22,7 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
+BEHIND = 2  # a slot that is more outer steps behind the weights is dead: it trains at another place when it is back
 SPREAD = 8  # places of others among which an actor chooses
 
 
@@ -84,7 +85,7 @@ def open_places(
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness
-    for at in standings:
+    for at in (at for at in standings if at.step >= weights - BEHIND):
         now = pace.generation_at(at.data)
         lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1

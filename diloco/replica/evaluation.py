@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from diloco.process.session import Session
 from diloco.run.config import derive_seed
 from diloco.run.sections import EvalConfig
+from rendezvous.agreement.rules import EVALUATES
 
 Row = dict[str, Any]
 Sums = dict[str, list[float]]  # name -> [prompts, Σ of their means, Σ of the squares]
@@ -87,7 +88,7 @@ class Evaluator:
         """Return how many rows were scored before this replica had to stop, and their sums by kind."""
 
         def may_go_on(scored: int) -> bool:
-            self._session.rv.members.status.note = f"evaluates θ_{step}: {scored} of {len(rows)} prompts"
+            self._session.rv.members.status.note = f"{EVALUATES}θ_{step}: {scored} of {len(rows)} prompts"
             self._session.watchdog.resume()
             return not self._must_go()
 

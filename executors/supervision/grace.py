@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
+from rendezvous.agreement.rules import EVALUATES
 from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
 FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
 EVALUATION_S = 86400.0  # time for the last evaluation, whose hangs the replica's watchdog sees
-EVALUATES = "evaluates "  # begins its heartbeat's note (diloco/replica/evaluation.py)
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 

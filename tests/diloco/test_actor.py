@@ -113,6 +113,13 @@ def test_an_actor_without_a_place_of_its_own_takes_an_overdue_one() -> None:
     assert chosen_place(strangers, "a01", names, late[9:10]) == late[9]
 
 
+def test_a_slot_that_is_dead_gets_no_more_places() -> None:
+    """Before: actors filled them for its whole outage, and its replacement found bundles that were all too old."""
+    pace, at = Pace(6, 1, 1), Standing("r00", 10, 60, 0, 0.1)
+    assert open_places([at], lambda *_: False, pace, weights=11, staleness=1)
+    assert open_places([at], lambda *_: False, pace, weights=13, staleness=1) == []
+
+
 def test_standings_are_those_of_slots_that_train() -> None:
     store = MemoryStore("memory://x")
     write_control(store, SystemClock(), replicas=3, steps=9, min_replicas=1)

@@ -4,7 +4,7 @@ import pytest
 
 from diloco.run.record import Run, RunRecord
 from diloco.runlog.opening import View
-from diloco.runlog.reader import Reader, read_report
+from diloco.runlog.reader import FORGET_EVERY, Reader, read_report
 from diloco.runlog.scope import EVERYTHING, STATUS, Focus, watch_scope
 from diloco.views.live import KEPT_STEPS, LiveReader
 from diloco.views.overview import overview
@@ -99,7 +99,7 @@ def test_a_view_that_goes_on_for_days_keeps_the_events_of_the_newest_steps_alone
         report = live.look()
     assert report is not None
     kept = {e["step"] for e in report.of_kind("step")}
-    assert min(kept) >= report.head - KEPT_STEPS - 1 and report.steps[10].learned["r00"]["loss"] > 0
+    assert min(kept) >= report.head - KEPT_STEPS - FORGET_EVERY - 1 and report.steps[10].learned["r00"]["loss"] > 0
     assert report.of_kind("launched"), "what is not a step stays"
 
 

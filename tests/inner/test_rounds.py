@@ -173,13 +173,11 @@ def test_moments_are_copies_and_lie_with_their_parameters() -> None:
 # -------------------------------------------------------------------- generation elsewhere
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_answer_is_trls_and_so_is_the_random_state_after_it(training: bool) -> None:
+def test_the_answer_is_trls_and_so_is_the_random_state_after_it() -> None:
     loop: Any = build_inner(make_config(), small_folder(), {}, SEEDS)
     trl = loop.trainer
     prompts = [trl._render_ids(row["prompt"], True) for row in list(trl.train_dataset)[:6]]
     prompts[1] = prompts[1][:-1]  # of another length
-    trl.model.train(training)
     torch.manual_seed(5)
     asked = Generation(
         prompt_ids=prompts,
@@ -187,7 +185,6 @@ def test_the_answer_is_trls_and_so_is_the_random_state_after_it(training: bool) 
         random_state=read_random_state(),
         eos_ids=list(trl.eos_token_ids),
         pad_to=None,
-        training=training,
         casts=False,
     )
     theirs, logprobs = trl._generate_single_turn(prompts, None, {}, 1)

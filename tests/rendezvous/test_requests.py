@@ -417,7 +417,7 @@ def test_a_run_of_weeks_is_read_in_rounds_and_a_renewed_lease_reads_on() -> None
 @pytest.mark.parametrize("count", [3, 8, 15, 40, 140])
 def test_a_lost_record_is_a_gap_in_any_round_of_requests(count: int) -> None:
     """A reader that went on behind a gap numbered the rest wrongly: a stop and a budget were gone without a word."""
-    for gap in range(1, count - 1):
+    for gap in {1, 2, 5, count // 2, count - 2} & {*range(1, count - 1)}:
         store, clock = Far(), ManualClock()
         wanted = write_control(store, clock, replicas=2, steps=9, min_replicas=1)
         for number in range(1, count):

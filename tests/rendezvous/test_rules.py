@@ -297,6 +297,9 @@ def test_arrival_counts_the_fragment_rounds() -> None:
     assert rules.expected_arrival(peer(inner=1, still=0.5), 5, two, 2.0) == 2.5
     assert rules.expected_arrival(peer(inner=9), 5, two, 2.0) == 0.0
     assert rules.expected_arrival(peer(rate=0.0), 5, two, 2.0) is None
+    assert rules.expected_arrival(peer(inner=1, still=500.0), 5, two, 2.0) is None
+    evaluates = peer(inner=1, still=500.0, note="evaluates θ_5: 40 of 440 prompts")
+    assert rules.expected_arrival(evaluates, 5, two, 2.0) == 3.0, "a longer evaluation must not make its work late"
 
 
 def test_arrival_knows_that_a_round_may_end_by_the_clock() -> None:
