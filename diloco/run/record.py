@@ -238,7 +238,7 @@ def timing_for(store: Store, fleet: FleetConfig) -> Timing:
 
 
 def read_run(url: str) -> Run:
-    """Open the run at `url`.   Raises ConfigError if there is no run."""
+    """Open the run at `url`.   Raises ConfigError for a URL without a run."""
     answers, store = _open_stores(url)
     return Run(url, store, with_script(decode_run(url, answers.get(layout.RUN) or b""), answers))
 
@@ -269,7 +269,7 @@ def decode_run(url: str, body: bytes) -> RunRecord:
 
 
 def store_of(url: str) -> Store:
-    """Open the store of the run at `url`, without decoding its run.json.   Raises ConfigError if there is none."""
+    """Open the store of the run at `url`, but decode no run.json.   Raises ConfigError for a URL without a run."""
     return _open_stores(url)[1]
 
 
@@ -285,7 +285,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Return these stores, with `answers` to the OPENING requests.   Raises ConfigError if there is no run."""
+    """Return these stores, with `answers` to the OPENING requests.   Raises ConfigError for a URL without a run."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: "

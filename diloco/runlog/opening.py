@@ -32,7 +32,7 @@ class View:
 
 
 def open_view(url: str, scope: Scope) -> View:
-    """Open the current run of this URL, for a look with `scope`.   Raises ConfigError if there is none."""
+    """Open the current run of this URL, for a look with `scope`.   Raises ConfigError for a URL without a run."""
     bare = open_store(url, make=False)
     asked = Ahead(bare)
     guess = latest_cache(bare.url)

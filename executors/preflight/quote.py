@@ -203,9 +203,9 @@ def quote_start(
     spent = spent_so_far(asked.url) if spent is None else spent
     budget = budget_from(asked.budget, wanted)
     if config.inner.sampling.boxes is not None:
-        from executors.preflight.needs import box_faults
+        from executors.preflight.needs.box_faults import refuse_unpriced
 
-        box_faults.refuse_unpriced(config.inner.sampling, budget)
+        refuse_unpriced(config.inner.sampling, budget)
     return replace(make_offer(asked.url, places, names, budget, spent), actors=actors)
 
 

@@ -139,8 +139,6 @@ def _load_model(
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
             model, found = _read(source, config.dtype, base, local_files_only=local, output_loading_info=True, **where)
             refuse_drawn(source, found["missing_keys"])
-    except InnerError:
-        raise
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(

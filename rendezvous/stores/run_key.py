@@ -31,7 +31,7 @@ def as_sealed(store: object) -> "SignedStore | None":
 
 
 def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
-    """Return the run key in the environment, None if there is none.   Raise WrongRun if it is too short."""
+    """Return the run key in the environment, or None.   Raise WrongRun if it is too short."""
     text = (os.environ if environ is None else environ).get(KEY, "").strip()
     if not text:
         return None

@@ -24,7 +24,7 @@ from executors.supervision.slots.slot_state import native_of
 from rendezvous.agreement.membership import launch_of
 from rendezvous.records.records import Beat
 
-Place = tuple[str, str | int]  # slot, and host or pid
+Process = tuple[str, str | int]  # slot, and host or pid
 Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
@@ -36,9 +36,9 @@ def costs(report: Report, now: float | None = None) -> Costs:
     now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
     bills = list[Bill]()
     priced = list[tuple[float, Spans]]()
-    by_place = _by_place(report.sessions)
+    by_process = _by_process(report.sessions)
     for events in _per_launch(billed_events(report)).values():
-        sessions = _sessions_of(by_place, events[0])
+        sessions = _sessions_of(by_process, events[0])
         ended = _end_time(events, sessions[-1:], report.beats, now)
         billed = _told_span(events) or _billed_spans(events, sessions, now if ended is None else ended)
         bills.append(_make_bill(events, sessions, ended, _length(billed)))
@@ -118,16 +118,16 @@ def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str
     return found
 
 
-def _by_place(sessions: Iterable[SessionSummary]) -> Mapping[Place, list[SessionSummary]]:
+def _by_process(sessions: Iterable[SessionSummary]) -> Mapping[Process, list[SessionSummary]]:
     """Return (slot, host) and (slot, pid) -> sessions.  A run of weeks has thousands, and each tick asks for bills."""
-    found = defaultdict[Place, list[SessionSummary]](list)
+    found = defaultdict[Process, list[SessionSummary]](list)
     for session in sessions:
         for key in (session.host, session.pid):
             found[session.slot, key].append(session)
     return found
 
 
-def _sessions_of(sessions: Mapping[Place, list[SessionSummary]], launch: Mapping[str, Any]) -> list[SessionSummary]:
+def _sessions_of(sessions: Mapping[Process, list[SessionSummary]], launch: Mapping[str, Any]) -> list[SessionSummary]:
     """Return the sessions of this launch, in order; there are several if the platform restarted it."""
     slot = launch["slot"]
     pid = launch.get("pid", 0)
