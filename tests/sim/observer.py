@@ -179,13 +179,15 @@ class Observer:
     def _bounded(self) -> None:
         """Blobs that a record names, and that may go, fit into the budget, except the last steps and a new snapshot.
 
-        Needed here are the blobs that were needed before the newest snapshot: the closer of the next step deletes, or,
-        where there is none, the writer of the last snapshot.
+        Needed here are the blobs that were needed before the newest snapshot, and for readers of the snapshot that the
+        last commit but one names: the closer of the next step hears of it there, and deletes; or, where there is none,
+        the writer of the last snapshot does.
         """
         budget, objects = self.w.plan.keep, self.w.objects
         if not budget or len(self.snapshots) < 3 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
             return
-        floor, newest = sorted(self.snapshots)[-3:-1]
+        heard = [t for t in sorted(self.snapshots) if t <= self.commits[-2].snapshot]
+        floor, newest = map(min, sorted(self.snapshots)[-3:-1], [0, 0, *heard][-2:])
         carry = self.rules.fragments * self.rules.max_carry
         named = [o.blob for c in self.commits for o in c.offers] + self.snapshot_blobs
         means = [k for k in objects if "/mean/" in k and k.endswith(".bin")]
