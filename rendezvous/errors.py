@@ -25,7 +25,7 @@
     ├── Corrupt                   bytes that differ from their announced digest, even when read again
     ├── BadDelta                  a pseudogradient that must not be offered
     └── WrongRun                  the run at the URL has other settings, another parameter layout or another key
-        └── RecordsLost           registers that must exist are missing
+        └── RecordsLost           write-once records that must exist are missing
 
 After a definite error a request can be repeated safely.  After an indefinite one, read the object first, as
 `store.put_once` does.
@@ -117,4 +117,4 @@ class WrongRun(RendezvousError):
 
 
 class RecordsLost(WrongRun):
-    """A register that must exist is missing."""
+    """A write-once record that must exist is missing."""

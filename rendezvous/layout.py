@@ -3,7 +3,7 @@
     {run}/
     ├── seal.json                                  in a run under a key: its records are sealed    put_once
     ├── run.json                                   the run's shared settings and parameter layout  put_once
-    ├── script.json                                the same of a launched script, once it joins    put_once
+    ├── script.json                                the same for a launched script, when it joins   put_once
     ├── code/{digest}/{name}                       the user's own files, as launched               put_once
     ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
     ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences  put_once
@@ -16,7 +16,7 @@
     ├── snapshots/{t:010d}/
     │   └── manifest.json, {nonce}.safetensors     θ_t and outer momentum                          put_once
     ├── leave/{slot}-{generation}.json             the leave record of a replica                   put_once
-    ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; deleted once taken over   put, new name
+    ├── residuals/{slot}-{generation}-{nonce}.bin  its codec's residual; the next generation deletes it  put, new name
     ├── control/{n:06d}.json                       the desired state                               put_once, dense
     ├── rollouts/{slot}/{g:010d}/
     │   ├── {bundle:04d}.{attempt}.{rollout:04d}.{name}.reward   of one rollout, after its step        put_once
@@ -59,7 +59,7 @@ TOP = (  # names of the files and folders that a run's folder may contain
 )  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
-SUPERVISOR = "supervisor"  # in place of a slot: of its claims and heartbeats
+SUPERVISOR = "supervisor"  # stands for a slot's name in the keys of a supervisor's claims and heartbeats
 MOST_SLOTS = 10_000  # a record that names more slots is refused: replicas would search for each of them
 # delta_blob, mean_blob, snapshot_blob: (step, kind), or the third group for a snapshot's step
 BLOB = re.compile(r"steps/([0-9]{10})/(delta|mean)/[^/]*\.bin|snapshots/([0-9]{10})/[^/]*\.safetensors")

@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=name_in_files.cache_clear)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of the process `pid` (or of its zombie), in clock ticks since boot; None if there is none."""
+    """Return the start of process or zombie `pid` in clock ticks since boot (macOS: Unix time); None without one."""
     found = _read_process(pid)
     return found[1] if found else None
 

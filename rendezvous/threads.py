@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 THREAD_BYTES = 4 << 20  # the least bytes of a pass for each thread: about a millisecond, ten times a thread's start
 MOST_THREADS = 8  # more get little from the memory of one CPU, and each holds a shard of every body
-_CUTS = 4  # parts for each thread: one whose core is busy takes fewer
+_CUTS = 4  # runs of pieces per thread, so that a thread on a busy core takes fewer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Threads:
 
 
 def threads_here(environ: Mapping[str, str]) -> Threads:
-    """Return OMP_NUM_THREADS threads, the number of cores that are ours; else one for each usable core."""
+    """Return OMP_NUM_THREADS threads (the cores that this process may use); else one for each usable core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     told = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": OpenMP's nested levels
     return Threads(min(int(told) if told.isdecimal() and int(told) else cores, cores, MOST_THREADS))

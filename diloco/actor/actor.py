@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
-FLUSH_S = 10.0  # between two looks whether the run is over, and two objects of the log
-MOST_AHEAD = 100  # names between the used ones and one that you choose
+FLUSH_S = 10.0  # between two checks whether the run is over, and between two log objects
+MOST_AHEAD = 100  # the name that you choose may be so many numbers after the used ones
 SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
 
 
@@ -61,7 +61,7 @@ class Actor:
     """One actor of a run.
 
     session: its name stands in place of a slot.  Its heartbeat has the weights' step, the number of bundles that it
-    delivered (inner) and that came too late (data), and the seconds that one takes (rate).
+    delivered (inner), the number of those that came too late (data), and the seconds per bundle (rate).
     engine: as typed (inner/extras/engines/choose.py); "": as the replicas sample.
     """
 
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.actor", description="Sample rollouts for a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--name", default="", help="a00, a01, …: to go on as this actor (default: a new name)")
-    parser.add_argument("--slot", default="", help="the same, of an actor that a supervisor keeps")
+    parser.add_argument("--slot", default="", help="the name of an actor that a supervisor started")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
     parser.add_argument(
         "--engine", default="", metavar="KIND[:ADDRESS]",

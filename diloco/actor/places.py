@@ -1,4 +1,4 @@
-"""The places of rollouts that an actor may fill, and its choice among them.
+"""The places that an actor may fill, and its choice among them.  A place is one batch of rollouts of a slot's data.
 
     a place is open      its slot is alive, its heartbeat has not reached it, and it is trained before the run's end, at
                          most fleet.staleness outer steps after the actor's weights
@@ -22,13 +22,13 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-BEHIND = 2  # a slot that is more outer steps behind the weights is dead: it trains at another place when it is back
-SPREAD = 8  # places of others among which an actor chooses
+BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
+SPREAD = 8  # the most places of other actors among which an actor chooses
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a slot is.   step: its outer step.   data, inner: inner steps of its data, and of this round.
+    """Where a slot is.   step: its outer step.   data, inner: inner steps taken in its data order, and in this round.
 
     rate: seconds per inner step, 0 if unknown.   ranks: processes of its replica, each with a bundle of its own.
     """
@@ -43,7 +43,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pace:
-    """The arithmetic of places.   interval: inner steps per outer step, H / F.
+    """The arithmetic from inner steps to places.   interval: inner steps per outer step, H / F.
 
     accumulated, served: micro-batches per inner step and per generation.
     """
@@ -102,7 +102,7 @@ def chosen_place(
 ) -> tuple[str, int] | None:
     """Return this actor's place: the nearest of its own that it can fill in time; without one, an overdue one.
 
-    names: of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
+    names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
     """
     in_time = [place for place in places if place[0] >= 0]
     own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]

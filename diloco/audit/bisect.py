@@ -70,10 +70,10 @@ class Change:
             *([f"θ of {_listed(self.gone)} is not kept any more (fleet.keep)"] if self.gone else []),
         ]
         found = (
-            f"θ_{self.after} is the first that is {now}: outer step {self.before} made it of θ_{self.before}"
+            f"θ_{self.after} is the first that is {now}: outer step {self.before} made it from θ_{self.before}"
             if len(self.steps) == 1
             else f"θ_{self.before} is {was}, θ_{self.after} is {now}: the outer steps {self.before} to "
-            f"{self.after - 1} lie between, of which one did it"
+            f"{self.after - 1} lie between, and one of them caused it"
         )
         return [
             found,
@@ -106,7 +106,7 @@ def bisect(steps: Sequence[int], judge: Callable[[int], Judgement]) -> Change:
 
 
 def _middle(steps: Sequence[int], judged: dict[int, Judgement], low: int, high: int) -> int | None:
-    """Return the index nearest to the middle that was not judged; None if all were."""
+    """Return the index nearest to the middle that was not judged; None if all were judged."""
     left = [i for i in range(low + 1, high) if steps[i] not in judged]
     return min(left, key=lambda i: abs(2 * i - low - high), default=None)
 

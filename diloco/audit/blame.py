@@ -97,7 +97,7 @@ class Blame:
 
     @property
     def _least(self) -> float:
-        """The least change that counts, as replicas and steps always differ a little."""
+        """The least change that counts: replicas and steps always differ a little."""
         assert self.before is not None and self.after is not None
         of_steps = self.last - self.first if self.without[0].name.startswith(STEP) else 1
         return NOISE * abs(self.after.value - self.before.value) / of_steps
@@ -217,7 +217,7 @@ def _conclusion_without_metric(found: Blame) -> list[str]:
 
 
 def _reservations(found: Blame) -> list[str]:
-    said = ["not known: what the others would have given from another θ; their pseudogradients are taken as they were"]
+    said = ["not known: the others' pseudogradients from another θ; the recorded ones are used"]
     gone = sorted({t for one in found.without for t in one.inseparable})
     if gone:
         steps = ", ".join(map(str, gone))

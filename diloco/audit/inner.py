@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-2  # of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
-LOOKED_AT = 20  # bundles of a slot, for the number of its process's threads
+LOOKED_AT = 20  # bundles of a slot that are read to find the number of its process's threads
 
 Tell = Callable[[str], None]
 
@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 
 @dataclass
 class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that could not be."""
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that could not be checked."""
 
     equal: int = 0
     close: list[float] = field(default_factory=list[float])
@@ -149,7 +149,7 @@ class _Checked(Exception):
 
 
 class _Session:
-    """One session's inner steps, once more.  It is the Manager and the OuterRounds of its OuterLoop."""
+    """A repeat of one session's inner steps.  It stands in for the Manager and the OuterRounds of its OuterLoop."""
 
     _use_async_quorum = False
     done_with_delta = True

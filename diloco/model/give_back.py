@@ -198,17 +198,17 @@ def _decode(kind: type[R], body: bytes | None) -> R | None:
 def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
     """Return the plan as text.   best: the step with the best evaluation, if there is one."""
     if not plan.keys:
-        return [f"nothing goes: what is there fits into {plan.keep}, or a replica may need it"]
+        return [f"nothing to delete: all blobs fit into {plan.keep}, or a replica may need them"]
     parts = [f"{size / 1e6:,.1f} MB of {kind}s" for kind, size in plan.freed.items() if size]
     if plan.unnamed:
         parts.append(f"{plan.unnamed} objects that no record names, of unknown size")
     lines = [
-        f"{len(plan.keys)} objects go: {', '.join(parts)}",
+        f"{len(plan.keys)} objects to delete: {', '.join(parts)}",
         f"θ that can be computed now {plan.before.in_words()}; afterwards it {plan.after.in_words()}",
     ]
     if best is not None and best in plan.lost:
         lines.append(
-            f"the best evaluated step, {best}, goes with it. Save it first: "
+            f"the best evaluated step, {best}, would be lost. Save it first: "
             f"diloco export {shlex.quote(url)} --best --to DIR"
         )
     return lines

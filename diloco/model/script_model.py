@@ -65,7 +65,7 @@ def _upload(session: Session, model: Any, tokenizer: Any, is_whole: bool, state:
 
 
 def _is_whole(model: Any) -> bool:
-    """Whether the model itself writes the files, because θ is not all of it."""
+    """Whether the model itself writes the files, because θ does not have all its weights."""
     if hasattr(model, "peft_config"):
         return True
     frozen = any(not p.requires_grad for p in model.parameters()) or any(True for _ in saved_buffers(model))

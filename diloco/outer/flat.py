@@ -185,7 +185,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _tensor_bytes(tensor: Tensor) -> bytes:
-    tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # of shards, on all ranks
+    tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # gathers shards: all ranks call it
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -218,7 +218,7 @@ class ModelGuard:
         return {n: id(p) for n, p in trainable_parameters(self._model)}
 
     def _has_moved(self, name: str, buffer: Tensor | None) -> bool:
-        """Whether a buffer has other values. DDP writes the same ones into it, before each forward pass."""
+        """Whether a buffer's values have changed. (DDP writes the same values again before each forward pass.)"""
         tensor, version, digest = self._buffers.get(name, (None, 0, b""))
         if buffer is None or buffer is not tensor:
             return True

@@ -1,7 +1,7 @@
 """Found the run of a loop that has no run.toml: a script's, or any loop's around make_diloco.
 
     no run.json at the URL  ─▶ write it: the loop's mathematics, its layout, what is frozen
-    one that stands there   ─▶ compare, and take its codec                                    WrongRun if it differs
+    run.json exists there   ─▶ compare, and take its codec                                    WrongRun if it differs
 
 Not promised: that frozen weights are the run's own choice; they are compared by their digest alone.
 """

@@ -115,7 +115,7 @@ class OuterLoop:
         return self.manager.current_step()
 
     def position(self) -> int:
-        """Return one replica's inner steps by the run's count: of all committed rounds and of this round."""
+        """Return the inner steps that one replica has taken by the run's count, in committed rounds and in this one."""
         return self.committed() * self.interval + self.diloco._local_step
 
     @contextmanager

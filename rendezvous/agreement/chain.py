@@ -47,8 +47,8 @@ class Chain:
         for u in range(max(0, t - self._window), t):
             if self.read(u) is None:
                 raise ChainBroken(
-                    f"commit {u} is missing, though step {t} was reached. Registers are never deleted: the bucket was "
-                    "edited, or lost objects; restore it from a backup"
+                    f"commit {u} is missing, though step {t} was reached. No run deletes commits: the bucket "
+                    "was edited, or lost objects; restore it from a backup"
                 )
 
     def refuse_gap(self, t: int) -> None:
@@ -56,7 +56,7 @@ class Chain:
         refuse_gap(self._store, t)
 
     def anchors(self, t: int) -> dict[str, str]:
-        """Return the registers that must exist when commit t is written: key -> digest of the body that was read."""
+        """Return the commits that must still exist when commit t is written: key -> digest of the body that was read."""
         return {layout.commit_key(u): self._digests[u] for u in range(t - ANCHORS, t) if u in self._digests}
 
     def accept_commit(self, t: int, body: bytes) -> Commit:
@@ -65,7 +65,7 @@ class Chain:
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
-                f"commit {t} does not follow commit {t - 1}: it names {commit.prev} before it, we read {before}. "
+                f"commit {t} does not follow commit {t - 1}: it names {commit.prev} before it, and {before} was read. "
                 "Two runs share this URL, or the bucket was edited; an earlier step can still be exported"
             )
         known = self._commits.get(t - 1)
@@ -95,7 +95,7 @@ class Chain:
         return self._digests.get(t)
 
     def fence_before(self, t: int) -> dict[str, int]:
-        """Return the fence for step t's offers: that of commit t−1, which must have been read."""
+        """Return slot -> the lowest generation that may offer in step t.  Commit t−1 must have been read."""
         return self._commits[t - 1].fence if t else {}
 
     def recent_commits(self, t: int, count: int) -> list[Commit]:
@@ -122,13 +122,13 @@ def refuse_gap(store: Readable, t: int) -> None:
     later = decode_or_none(Commit, store.get(layout.commit_key(t + 1)))
     if later is not None and later.t == t + 1 and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(
-            f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
-            "edited, or lost objects; restore it from a backup. Nothing was written"
+            f"commit {t} is missing, though commit {t + 1} is there. No run deletes commits: the bucket "
+            "was edited, or lost objects; restore it from a backup. Nothing was written"
         )
 
 
 def first_open_step(store: Readable, known: int = 0) -> int:
-    """Return the first step without a commit.   known: a step up to which all are known to be decided, or 0."""
+    """Return the first step without a commit.   known: all steps before it are known to be committed."""
     while store.get(layout.commit_key(known)) is not None:
         known += 1
     refuse_gap(store, known)

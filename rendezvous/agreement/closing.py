@@ -1,6 +1,6 @@
 """Closing of the open step: the offers that exist, the time to close, and the content of the commit.
 
-    at every look   fresh offers ── fewer than m ──────────────────▶ wait
+    at every look   fresh offers ── fewer than m ──────────────────▶ wait            m = min_replicas
                          │ m or more
                     is a replica worth waiting for? ── yes ────────▶ wait          rules.waiting_for
                          │ no
@@ -10,10 +10,10 @@
                          │ yes
                     put_once commit.json: fresh and late offers, weights, fence, pace
 
-Every replica looks as soon as its own offer is durable; the last one finds all other offers, and closes.  Otherwise
-three replicas lead (rules.commit_rank): they look again when the decision may have changed (rules.resolved_in).  The
-others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for some time.  LIST is a hint:
-before a commit every absent offer is read by GET.  If several replicas close at once, put_once lets one of them win.
+Every replica looks for offers as soon as its own is durable; the last one finds all others, and closes the step.
+Before that, three replicas lead (rules.commit_rank): they look again when the decision may have changed
+(rules.resolved_in).  The others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
+some time.  A LIST may be out of date, so a closer reads every absent offer by GET.  put_once lets one closer win.
 
 Not promised: that the closer survives to read its own commit.  The others do not need it.
 """
@@ -35,15 +35,15 @@ from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Commit, Listed, Offer, new_nonce
 from rendezvous.store import Store, put_once
 
-FEW = 2  # if at most so many offers are missing, a replica that does not lead looks as well
-LED_BEATS = 4  # beats, about `dead_after`, after which it looks anyway; twice as many in a large fleet
+FEW = 2  # a replica that does not lead looks for offers, too, if at most this many are missing
+LED_BEATS = 4  # a replica that does not lead looks anyway after so many beats (about `dead_after`); large fleet: twice
 
 
 @dataclass(eq=False, repr=False)
 class Committer:
     """One replica's attempts to close the open step.
 
-    offers: the offers that it knows; `offers.step` is the open step.   together: makes several requests at a time.
+    offers: the offers that this replica knows; `offers.step` is the open step.   together: makes requests concurrently.
     """
 
     store: Store
@@ -60,7 +60,7 @@ class Committer:
         return self.offers.step
 
     def try_to_commit(self, wait: StepWait, snapshot: int) -> str:
-        """Close the step if it is time.   Return why it stays open, or "" when it is decided.
+        """Close the step if the rules allow it.   Return why it stays open, or "" when its commit is written.
 
         snapshot: step of the newest known snapshot.
         """
@@ -82,7 +82,7 @@ class Committer:
         return wait.why
 
     def _looks_though_led(self, wait: StepWait, wanted: Wanted) -> bool:
-        """Whether a replica that does not lead looks: few offers are missing, or the leaders had enough time."""
+        """Whether a replica that does not lead looks for offers: few are missing, or the leaders had enough time."""
         patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wanted))
         if wait.idle >= patience or len(self._expected_slots(wanted) - self._listed_slots()) <= FEW:  # reads no beat
             return True
@@ -90,7 +90,7 @@ class Committer:
         return False
 
     def _expected_slots(self, wanted: Wanted) -> set[str]:
-        """Return the slots that the step should wait for, by the beats that were read."""
+        """Return the slots that the step should wait for, judged by the heartbeats read so far."""
         recent = self.chain.recent_commits(self._step, 2)
         kept = wanted.slot_names[: wanted.replicas]
         return rules.slots_to_expect(self._step, recent, self.members.peers, self.timing.dead_after, kept)
@@ -115,7 +115,7 @@ class Committer:
     def _assess_offers(
         self, fresh: dict[str, Offer], wait: StepWait, wanted: Wanted
     ) -> tuple[dict[str, Offer], str, float]:
-        """Return the offers, the reason against closing with them, and for how many seconds it holds.
+        """Return the offers, the reason not to close the step with them, and for how many seconds this reason holds.
 
         The seconds are 0 if there is no reason, or if they are unknown.
         """
@@ -168,7 +168,7 @@ class Committer:
         return found
 
     def _listed_offers(self, wanted: Wanted) -> dict[str, Offer]:
-        """Return the same for the slots that one LIST shows; it may be out of date.  Only new offers are read."""
+        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only the new ones."""
         there = self._listed_slots()
         return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
 
@@ -197,7 +197,7 @@ class Committer:
         members = self.members
         m = wanted.min_replicas
         if members.slot not in fresh:
-            return "has no offer of its own that counts"  # without one its θ may differ from that of this step
+            return "has no offer of its own that counts"  # without it, its θ may differ from the step's
         if len(fresh) < m:
             missing = self._describe_missing(fresh, wanted)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
@@ -229,7 +229,7 @@ class Committer:
         return ", ".join(words) or "no other replica is wanted"
 
     def _check_wanted(self, wanted: Wanted) -> str:
-        """Return "" unless the desired state has changed (a slot, or m).
+        """Read new control records; return "" if there are none, else a reason not to close now.
 
         A commit follows every control record that was durable before its closer looked.
         """

@@ -1,6 +1,6 @@
-"""Whether a sealed run's newest commits were deleted: heartbeats and offers tell how far its replicas came.
+"""Detection of deleted newest commits in a run with a key: heartbeats and leave records name the replicas' steps.
 
-Not promised: detection if heartbeats and offers were deleted, too.
+Not promised: detection if heartbeats and leave records were deleted, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ def refuse_forgotten_steps(
 ) -> None:
     """Raise RecordsLost if a heartbeat or a leave record names a later step t, and commit t − 1 is missing.
 
-    step: the first step without a commit that a joining replica found.   fence: that of the newest commit.
+    step: the first step without a commit that a joining replica found.   fence: the newest commit's fence.
     Called only in runs with a key; in other runs any writer of the bucket may write a beat.
     """
 

@@ -2,12 +2,12 @@
 
     claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
     beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
-    control   control/000000, 000001, …  read in order, each changing the desired state before it
+    control   control/000000, 000001, …  read in order; each record overrides parts of the desired state
 
 `Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  Its parts are
 independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any other error
 is reported and tried again.  If it fails too often, `tick` raises HeartbeatLost and the replica ends.
-Every tick writes a beat.  All other requests are as rare as possible, because they add up over a day:
+Every tick writes a beat.  The other requests are rare, because a cloud store bills each one:
 
     control       every 2 beats: a stop may wait that long
     successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
@@ -50,10 +50,10 @@ FOLDED = (
 class Wanted:
     """The run's desired state.
 
-    universe: the number of slots that can exist: the largest `replicas` of any record, or all slots up to a guest's.
-    guests: slots that take part and that no supervisor keeps.
+    universe: the number of possible slots: the largest `replicas` of any record; more if a guest's slot is higher.
+    guests: slots whose replicas you start yourself: they take part, and no supervisor restarts them.
     actors: the number of actors to keep (diloco/actor/).   most_actors: the largest `actors` of any record.
-    former: places of earlier records.   highest_quorum: the largest `min_replicas` of any record.
+    former: places that earlier records named.   highest_quorum: the largest `min_replicas` of any record.
     places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """
 
@@ -155,14 +155,14 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
     """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
 
-    A run of weeks has thousands: where a request costs time, each round of requests is larger than the last one.
+    A run of weeks has thousands of them, so where requests are slow, each round asks for twice as many as the last.
     """
     count, together = 1, together_on(store)
     while True:
         keys = [key_of(n) for n in range(first, first + count)]
         found = fetch_together(together, store.get, keys, MOST_AT_ONCE)
         for key in keys:
-            if (body := found[key]) is None:  # later ones count for nothing: a gap is a lost record (refuse_lost)
+            if (body := found[key]) is None:  # later objects do not count: a gap means a lost record (refuse_lost)
                 return
             yield body
         first, count = first + count, 1 if together is in_turn else min(2 * count, MOST_AT_ONCE)
@@ -179,8 +179,8 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
     """Raise RecordsLost if a control record has vanished; without it the quorum and the budget may be wrong.
 
     A later control record proves a gap; a committed step proves that there was a first record.  Any other object proves
-    nothing, because any writer may have put it there.  LIST may be out of date.  All these records may also be newer
-    than `wanted`.  Records are written in order, so the missing record is read again after the others.
+    nothing, because any writer may have put it there.  LIST may be out of date.  The later records may also have been
+    written since `wanted` was read.  Records are written in order, so the missing one is read again, after the others.
     """
     later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
@@ -214,7 +214,7 @@ def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commi
 
 
 def write_control(store: Store, clock: Clock, known: Wanted | None = None, /, **changes: object) -> Wanted:
-    """Append one control record.   Return the desired state after this record.   known: an earlier one, to read on."""
+    """Append one control record.   Return the desired state after it.   known: an earlier state, to read on from."""
     if "places" in changes:
         changes["places"] = tuple(changes["places"])  # type: ignore[arg-type]
     while True:
@@ -236,7 +236,7 @@ def _check_control(record: Control) -> None:
             raise ValueError(f"{name} = {count} is not possible: the most is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
-            raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means none")
+            raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means no limit")
     if record.drain is not None and not layout.is_member(record.drain):
         raise ValueError(f"{record.drain!r} is neither a slot (r00, r01, …) nor an actor (a00, a01, …)")
 
@@ -274,11 +274,11 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", **process: Any) -> int:
-    """Claim a slot's next generation, and return it.   process: other fields.   Raise Fenced for a loser.
+    """Claim a slot's next generation, and return its number.   process: the claim's other fields.
 
-    If two launches claim at the same moment, the loser ends.  If the loser claimed the next generation instead, two
-    launchers would fence each other without end.  A launch that its platform restarts also ends if a later launch has
-    claimed the slot.
+    If two launches claim at the same moment, Fenced is raised in the loser, which ends.  If it claimed the next
+    generation instead, two launchers would fence each other without end.  Fenced is also raised in a launch that its
+    platform restarts after a later launch has claimed the slot.
     """
     generation = 1
     while True:
@@ -349,10 +349,10 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._beats = 0
-        self._ticked = 0.0, self.clock.now()  # the last tick: seconds awake until then; when that was
+        self._ticked = 0.0, self.clock.now()  # at the last tick: `awake_s`, and the clock
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
-        self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` at its begin, and its expected seconds
+        self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` when it began, and its expected seconds
         self._untrusted: dict[str, int] = {}
         self._parts = Parts(self.emit)
 
@@ -406,7 +406,7 @@ class Membership:
         self._opened = self.awake_s
         self._pace = pace
         self.owed = owed
-        self._done_at[self._read_commit.__name__] = self.clock.now()  # it was read just now: there is none yet
+        self._done_at[self._read_commit.__name__] = self.clock.now()  # just read: no commit exists yet
 
     @property
     def awake_s(self) -> float:
@@ -486,7 +486,7 @@ class Membership:
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
-            when = self.awake_s, self.clock.wall()  # taken before the request, so its duration ages no beat
+            when = self.awake_s, self.clock.wall()  # before the request, so a slow request makes no beat look old
             with suppress(RendezvousError):
                 self._observe_beat(slot, read_beat(self.store, slot), when)
 
@@ -517,7 +517,7 @@ class Membership:
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
-    """Raise RecordsLost if this replica's claim is gone or was made by another process: the store is another one."""
+    """Raise RecordsLost if this replica's claim is gone, or now names another process: the store was replaced."""
     key = layout.claim_key(mine.slot, mine.generation)
     body = store.get(key)
     found = _claim_in(body, mine.slot, mine.generation)

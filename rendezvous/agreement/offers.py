@@ -2,12 +2,12 @@
 
     steps/{s}/offer/{slot}.0, .1, …    write-once; a slot's offer for step s is the first eligible one
        │
-       ├─ rejected: another step, slot or codec; a digest of another kind; a generation that was never claimed
+       ├─ rejected: wrong step, slot or codec; a digest of the wrong kind; a generation that was never claimed
        ├─ not eligible: it started from another θ than the chain's, or an earlier commit fenced its generation
-       └─ eligible: this never changes, so it is read once
+       └─ eligible: an eligible offer never changes, so it is read once
 
 The chain alone decides which record is eligible, so all replicas find the same one.  The attempt number (.0, .1, …)
-lets a generation offer although its predecessor left a record that does not count; with one register per slot it could
+lets a generation offer although its predecessor left a record that does not count; one write-once key per slot would
 not.
 
 Not promised: that an unknown offer does not exist.  Only a new GET shows whether it exists.
@@ -147,13 +147,13 @@ class OfferBook:
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
-        """Return why a digest of the offer is refused, "" if none is: not a digest, or not of the run's kind."""
+        """Return why a digest of the offer is refused (malformed, or not of the run's kind); "" if all are accepted."""
         kind = required_digest_kind(self.store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""
 
     def _claim_flaw(self, offer: Offer) -> str:
-        """Return why its generation is refused, "" if it was claimed: an invented number would fence the holder."""
+        """Return why the offer's generation is refused: it was never claimed, and would fence the slot's holder."""
         name = offer.slot, offer.generation
         if name not in self._known_claims:
             if read_claim(self.store, *name) is None:

@@ -1,8 +1,8 @@
 """The decisions of the protocol, as pure functions of the records that were read.
 
-    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
+    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer of h_i inner steps (with_weights)
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
-    P     = max(2·poll, ½·median took)          patience with a replica that makes no progress  (patience_s)
+    P     = max(2·poll, ½·median took)          patience with a replica without progress; took: seconds per round
     pace  = took·H/h, seconds of a full round, for the fastest quarter of the fresh offers      (step_pace)
     look again in  max over the missing of min(arrival + upload, dead_after − silent)           (resolved_in)
     h_cap = H, or ⌊H / slowness⌋ if full rounds take a third longer than the pace               (next_cap)
@@ -38,7 +38,7 @@ class Rules:
 
     fragments: F, the number of fragments.   sync_every: H, inner steps in a full pseudogradient.
     max_carry: the number of syncs of its fragment for which a late offer may wait for a commit.
-    age_discount: γ, the factor for each such sync.   snapshot_every: outer steps between two snapshots.
+    age_discount: γ, its weight's factor per such sync.   snapshot_every: outer steps between two snapshots.
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
@@ -124,11 +124,11 @@ def round_to_fp32(x: float) -> float:
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
     """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
 
-    The writer lived between the two beats: for the time by its own clock, or by the beats that it counted.  It was
-    silent for the rest of the observer's time, and for `old.silent` seconds before.  Each clock gives an age.  The
-    smallest is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age smaller
-    still, so that the errors of two clocks do not add up.  A beat that was not there at the earlier look is not older
-    than that look.
+    The writer's own clock, and the number of its beats, each tell how long it was active between the two beats.  It was
+    silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The smaller one is
+    returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age smaller still, so
+    that the errors of two clocks do not add up.  The age is at most `elapsed`, because `new` was not there at the
+    earlier look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
@@ -145,7 +145,7 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 def may_be_decided(open_s: float, pace: float) -> bool:
     """Whether the step that this replica began `open_s` seconds ago may be decided by now.
 
-    pace: that of the commit before, in seconds; the other replicas need about that long.
+    pace: the pace in the commit before, in seconds; the other replicas need about that long.
     """
     return open_s >= 0.8 * pace
 
@@ -226,7 +226,7 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
     """Return the inner steps for a replica that joins during step t: the median of the others' remaining steps.
 
-    If it did a full round, all others would wait for it for most of a step.  At t = 0 they wait for it anyway.
+    If it did a full round, all others would wait for it for most of a step.  At t = 0 it does a full round, as they do.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
@@ -255,7 +255,7 @@ def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
     """Return why the record is not an offer of `slot` for step s, "" if it is one.  All readers get the same answer."""
     if (offer.step, offer.slot) != (s, slot):
-        return f"it speaks of step {offer.step} and {offer.slot}"
+        return f"it names step {offer.step} and {offer.slot}"
     if offer.codec != rules.codec:
         return f"its codec is {offer.codec}, this run's is {rules.codec}"
     return "" if offer.h <= 4 * rules.sync_every else f"{offer.h} inner steps, where {rules.sync_every} are usual"

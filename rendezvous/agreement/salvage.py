@@ -1,11 +1,11 @@
 """Functions to read and to end a run whose control records were lost.
 
     control/000000 gone, or no record ─┬─▶ no replica joins, no other record is written   (membership.py: RecordsLost)
-                                       ├─▶ `read_standing_control`  the desired state, as left, and all claimed slots
+                                       ├─▶ `read_standing_control`  desired state by the records left; all claimed slots
                                        └─▶ `write_stop`            a stop, under a number that living replicas will read
 
 A stop needs neither the lost quorum nor the lost budget, and the person who pays for a fleet must always be able to end
-it.  Living replicas read the first record at their start; they only look for the next number.
+it.  Running replicas have read the first records at their start; now they only look for the next number.
 
 Not promised: that `read_standing_control` knows all rented machines; a record that named their places may be lost.
 Nor that replicas read the stop if the newest record has vanished: they look for the number after it.

@@ -7,8 +7,8 @@
 The pause between two polls grows with the wait, and is short again around the time when the decision is expected: after
 the shorter duration of the last two steps.
 
-Not promised: wall-clock time.  Time in which the process was suspended does not count as waiting, so the replica does
-not take the others for late.
+Not promised: wall-clock time.  Time in which the process was suspended does not count as waiting; otherwise a resumed
+replica would think that the others are late.
 """
 
 from rendezvous.agreement.rules import ROUNDS, Timing

@@ -1,7 +1,7 @@
 """Choice of a run's codec, from its size and its links.
 
     S = 4·P / ratio        direct    up S            down (N−1)·S           each replica reads all other bodies
-                           sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sums of sparse are dense
+                           sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sparse bodies have a dense sum
     sync_s = up/bandwidth_up + down/bandwidth_down + encoding of P elements + decoding of N−1 bodies
 
 It chooses the first of fp32, bf16, int8, int4 and topk whose sync takes at most a tenth of the time between syncs.  It
@@ -41,9 +41,9 @@ _TRAITS = {
         32 / (8 * 3 / 64),
         5,
         0.8,
-        "5 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
+        "5 % of the elements at 2 bits; the residual keeps the rest, which is sent over tens of outer steps",
     ),
-    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
+    "bf16-gate": Traits(17, 6, 0.7, "only values that change the bf16 model are sent"),
 }
 _FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 
@@ -92,7 +92,7 @@ def _explain_choice(name: str, took: dict[str, float], fits: bool, compute_s: fl
     share = f"{took[name] / compute_s:.1%} of the {_format_seconds(compute_s)} between syncs"
     cost = f"{name} syncs in {_format_seconds(took[name])}, {share}"
     if not fits:
-        return f"no codec syncs within {_SHARE:.0%} of the time; {cost}, is the fastest. Raise sync_every"
+        return f"no codec syncs within {_SHARE:.0%} of the time; the fastest, {cost}. Raise sync_every"
     before = list(took)[: list(took).index(name)]
     slower = f"; {before[-1]} would take {_format_seconds(took[before[-1]])}" if before else ""
     return f"{cost}{slower}. {_TRAITS[name].why[0].upper()}{_TRAITS[name].why[1:]}"

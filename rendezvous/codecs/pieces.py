@@ -1,7 +1,7 @@
 """Common parts of the codecs: loops over pieces of a vector that fit into the cache.
 
     encode       for each piece:   s = x + decay·e    rows = pack(s)     e ← s − unpack(rows)
-    accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: nothing)
+    accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: not scaled)
 
     CUDA   x ─▶ rows on the device ─▶ pinned memory ─▶ out        the next piece is packed while one is copied
 
@@ -124,7 +124,7 @@ class RowCodec:
                 f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
             )
         all_rows = all_rows.view(-1, self.row_bytes)
-        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # a call costs as much as 20,000 elements
+        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # one call costs like 20,000 elements
         size = max(1, n if at_once else min(n, piece_size(device)))
         for a in range(0, n, size):
             b = min(a + size, n)

@@ -15,7 +15,7 @@ fewer than 384 of them are nonzero, `low` is 0, and all nonzero ones have the ma
 SparseLoCo keeps 64 of 4096 elements, and multiplies the residual by 0.95 each round.  Here chunks have 64 elements, so
 a place takes 6 bits instead of 12, and the same bytes hold almost twice as many entries.
 
-An element that has waited was computed from an old θ.  In the supervised loop, sending it cost more than dropping it.
+An element that has waited was computed from an old θ.  In our supervised runs, sending it hurt more than dropping it.
 So a residual with ages is halved each round.  For a constant x, the gain restores the dropped part when the element is
 sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) after a rounds.  The gain is 1 for an element that is sent every round, and at most
 gain(8) = 4, because it also amplifies old values and noise.  Measured in docs/benchmarks.md.  A residual without ages

@@ -44,7 +44,7 @@ class Averager:
     """One replica's means.
 
     check_before_pause(): raises if the replica must leave instead of waiting.
-    refuse_lost(): raises RecordsLost if another store is in the place of the run's: a missing body never comes.
+    refuse_lost(): raises RecordsLost if the run's store was replaced; a missing body would never appear in the new one.
     """
 
     store: Store
@@ -121,7 +121,7 @@ class Averager:
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
-        """Whether a writer may still have its body in memory: while it lives, until the step after the next."""
+        """Whether a writer of a listed body lives and may still have it in memory, as until step t + 2 is closed."""
         self.members.read_beats(o.slot for o in commit.offers)
         peers = [self.members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.is_beating(self.timing.dead_after) for p in peers)

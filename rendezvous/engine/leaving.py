@@ -8,8 +8,8 @@
     a later generation holds the slot              Fenced, at the next pause
 
 The leave record names a file with the codec's residual and the owner's baggage, which only the next generation of the
-slot reads (residuals.py).  Baggage is arrays that the engine stores and does not interpret.  The record also has the
-digest of the state: two leave records with the same digest confirm the last snapshot.
+slot reads (residuals.py).  The owner is the engine's caller; baggage is arrays of it that the engine only stores.  The
+record also has the digest of the state: two leave records with the same digest confirm the last snapshot.
 
 Not promised: a leave record.  A replica that is killed writes none, and the run continues without it.
 """
@@ -29,7 +29,7 @@ from rendezvous.records.records import Leave, new_nonce
 from rendezvous.snapshots.record import Arrays
 from rendezvous.store import Store, put_once
 
-BAGGAGE = "own."  # begins the names of arrays that are the owner's
+BAGGAGE = "own."  # prefix of the names of the owner's arrays
 
 
 @dataclass(eq=False, repr=False)
@@ -43,7 +43,7 @@ class Departure:
     members: Membership
     grace_s: float
     asked_at: float | None = None  # when the platform or a person asked this process to leave
-    _heard_at: float | None = None  # when the inner step of that time had ended
+    _heard_at: float | None = None  # when the inner step that was running at `asked_at` ended
 
     def ask(self) -> None:
         """Ask this replica to leave.  Safe in a signal handler."""

@@ -10,13 +10,13 @@
 
 If the store answers a measurement with an error, its row of the table shows the error; the others still run.
 
-    measure_throughput(store, clock, size)             the last one only; the first two only: stores/race.py
+    measure_throughput(store, clock, size)             the speed alone; stores/race.py has the first two alone
     probe_store(store, clock) ─▶ Probe ─▶ .why_unfit()  None, or why not
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
-The keys are below probe/{nonce}/ and are deleted afterwards.  They are the only registers that are ever deleted, since
-no other process knows them.
+The keys are below probe/{nonce}/ and are deleted afterwards.  No other write-once key is ever deleted; these can be,
+because no other process knows them.
 Not promised: that a store which passes works under every fault; today's prices.
 """
 

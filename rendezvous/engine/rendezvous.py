@@ -119,7 +119,7 @@ class Rendezvous:
         return self.members.name
 
     def set_rules(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
-        """Set the run's rules, after `claim` and before `join`, for an owner that did not know them earlier."""
+        """Set the run's rules, after `claim` and before `join`, if the caller did not know them earlier."""
         self.rules = rules_
         self.h_cap = rules_.sync_every
         self.timing = timing or self.timing
@@ -170,7 +170,7 @@ class Rendezvous:
         self.state = state
         self._theta_0 = theta_0
         self.members.status.enter_phase("heal", self.step)
-        refuse_lost_claim(self.store, self.members)  # else this replica would write a new θ_0 to an emptied store
+        refuse_lost_claim(self.store, self.members)  # otherwise it would write a new θ_0 to an emptied store
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
         self._committer.refuse_lower_quorum()
@@ -300,7 +300,7 @@ class Rendezvous:
         while (commit := self.chain.read(self.step)) is None:
             self._departure.check_before_pause()
             if (steps := self.wanted.steps) and self.is_done:  # no step is closed beyond the run's last one
-                raise Leaving(f"the run is to have {steps} outer steps now, and {self.name} has taken them all")
+                raise Leaving(f"the run now ends after {steps} outer steps, and {self.name} has taken them all")
             wait.count_time()
             why_open = self._committer.try_to_commit(wait, self._snapshots.newest)
             self.members.status.note = why_open
@@ -370,7 +370,7 @@ class Rendezvous:
     def catch_up(self, late: Callable[[int], None] | None = None) -> int:
         """Apply every step that was decided without this replica, and return their number.
 
-        late(step): called before each step, to offer this replica's work on its fragment.
+        late(step): called before each step is applied; may offer this replica's own work on the step's fragment, late.
         """
         start = self.step
         while not self.is_done and (commit := self.chain.read(self.step)) is not None:
@@ -410,7 +410,7 @@ class Rendezvous:
         self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
             raise Diverged(
-                f"θ_{step} of {self.name} is not what the bucket replays to "
+                f"θ_{step} of {self.name} differs from the one replayed from the bucket "
                 f"(ours {mine}, replay {self.base}). This replica ends; its slot's next generation heals from there"
             )
 

@@ -37,9 +37,9 @@ def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Ar
 
 
 def take_residuals(store: Store, left: Leave, sizes: Sequence[int], *, baggage: str) -> dict[str, np.ndarray] | None:
-    """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder's.
+    """Read the residual that `left` names, and delete it; None if it is missing, damaged, or not an encoder's state.
 
-    sizes: elements of each fragment.   baggage: begins the names of arrays that are the owner's.
+    sizes: elements of each fragment.   baggage: prefix of the names of the owner's arrays.
     """
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
@@ -54,7 +54,7 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int], *, baggage: 
 
 
 def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int], baggage: str) -> bool:
-    """Whether an encoder of these fragments could hold it."""
+    """Whether an encoder of fragments with these sizes could have these residuals and ages; baggage is not checked."""
     kinds = {"residual": np.float32, "age": np.uint8}
     codecs = {n: a for n, a in unsent.items() if not n.startswith(baggage)}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}

@@ -4,11 +4,11 @@
 
     own part:     GET its range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     other parts:  poll mean/{j}.json ─▶ GET
-                  its owner is gone, or takes longer than its patience ─▶ compute the part here: the bits are the same,
-                  and the first register counts
+                  its owner is gone, or takes longer than `_owner_patience` ─▶ compute the part here: the bits are
+                  the same, and the first record under mean/{j}.json counts
     bad blob:     its writer uploads it again, or computes the part; if no writer can ─▶ Corrupt, after `dead_after`
 
-Not promised: that a part is computed once.  Its register names the copy that readers fetch.
+Not promised: that a part is computed once.  mean/{j}.json names the copy that readers fetch.
 """
 
 import math
@@ -101,8 +101,8 @@ class ShardedMean:
     def _is_overdue(self, commit: Commit, j: int, waited: float) -> bool:
         """Whether this replica should compute a part of another owner.
 
-        Every replica that waits for the part computes it.  Taking turns saved 2 % of the bytes, and all others waited
-        for the first.
+        Every replica that waits for the part computes it.  In a trial, taking turns saved 2 % of the bytes, but all
+        others waited for the first replica.
         """
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 

@@ -45,7 +45,7 @@ from math import ceil
 from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
-_SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, and others die with their replica
+_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists: expired, or writer killed
 LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
 COMPLETE = 3  # snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
@@ -75,7 +75,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 
 
 def parts_of(commit: Commit) -> list[int]:
-    """Return the numbers of the parts in which its mean may be announced; a part without shards never is.
+    """Return the numbers of the parts in which the commit's mean may be announced; a part without shards never is.
 
     The parts are those of `means.parts.MeanParts.split`.
     """
@@ -216,11 +216,11 @@ def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, f
 def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
     """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, including the first one.
 
-    every: steps from one snapshot to the next, a period.
-    A snapshot has level l if 2^l is the largest cell of periods in which it is the first one; this never changes.  It
-    stays until it is 2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and
-    then the smallest lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share
-    only falls and the lowest level only rises, so a deleted snapshot is never chosen again.
+    every: steps of a period, from one snapshot to the next.   A cell of level l is 2^l aligned periods.  The level of a
+    snapshot is the largest l for which it is the first snapshot of its cell; this never changes.  It stays until it is
+    2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and then the smallest
+    lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share only falls and the
+    lowest level only rises, so a deleted snapshot is never chosen again.
     """
     ordered = sorted(set(steps))
     levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}
@@ -252,7 +252,7 @@ def _snapshot_level(before: int, t: int, every: int) -> int:
 
 
 class SnapshotPace:
-    """One replica's plan.   every: the rules' snapshot_every.   budget: bytes; 0: `every` alone decides.
+    """One replica's plan of snapshots.   every: the rules' snapshot_every.   budget: bytes; 0: `every` alone decides.
 
     planned: the newest step for which a snapshot was due.   period: steps from one snapshot to the next.
     """

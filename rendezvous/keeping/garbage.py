@@ -10,14 +10,14 @@
 A commit may list a late delta until F·max_carry steps after the delta's step.  So a delta that no commit lists is
 deleted only below d, with the rest of its step.  The readers of a delta that commit t
 lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and has its own in
-memory. Every other replica reads the announced mean, also one that finds a body deleted.  Before s, a delta is needed
-only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
+memory.  Every other replica reads the announced mean; so does one that finds a body deleted.  Before s, a delta is
+needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
 
 The budget (keeping/budget.py) decides which of the blobs that may go are deleted; a budget of 0 keeps none of them.
 
-Registers are never deleted, because a replica that was suspended could write a deleted one again.  So the collector
-considers only names to which a register may point.  A blob without a register (its writer was killed) is deleted with
-the rest of its step.
+Registers (write-once records) are never deleted, because a replica that was suspended could write a deleted one again.
+So the collector considers only names to which a register may point.  A blob without a register (its writer was killed)
+is deleted with the rest of its step.
 
 A reader that is slower than two snapshots does not find the blob that a register names.  `refuse_collected` then raises
 `Collected`.  A joining replica tries again from the newer snapshot (`look_again`).  A replica that was stalled during a
@@ -263,7 +263,7 @@ class Collector:
         return sum(self._delete_bodies(t) for t in due[:at_most])
 
     def _delete_bodies(self, t: int) -> int:
-        """Delete the bodies that commit t names, without a LIST.   Return their number, with those already deleted."""
+        """Delete the bodies that commit t names, without a LIST.   Return their number, also of those already gone."""
         commit = decode_or_none(Commit, self.store.get(layout.commit_key(t)))
         if commit is not None and t >= self.floor and not announced_stands(self.store, commit):
             self._unannounced.add(t)
@@ -326,7 +326,7 @@ def sweep_ended_run(
 ) -> int:
     """Collect once more after all `steps` are committed.   Return the number of blobs, including those already gone.
 
-    Call it after all replicas have ended: if the last replica was killed before it collected, no replica collects.
+    Call it after all replicas have ended: if the last replica was killed before it collected, no other replica did.
     elements: number in each fragment.   at_most: the largest number of steps that are read.
     Delete nothing if the last commit cannot be read.
     """
@@ -368,7 +368,7 @@ def _newest_unless_refused(store: Store, t: int) -> int:
             break
         if can_heal_from(store, snapshot):
             raise Collected(
-                f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {snapshot.t} can. "
+                f"step {t} cannot be read any more (its blobs were collected, or lost); snapshot {snapshot.t} exists. "
                 "This replica ends; its slot's next generation heals from there",
                 snapshot.t,
             )

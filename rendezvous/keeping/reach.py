@@ -6,11 +6,11 @@
     θ_t can be computed        for t = 8, 16 and 32, from the snapshot alone
                                for t ≥ 40, from snapshot 40 and the means after it
 
-They are found by GETs, one LIST and a bisection, because collectors delete in ascending order.
+These steps are found by GETs, one LIST and a bisection, because collectors delete in ascending order.
 
-Not promised: that an existing blob is intact; a reader compares its digest.  That no mean between two kept ones is
-missing: the mean of a step whose closer was killed before it announced goes with the deltas, and the θ after it can be
-computed from the next snapshot on.
+Not promised: that an existing blob is intact; a reader compares its digest.  That every later mean exists: if a step's
+closer was killed before it announced the mean, the mean is lost with the step's deltas, and θ can be computed again
+only from the next snapshot on.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Words of the collector, loaded when it says them.   Not promised: stable texts."""
+"""The collector's warning text, imported only when it is needed.   Not promised: stable texts."""
 
 
 def excess_text(over: int, budget: int, floor: int) -> str:

@@ -4,9 +4,9 @@
     steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the closer
     steps/{t}/mean/{j}.json         the same for part j of a sharded step       by the part's owner or another replica
 
-All replicas that compute a mean get the same bytes, so the register may name any copy.  If a copy is lost or damaged,
-any replica that can compute the mean uploads it again.  If the register is taken by another object, the mean can never
-be announced, and every reader computes it.
+All replicas that compute a mean get the same bytes, so the JSON record may name any copy.  If a copy is lost or
+damaged, any replica that can compute the mean uploads it again.  If another object is under the record's key, the mean
+can never be announced, and every reader computes it.
 
 Not promised: that a mean is announced.  It saves bytes; no agreed value depends on it.
 """
@@ -33,7 +33,7 @@ class Announcements:
     emit: Emit
 
     def announce(self, t: int, j: int, body: np.ndarray) -> None:
-        """Announce part j of step t's mean, unless its register is taken.   j: 0 for the mean of a direct step."""
+        """Announce part j of step t's mean, unless its record exists.   j: 0 for the mean of a direct step."""
         if self.store.get(layout.mean_key(t, j)) is not None:
             return
         n = new_nonce()
@@ -43,13 +43,13 @@ class Announcements:
         put_once(self.store, self.clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """Return whether the register is taken, and its announcement or None. Report other contents."""
+        """Return whether the record's key is taken, and the record; None, and report it, if another object is there."""
         register = self.store.get(layout.mean_key(t, j))
         if register is None:
             return False, None
         try:
             record = Mean.decode(register)
-            why = "" if record.t == t else f"it speaks of step {record.t}"
+            why = "" if record.t == t else f"it names step {record.t}"
         except WireError as error:
             record = None
             why = str(error)

@@ -89,7 +89,7 @@ class BodyReader:
             yield group
 
     def record_flaw(self, listed: Listed, elements: int) -> str:
-        """Return why, by its record, a listed body cannot have so many elements; "" if it can."""
+        """Return why a listed body cannot have so many elements, judged by its record; "" if it can."""
         size = body_size(self._codec, elements)
         shards = len(self.grid(elements))
         if listed.size != size if has_exact_size(self._codec) else listed.size > size:

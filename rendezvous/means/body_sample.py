@@ -37,7 +37,7 @@ class BodySample:
     _values: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
     def begin(self, commit: Commit) -> None:
-        """Begin the sample of this commit; forget the bodies of another one."""
+        """Begin the sample of this commit; forget the bodies of any other commit."""
         if self._step != commit.t:
             self.clear()
             self._step = commit.t

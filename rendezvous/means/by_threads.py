@@ -1,6 +1,6 @@
 """Means of commits, made by several threads: each averages some shards, with the same bits as one thread.
 
-    shards   │ 0 1 2 │ 3 4 5 │ …      each run of shards ──▶ a Reducer of its own (memory, records of what it saw)
+    shards   │ 0 1 2 │ 3 4 5 │ …      each run of shards ──▶ its own Reducer (memory, reported bodies)
                  │       │
                  ▼       ▼
              all bodies as they should be ──▶ the mean
@@ -40,7 +40,7 @@ class ThreadedReducer(Reducer):
         at = like.announcements
         super().__init__(at.store, at.clock, like.emit, like.rules)
         self._threads = threads
-        self._idle: list[Reducer] = []  # of threads that have ended; their memory is used again
+        self._idle: list[Reducer] = []  # reducers of threads that have ended; their memory is reused
         self._flaws: list[str] = []  # why this pass needs one thread
 
     def mean_of_shards(

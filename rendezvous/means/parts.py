@@ -98,7 +98,7 @@ class MeanParts:
         if not part:
             return True
         taken, record = self._announcements.find(commit.t, j)
-        if taken and record is None:  # it can never be announced; all replicas compute the same bits
+        if taken and record is None:  # this part can never be announced; all compute the same bits
             self.make(commit, part, out)
         elif record is not None and self._fetch(commit, record, out[elements_slice(part)]) is not None:
             computed = self.make(commit, part, out)

@@ -67,7 +67,7 @@ class Reducer:
         self._codec = self.rules.codec
         self.bodies = BodyReader(store, clock, self.rules, together)
         self.announcements = Announcements(store, clock, emit)
-        self.sample: BodySample | None = None  # set by an owner that needs one
+        self.sample: BodySample | None = None  # set by a caller that needs one
         self._one_pass = load_mean_kernel(self._codec)
         self._reported_blobs = set[str]()
 

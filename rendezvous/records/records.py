@@ -115,7 +115,7 @@ R = TypeVar("R", bound=Record)
 
 
 def decode_or_none(kind: type[R], body: Buffer | None) -> R | None:
-    """Decode a register that any writer may have written.   Return None, to every reader, if it is not a record."""
+    """Decode an object that any writer may have written.   Return None, as for every reader, if it is not a record."""
     try:
         return None if body is None else kind.decode(body)
     except WireError:
@@ -428,8 +428,8 @@ class Beat(Record):
     """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
-    data: the inner step of its slot's data that it trains on, for actors (diloco/actor/).
-    box_usd: US dollars for boxes of all sessions of its slot (docs/reference/boxes.md).
+    data: the inner step, in its slot's data, that it trains on; actors read this (diloco/actor/).
+    box_usd: US dollars that all sessions of its slot spent on sandboxes (docs/reference/boxes.md).
     """
 
     kind = "beat"

@@ -17,16 +17,16 @@ from rendezvous.records.digests import digest, has_digest
 from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Longest, Where, Within
 
-LARGE = 1e9  # a number in a verdict that was above, or none
+LARGE = 1e9  # written in a verdict in place of a larger number, or of NaN
 RewardName = Annotated[str, Longest(64), Where(layout.is_word, "name of letters, digits and _")]
-RewardValue = Annotated[float, Within(-1e18, 1e18)]  # as of rewards that are trained on (docs/rewards.md)
+RewardValue = Annotated[float, Within(-1e18, 1e18)]  # the limits of rewards in training (docs/rewards.md)
 
 
 @dataclass(frozen=True)
 class Rollouts(Record):
     """The record of a bundle.
 
-    run: the run's nonce.   place: generation of the slot's samples, and the bundle's number in it.
+    run: the run's nonce.   place: number of the slot's batch of samples, number of the bundle in it.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
     actor: its name; "" if the slot's own session sampled.
     threads: their number in its process, on which bits of sums depend.   digest: of the payload.
@@ -51,7 +51,7 @@ class Rollouts(Record):
 
 
 def seal_bundle(payload: bytes, record: Rollouts) -> bytes:
-    """Return the object of a bundle."""
+    """Return the bytes of a bundle's object."""
     return payload + b"\n" + record.encode() + b"\n"
 
 

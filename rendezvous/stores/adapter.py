@@ -26,7 +26,7 @@ from rendezvous.stores.urls import plain_url
 
 T = TypeVar("T")
 
-OWN = "fsspec+"  # in front of a URL: this store, where there is another client for its scheme
+OWN = "fsspec+"  # prefix of a URL that chooses this store, also for schemes that another client serves
 CONTAINERS = ("abfs", "abfss")  # the part before "@" is a container: abfs://CONTAINER@ACCOUNT.dfs.core.windows.net
 CREATES = ("S3FileSystem", "GCSFileSystem", "AzureBlobFileSystem")
 RANGE = 16 << 20
@@ -44,7 +44,7 @@ class AdapterStore:
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
     def put(self, key: str, body: Body) -> None:
-        if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # that one shows a file before it is complete
+        if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # memory:// shows incomplete files
             self._ask_files("write", key, lambda: self._write_file(key, bytes(body)))
         else:
             self._ask_files("write", key, lambda: self._write_stream(key, body))
@@ -58,7 +58,7 @@ class AdapterStore:
             for piece in body:
                 file.write(piece)
         except BaseException:
-            with suppress(Exception):  # its destructor would close it, which would publish half an object
+            with suppress(Exception):  # otherwise the file's destructor would close it and publish half an object
                 file.discard()
                 file.closed = True
             raise
@@ -204,7 +204,7 @@ def _safe_words(error: Exception) -> str:
 
 
 def url_without_secrets(url: str) -> str:
-    """Return the URL without what stands before "@", which may be a password or a token; a container stays."""
+    """Return the URL without a password or token before "@"; the name of an Azure container there stays."""
     parts = urlsplit(plain_url(url))
     user, _, host = parts.netloc.rpartition("@")
     place = parts.netloc if parts.scheme in CONTAINERS and ":" not in user else host

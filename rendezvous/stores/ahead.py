@@ -31,7 +31,7 @@ class Ahead:
     cache: cache of records that never change, None for none.   answers: key -> answer, from earlier requests.
     """
 
-    cheap = True  # its readers ask for what they have asked for ahead
+    cheap = True  # its readers read prefetched keys, which costs no request
 
     def __init__(
         self, store: Readable, cache: "Cache | None" = None, *, answers: Mapping[str, Answer] | None = None

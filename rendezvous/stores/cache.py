@@ -1,4 +1,4 @@
-"""Cache of records on this machine: those that never change, so that a later look at a run reads only new records.
+"""Cache, on this machine, of records that never change, so that a later look at a run reads only new records.
 
     ~/.cache/diloco/runs/{sha256 of URL}-{of run nonce}/commit-{random}.records     one file per look and kind of record
                                                           └─ sha256 of the rest ‖ (length of key, of body, key, body)*

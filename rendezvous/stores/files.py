@@ -1,7 +1,7 @@
 """A store in a folder.
 
     put      write .tmp/x, then rename it to the key       readers see the old object or the new one
-    create   write .tmp/x, then link it to the key         of many links the kernel lets one win, with its whole body
+    create   write .tmp/x, then link it to the key         of concurrent links the kernel lets one succeed
 
 A link of a finished temporary file is exclusive and complete.  O_EXCL on the final name would be exclusive, but a
 reader could see half the file, and a crash would leave a truncated register for ever.  On file systems without hard

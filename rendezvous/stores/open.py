@@ -45,8 +45,8 @@ def open_store(url: str, *, make: bool = True) -> Store:
         return AdapterStore(url)
     raise ValueError(
         f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
-        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and for "
-        "files what fsspec can read"
+        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and, for "
+        "files alone, the schemes of fsspec"
     )
 
 

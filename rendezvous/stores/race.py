@@ -1,4 +1,4 @@
-"""Test whether a store can hold registers: many writers create one key at once, and exactly one must win.
+"""Test whether a store can hold registers (write-once keys): many writers create one key, and exactly one must win.
 
     16 writers ──create(key)──▶ store      winners: 1, and its body stays         a register
                                            winners: 2 or more, or another body    the store overwrites: no run there
@@ -36,7 +36,7 @@ class Race:
         if max(self.winners) > 1:
             return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
         if not self.stands:
-            return "a writer was told that its object stands, and another one does"
+            return "the store told a writer that its object was stored, and the key has another object"
         if not any(self.winners):
             return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers"
         return None

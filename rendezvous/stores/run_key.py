@@ -4,7 +4,7 @@
       no           no              the store as it is
       yes          yes             SignedStore, if the seal is of this key
       no           yes             a new run: a seal is written first
-      else                         WrongRun: the key is missing, or too much, or another one
+      else                         WrongRun: the key is missing, not expected, or wrong
 
 Not promised: that a run key is secret; each process that can read a replica's environment has it.
 """

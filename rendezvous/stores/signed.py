@@ -3,7 +3,7 @@
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
                  └─ a tag that is wrong:
-                     claim, offer, leave, control, beat, log, weights, rollouts, verdict, reward ─▶ VOID: told once
+                     claim, offer, leave, control, beat, log, weights, rollouts, verdict, reward ─▶ VOID: ignored
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
     replica ◀── blob ──── a sealed record has its SHA-256
 

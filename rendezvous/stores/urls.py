@@ -1,4 +1,4 @@
-"""The check of a bucket's URL that stores behind a URL parser make first.
+"""Check of a bucket's URL, which the stores that parse URLs call first.
 
 Not promised: that the bucket exists.
 """

@@ -1,6 +1,6 @@
 """Reader of the weights of each outer step, from the bucket alone, for an inference engine that generates rollouts.
 
-    weights/{t} ──▶ does it have my parent?   yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
+    weights/{t} ──▶ is my θ its parent?       yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
                               │ no: not applied                                                      │ no
                               └──▶ the newest anchor, and the changes after it ◀─────────────────────┘
 
@@ -170,7 +170,7 @@ class WeightsFollower:
             if before is None or len(way) > ANCHOR_EVERY or not self._is_right(before):
                 return None
             if before.digest != parent:
-                self._refuse(way[-1], f"they go on {parent}, and those of step {before.t} are {before.digest}")
+                self._refuse(way[-1], f"they change {parent}, and those of step {before.t} are {before.digest}")
                 return None
             way.append(before)
         return way[::-1]

@@ -5,7 +5,7 @@
     mean of t ─── waits ──┘ θ is about to be stepped
 
 Every replica that may close a step keeps bf16(θ), 2 bytes per value.  It writes an anchor, which has all values, at
-each step that ANCHOR_EVERY divides.  It also writes one if a reader could not continue otherwise: the replica's copy is
+each multiple of ANCHOR_EVERY.  It also writes an anchor if a reader could not continue otherwise: the replica's copy is
 not that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.  So the next step
 repairs the chain.
 

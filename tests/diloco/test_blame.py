@@ -55,14 +55,14 @@ def test_every_change_is_found_in_as_few_judgements_as_there_can_be(last: int) -
 def test_the_first_good_one_is_found_as_well() -> None:
     found = bisect(range(10), lambda t: GOOD if t >= 6 else BAD)
     assert (found.before, found.after) == (5, 6)
-    assert found.lines("runs/x")[0] == "θ_6 is the first that is good: outer step 5 made it of θ_5"
+    assert found.lines("runs/x")[0] == "θ_6 is the first that is good: outer step 5 made it from θ_5"
 
 
 def test_steps_that_cannot_be_judged_or_are_gone_leave_a_stretch() -> None:
     found = bisect([0, 4, 5, 6, 8, 9, 10], judged_from(8, unclear=(6,)))
     assert (found.before, found.after, found.unclear, found.gone) == (5, 8, (6,), (7,))
     assert found.lines("runs/x")[:3] == [
-        "θ_5 is good, θ_8 is bad: the outer steps 5 to 7 lie between, of which one did it",
+        "θ_5 is good, θ_8 is bad: the outer steps 5 to 7 lie between, and one of them caused it",
         "θ of 6 could not be judged",
         "θ of 7 is not kept any more (fleet.keep)",
     ]
@@ -292,7 +292,7 @@ def test_bisect_as_it_is_typed(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     words = ["bisect", run.url, "--", sys.executable, str(tmp_path / "judge.py"), "{step}", str(notes)]
     assert main(words) == 0
     out, err = capfd.readouterr()
-    assert out.splitlines()[0] == f"θ_{SINCE + 1} is the first that is bad: outer step {SINCE} made it of θ_{SINCE}"
+    assert out.splitlines()[0] == f"θ_{SINCE + 1} is the first that is bad: outer step {SINCE} made it from θ_{SINCE}"
     assert f"  diloco blame {run.url} --from {SINCE} --to {SINCE + 1}" in out.splitlines()
     assert "41 θ, from θ_0 to θ_40: the two ends, then at most 6 more" in err and "judged 40" in err
     asked = [line.split() for line in notes.read_text().splitlines()]

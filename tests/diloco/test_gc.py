@@ -137,4 +137,4 @@ def test_runs_that_are_not_to_be_collected(tmp_path: Path, capsys: pytest.Captur
     assert main(["gc", run.url, "--keep", "window", "--yes"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "done" and len(blobs(run)) < before
     assert main(["gc", run.url, "--keep", "window", "--yes"]) == 0
-    assert "nothing goes" in capsys.readouterr().out
+    assert "nothing to delete" in capsys.readouterr().out

@@ -182,7 +182,7 @@ def test_the_command_on_a_bucket_that_refuses_to_be_written(
         assert cli.main(["blame", "s3://bucket/run", "--from", "2", "--no-metric"]) == 0
         assert "without r01" in capsys.readouterr().out
         assert cli.main(["bisect", "s3://bucket/run", "--", "sh", "-c", "test {step} -lt 4"]) == 0
-        assert "outer step 3 made it of θ_3" in capsys.readouterr().out
+        assert "outer step 3 made it from θ_3" in capsys.readouterr().out
         assert cli.main(["gc", "s3://bucket/run", "--keep", "window", "--dry-run"]) == 0
         assert "nothing was deleted" in capsys.readouterr().out
         assert not [fault for fault in s3.faults if fault.times < FOREVER], "nothing was asked to be written"

@@ -155,7 +155,7 @@ def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_end
         b.rv.members.tick()
 
     monkeypatch.setattr(clock, "sleep", sleep_and_tick)
-    with pytest.raises(Leaving, match="1 outer steps now, and r01-1 has taken them all"):
+    with pytest.raises(Leaving, match="ends after 1 outer steps, and r01-1 has taken them all"):
         b.rv.settle()
     assert clock.now() - began <= 2 * TIMING.beat, "as soon as it hears of it"
     b.rv.finish("done")
@@ -168,7 +168,7 @@ def test_no_step_is_closed_beyond_the_last_one_though_all_have_offered(clock: Ma
     for seat in (a, b):
         seat.offer()
     for seat in (a, b):
-        with pytest.raises(Leaving, match="1 outer steps now"):
+        with pytest.raises(Leaving, match="now ends after 1 outer steps"):
             seat.rv.settle()
     assert store.get(layout.commit_key(1)) is None
 
@@ -731,7 +731,7 @@ def test_a_replica_that_applied_something_else_finds_out_and_the_next_life_heals
     b.rv.advance(commit)
     a.offer()
     b.offer()
-    with pytest.raises(Diverged, match="not what the bucket replays to"):
+    with pytest.raises(Diverged, match="differs from the one replayed"):
         b.rv.settle()
     heir = Seat(store, "r01", clock).join()
     heir.offer()

@@ -233,8 +233,8 @@ def test_bytes_that_no_encoder_writes_are_left_out_of_what_cannot_be_cut(clock: 
 
 RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "a forged generation": ({"generation": 999_999}, "no session claimed generation 999999 of r02"),
-    "another step": ({"step": 7}, "it speaks of step 7"),
-    "another slot": ({"slot": "r00"}, "it speaks of step 0 and r00"),
+    "another step": ({"step": 7}, "it names step 7"),
+    "another slot": ({"slot": "r00"}, "it names step 0 and r00"),
     "another codec": ({"codec": "int8"}, "its codec is int8, this run's is fp32"),
     "no inner step": ({"h": 0}, "its h is 0, not in 1"),
     "a billion inner steps": ({"h": 10**9}, "1000000000 inner steps, where 2 are usual"),

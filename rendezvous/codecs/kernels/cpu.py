@@ -3,9 +3,9 @@
     cpu.c ── cc, 1 s, once per user ──▶ ~/.cache/serverless-diloco/<digest>.so ──▶ three trials against torch
                                                                                     not the same bits: not used
 
-Each torch call is a pass over memory, and encoding with a residual takes ten.  Here every element is read once and
-written once.  The import raises ImportError if there is no compiler, or if the compiled kernels compute other bits than
-torch; then torch's operations do the same arithmetic.
+Each torch call is a pass over memory, and encoding with a residual takes ten passes.  Here every element is read once
+and written once.  The import raises ImportError if there is no compiler, or if the compiled kernels compute other bits
+than torch; then torch's operations do the same arithmetic.
 
 Not promised: more than one thread.
 """
@@ -42,8 +42,8 @@ def encode_each(
 ) -> Iterator[float | None]:
     """Encode range after range as `encode` does, and yield its result for each.
 
-    It passes addresses to C.  A slice of a tensor would take as long as 30,000 elements, because the caches are cold
-    between shards.
+    It passes addresses to C.  Slicing a tensor would take as long as encoding 30,000 elements, because the caches are
+    cold between shards.
     """
     run = _ENCODE[name]
     most = _LARGEST_SCALE[name]

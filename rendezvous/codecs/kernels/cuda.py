@@ -114,7 +114,7 @@ def _encode(
 
 @triton.jit
 def _put(target, at, v, w, n, first: tl.constexpr):
-    """Add w·v to target.   Return how many values are not finite, or are not zero after the vector's end."""
+    """Add w·v to target, or store it if `first`.   Return how many values are not finite, or nonzero after the end."""
     wrong = tl.sum(tl.where((at < n) & _is_finite(v) | (v == 0), 0, 1), axis=0)
     v = v * w
     if not first:

@@ -6,9 +6,9 @@ twice, and no blob is lost.
 
     create, put, get ── an entry without a file ──▶ noted ── before this process's next write ──▶ mirror/{key}
     first request, and after an hour without a check:
-        the mark is younger than 6 days ──▶ no entry can have expired
-        else: create every missing entry again from the volume; read every other entry, which renews it; then set the
-              mark to the time at which this began
+        the mark (.kept, the time of the last sweep) is younger than 6 days ──▶ no entry can have expired
+        else, a sweep: create every missing entry again from the volume; read every other entry, which renews it; then
+              set the mark to the time at which the sweep began
     once a day, during the run: the same
 
 A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
