@@ -217,7 +217,7 @@ def _conclusion_without_metric(found: Blame) -> list[str]:
 
 
 def _reservations(found: Blame) -> list[str]:
-    said = ["not known: the others' pseudogradients from another θ; the recorded ones are used"]
+    said = ["not known: the others' pseudogradients from another θ; the recorded ones were used"]
     gone = sorted({t for one in found.without for t in one.inseparable})
     if gone:
         steps = ", ".join(map(str, gone))

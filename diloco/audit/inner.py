@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 
 @dataclass
 class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that could not be checked."""
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that were not checked."""
 
     equal: int = 0
     close: list[float] = field(default_factory=list[float])

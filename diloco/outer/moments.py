@@ -3,8 +3,8 @@
     r01-1   m, v, step of each trained parameter ─▶ beside its codec's residual ─▶ exit
     r01-2                                          residual ─▶ its own AdamW, before its first inner step
 
-Each kind is one fp32 vector in flat order; fp32 also holds bfloat16 moments.  An adapter's moments are a few
-megabytes. A whole model's moments are twice the model, and are not passed on.
+m and v are fp32 vectors in flat order, which also hold bfloat16 moments; step has one number per parameter.  An
+adapter's moments are a few megabytes. A whole model's moments are twice the model, and are not passed on.
 
 Not promised: moments of other optimizers than torch's Adam and AdamW, of a killed replica, or of several ranks; a
 shorter lr warm-up for a session that has them.
@@ -33,7 +33,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """Return Adam's moments; {} if there are none yet, or too many bytes, or another optimizer."""
+    """Return Adam's moments; {} if there are none yet, too many bytes, several ranks, or another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW) or _ranks() > 1 or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}

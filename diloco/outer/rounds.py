@@ -203,7 +203,7 @@ class StoreRounds:
         self._commit, self.in_flight = commit, None
 
     def current_step(self) -> int:
-        """Return the outer steps taken, including a settled one."""
+        """Return the number of outer steps taken, including a settled one."""
         return self.session.rv.step + (self._commit is not None)
 
     def finish_round(self) -> int | None:

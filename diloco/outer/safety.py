@@ -4,8 +4,8 @@
     η_eff  = η · (1 + μ/(1 − μρ))                       length of a Nesterov step              (effective_step)
     c      = (‖Σwᵢ·ḡ‖² − Σ wᵢ²‖Δᵢ‖²) / Σ_{i≠j} wᵢwⱼ‖Δᵢ‖‖Δⱼ‖   mean cosine between two replicas   (pairwise)
 
-ρ is computed from a sample of the mean (wire.sampled) with at most 2^17 elements. So it costs a millisecond, and the
-last mean's sample needs half a megabyte, not a copy of the model.  The error of ρ is about 1/√2^16 = 0.4 %.
+ρ is computed from a sample of the mean (`evenly_sampled`) with at most 2^17 elements. So it costs a millisecond, and
+the last mean's sample needs half a megabyte, not a copy of the model.  The error of ρ is about 1/√2^16 = 0.4 %.
 
 A product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
 fused multiply-add. `math.fsum` of the lanes is correctly rounded.
@@ -215,7 +215,7 @@ class Tracker:
         self._rules = rules
         self._last = [-1] * len(sizes)  # fragment -> the step whose mean is in its Memory
         self._empty = False  # whether the newest mean was zero
-        self._means = 0  # in the momentum of the newest mean's fragment
+        self._means = 0  # number of means in the momentum of the newest mean's fragment
         self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of the newest listed delta
         self._lasting: Counter[str] = Counter()
         self.numbers: dict[str, float] = {}

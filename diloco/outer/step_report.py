@@ -91,7 +91,7 @@ def _watch_factors(session: Session, loop: "OuterLoop") -> "FactorWatch | None":
 
 
 def likely_cause(stats: dict[str, float]) -> str:
-    """Say why all pseudogradients may be zero, by the inner loop's numbers."""
+    """Return why all pseudogradients may be zero, judged by the inner loop's numbers."""
     if stats.get("lr") == 0:
         return "the learning rate is 0: look at inner.lr and its schedule"
     if stats.get("reward_std") == 0 or ("reward" in stats and stats.get("grad_norm") == 0):

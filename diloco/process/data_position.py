@@ -51,5 +51,5 @@ def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
 
 
 def farthest(offers: Mapping[str, Iterable[Listed]], outer: "OuterConfig") -> int:
-    """Return the largest such number of all slots."""
+    """Return the largest number of counted inner steps of any slot."""
     return max((counted_inner_steps(of_slot, outer) for of_slot in offers.values()), default=0)

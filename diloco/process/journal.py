@@ -6,10 +6,10 @@
 A `kill -9` loses only the events since the last outer step.  A failed write never ends a replica.  Secrets of the
 environment are masked (inner/masking.py).
 
-Logs are untrusted: any process with write access may have written an object there, and a line may be incomplete.
-Readers check the types of the fields that they use. They count and skip a line that is not an event.
+Without a run key, any process with write access may have written an object there; with one, logs are sealed
+(rendezvous/stores/signed.py).  Readers check the fields that they use. They count and skip a line that is not an event.
 
-Not promised: that an event is true.  Logs are not signed, also under a run key.
+Not promised: that an event is true, or that a line is complete.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Safe output of a process: text cannot control the terminal; a closed pipe (`| head`) or full disk is no error.
+"""Safe output of a process: text cannot control the terminal; a closed pipe (`| head`) or full disk ends nothing.
 
     print, warnings, logging, tracebacks ──▶ PlainOutput ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a file, a terminal
                                               └ inner/printable.py                        └ no space, no reader: lost

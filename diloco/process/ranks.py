@@ -35,8 +35,8 @@ MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
 EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
 SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
-LAST = "last"  # the kind of a rank's last words
-_leader: list[Connection] = []  # of this process, if it is a rank that rank 0 leads
+LAST = "last"  # kind of the message in which a rank reports its end
+_leader: list[Connection] = []  # the pipe to rank 0, if this process is another rank
 _speaking = threading.Lock()
 
 
@@ -53,13 +53,13 @@ class Followers:
 
     on_loss: called with the words about a rank that has failed, before this process ends.
     on_told: called in the watching thread with a rank's number and its message (`tell_leader`).
-    is_over: whether rank 0 needs the others no longer; until then, one that ends well is missed by the others."""
+    is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None
         self.on_told: Callable[..., None] = lambda *told: None
         self.is_over: Callable[[], bool] = lambda: True
-        self._ended_at: dict[int, float] = {}  # ranks that have ended well, while rank 0 goes on
+        self._ended_at: dict[int, float] = {}  # ranks that ended with exit code 0 while rank 0 goes on
         self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
         self._count = count
         self._folder = tempfile.mkdtemp(prefix="ranks-")
@@ -124,7 +124,7 @@ class Followers:
         return f"rank {index} of {self._count} ended ({how}){words}; the replica ends with it", code
 
     def _is_missed(self, index: int) -> bool:
-        """Whether rank 0 still goes on, some time after a rank has ended well that did not follow its end."""
+        """Whether a rank ended by itself, with exit code 0, some time ago, while rank 0 still goes on."""
         ended_at = self._ended_at.setdefault(index, time.monotonic())
         return time.monotonic() - ended_at > EARLY_S and index not in self._said and not self.is_over()
 
@@ -211,7 +211,7 @@ def _end_with_parent() -> None:
 
 
 def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return why this process cannot start ranks (a launcher has already started it as a rank), or ""."""
+    """Return why this process cannot start ranks: a launcher has already started it as a rank; "" if it can."""
     if (size := environ.get("WORLD_SIZE", "1")) == "1":
         return ""
     launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "a launcher that sets WORLD_SIZE"

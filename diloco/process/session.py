@@ -189,7 +189,7 @@ class Session:
             what = "the process that launched this replica is gone"
             self._leave_abandoned("its launcher is gone", what, ORPHAN_GRACE_S + self._pace_s())
         elif 0 < self.rv.members.wanted.until <= self.clock.wall():
-            what = "the end that the budget sets was not put off"
+            what = "the supervisor did not extend the budget's lease"
             self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # no extra time: it costs money
         else:
             self._alone_since, self._alone_at = 0.0, None

@@ -12,8 +12,8 @@ A verdict binds this session, its replacements and an audit.  A later session's 
 earlier one.  All else depends on the chain and on verdicts of earlier places, so every session decides alike; only
 sums on another machine could differ, and the first verdict stands.
 
-Not promised: that a liar is found (inner/extras/rollout_check/check.py says what is not seen).  An actor that puts a
-bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
+Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
+puts a bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
 checked: only a writer of the bucket can say that, and a run key keeps others out.
 """
 
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from inner.rollouts.recorded import BundlePlace
 
 MOST = 2  # doubts after which an actor's later bundles are not used
-ROLLOUTS, TOKENS = 16, 256  # of a bundle, of each turn: a check's cost has a bound
-POSITIONS = 1 << 20  # all of them, for the median: over 32, one of 20 bundles of an 8-bit engine was doubted
-SIGMAS = 5.0  # of the surprise
+ROLLOUTS, TOKENS = 16, 256  # the most checked rollouts of a bundle and tokens of a turn: the cost has a bound
+POSITIONS = 1 << 20  # the median is over all positions; over 32, one of 20 bundles of an 8-bit engine was doubted
+SIGMAS = 5.0  # limit of the surprise, in standard deviations
 SHOWN = 2000  # characters of the reasons in a verdict
 
 
@@ -69,7 +69,7 @@ Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights,
 
 
 class RolloutDoor:
-    """The verdicts on actors' bundles of one slot.   by: generation of the session; later sessions' do not count.
+    """The verdicts on actors' bundles of one slot.   by: generation of the session; later sessions' verdicts do not count.
 
     check: None: read verdicts only (an audit).   parent: outer steps of the runs before this one.
     """
@@ -88,7 +88,7 @@ class RolloutDoor:
         self._share = share
         self._parent = parent
         self._verdicts: dict[str, RolloutVerdict] | None = None
-        self._refused = set[str]()  # actors that were told of
+        self._refused = set[str]()  # actors that were reported
         self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py), and the model is one
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
@@ -164,7 +164,7 @@ def _bounded(number: float) -> float:
 
 
 class ModelCheck:
-    """The check with a replica's own model, which has the bundle's weights meanwhile.   store: has the weights.
+    """The check with a replica's own model, into which it loads the bundle's weights.   store: has these weights.
 
     start: returns the run's first weights, of which the bucket has no bf16 copy.
     """

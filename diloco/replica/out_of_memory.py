@@ -17,11 +17,11 @@ ADVICE = (
     "true, or take a GPU with more memory (docs/choose.md has a table)"
 )
 SAMPLING = (
-    "Generation asked for it: it makes all completions of a generation at once. Next: set a smaller "
+    "Generation needed it: it makes all completions of a batch at once. Next: set a smaller "
     "inner.grpo.steps_per_generation (1: batch_size completions at once) or inner.sampling.max_completion_length, "
     "or take a GPU with more memory"
 )
-TAKEN = "no memory of the GPU is left for this process, another one holds it. Next: end that process (`nvidia-smi`)"
+TAKEN = "another process holds the GPU's memory, and none is left for this one. Next: end that process (`nvidia-smi`)"
 GIB = 2**30
 
 

@@ -1,4 +1,4 @@
-"""Recorded rollouts of a replica in K processes: rank 0 meets the bucket for all.
+"""Recorded rollouts of a replica in K processes: rank 0 alone uses the bucket, for all ranks.
 
     find   rank 0: a thread for each of K places (t, g, k) ──▶ a bundle ──tell──▶ rank k: does it fit my rows? ──┐
                ▲                                                 next attempt ◀── no ────────────────────────────┤
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Candidates(NamedTuple):
-    """Bundles that the ranks are to look at, by rank."""
+    """Bundles that the ranks have to check, by rank."""
 
     bundles: dict[int, Bundle]
 
@@ -79,7 +79,7 @@ class LeadingPlaces:
         parts: list[Bundle] = self._group.gather(made)
         stand = self._side_by_side(lambda k, fits: self._places[k].put(_of_rank(place, k), parts[k], fits), unfit)
         as_made = all(one is part for one, part in zip(stand, parts, strict=True))
-        dealt = Dealt([None] * len(stand) if as_made else stand)  # a bundle out of `gather` is a copy, so it is read
+        dealt = Dealt([None] * len(stand) if as_made else stand)  # None: each rank has its own bundle already
         return self._group.tell(dealt).bundles[0] or made
 
     def tell(self) -> None:
@@ -88,7 +88,7 @@ class LeadingPlaces:
             places.tell()
 
     def _side_by_side(self, act: Act, unfit: Unfit) -> list[Bundle | None]:
-        """Return act(k, fits) of each rank k, a thread each.   fits(bundle): what `unfit` says on rank k."""
+        """Call act(k, fits) for each rank k, in a thread each; return the results.   fits: calls `unfit` on rank k."""
         asked = SimpleQueue[Question]()
 
         def run(k: int) -> Bundle | None:
@@ -117,7 +117,7 @@ class LeadingPlaces:
         return [result.result() for result in results]
 
     def _answer(self, waiting: dict[int, tuple[Bundle, "Future[str]"]], unfit: Unfit) -> None:
-        """Let each rank look at its bundle, all at the same time."""
+        """Let each rank check its bundle, all at the same time."""
         bundles = {k: bundle for k, (bundle, _) in waiting.items()}
         try:
             self._group.tell(Candidates(bundles))
@@ -144,7 +144,7 @@ class FollowingPlaces:
         return self._follow(unfit) or made
 
     def _follow(self, unfit: Unfit) -> Bundle | None:
-        """Look at the bundles that rank 0 asks about. Return the one that it deals to this rank."""
+        """Check the bundles that rank 0 sends. Return the one that rank 0 then deals to this rank."""
         while isinstance(asked := self._group.tell(None), Candidates):
             self._group.gather(_why(unfit, asked.bundles.get(self._group.index)))
         return asked.bundles[self._group.index]

@@ -8,7 +8,7 @@
                                      done? (Led's word) ────────▶            stop
              a script of `diloco launch` ───────▶   each rank runs it, as under torchrun (script_ranks.py)
 
-Only rank 0 meets the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
+Only rank 0 uses the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
 
 Notes and events of the other ranks' rewards go to rank 0's session (FollowingHost).
 
@@ -179,7 +179,7 @@ class LeadingLoop:
 
 
 class LeadingEvaluator:
-    """Rank 0's Evaluator.  Each call is one of `_follow_evaluation` in the other ranks."""
+    """Rank 0's Evaluator.  Each of its calls meets a call of `_follow_evaluation` in the other ranks."""
 
     def __init__(self, evaluator: "Evaluator", group: "Group") -> None:
         self._evaluator = evaluator
@@ -211,7 +211,7 @@ def follow() -> int:
         _follow_training(group, group.tell(None))
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
-        time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 says why
+        time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 reports it
         return exitcodes.NO_REWARD
     return exitcodes.DONE
 
@@ -248,7 +248,7 @@ def _follow_training(group: "Group", job: Job) -> None:
 
 
 def _follow_evaluation(group: "Group", loop: Any) -> None:
-    """Score this rank's part of the rows that rank 0 tells, if an evaluation is due."""
+    """Score this rank's part of the rows that rank 0 sends, if an evaluation is due."""
     if not group.agree(0)[0]:
         return
     while (asked := group.tell(None)) is not None:

@@ -1,4 +1,4 @@
-"""One replica: a process whose only input is a run's URL and a slot.
+"""One replica: a process whose only inputs are a run's URL and a slot.
 
     python -m diloco.replica RUN_URL --slot r00
 
@@ -169,7 +169,7 @@ def train_or_run_script(run: Run, session: Session) -> int:
 
 
 def train_session(run: Run, session: Session, parts: Parts | None = None) -> int:
-    """Fetch the inputs and train.   parts: steps that a replica of several ranks takes in another way."""
+    """Fetch the inputs and train.   parts: other functions for three steps, for a replica of several ranks."""
     record = wait_for_model(run, session)
     stay = lambda: leave_now(session)  # noqa: E731
     with retry_when_full(session, "temporary files", Scratch, stay) as scratch:

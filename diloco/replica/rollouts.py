@@ -50,7 +50,7 @@ PATIENCE_S = 30.0
 def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable[[], None]:
     """Let the replica's loop find and record its rollouts in the run's bucket.
 
-    Return a function to call after the training: it tells of the last outer step's bundles.
+    Return a function to call after the training: it logs the counts of the last outer step's bundles.
     """
     trainer: Any = getattr(loop, "trainer", None)
     if trainer is None:
@@ -96,7 +96,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
 class OldBundles:
     """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
 
-    background: runs the deletions.   emit: called for those that fail.   ahead: outer steps of actors' bundles.
+    background: runs the deletions.   emit: called for failed deletions.   ahead: outer steps by which actors sample ahead.
     parent: outer steps of the run that this one continues; places count them, too.
     """
 
@@ -135,7 +135,7 @@ class BucketPlaces:
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
     staleness: outer steps by which an actor's bundle may be older.   actor: the name of an actor that puts.
-    after_put: called when a place has its bundle.   door: says which bundles of actors are believed; None: all.
+    after_put: called when a place has its bundle.   door: decides which bundles of actors are used; None: all.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class BucketPlaces:
         return made
 
     def _sealed(self, place: BundlePlace, made: Bundle) -> bytes:
-        """Return the object of a bundle."""
+        """Return the bytes of a bundle's object."""
         payload = made.pack()
         record = Rollouts(
             run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
@@ -250,7 +250,7 @@ class BucketPlaces:
         return layout.bundle_key(self._slot, place.generation, place.bundle, self._attempt)
 
     def _usable(self, place: BundlePlace, body: bytes, unfit: Unfit) -> Bundle | None:
-        """Return the object's bundle.   None: it is of another outer step, or cannot be used, which is told."""
+        """Return the object's bundle.   None: it is of another outer step, or cannot be used, which is reported."""
         try:
             bundle, why = self._read(place, body, unfit)
         except (WireError, ValueError) as error:
@@ -264,7 +264,7 @@ class BucketPlaces:
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step."""
         if body == VOID:
-            return None, ""  # the store has told of it
+            return None, ""  # the store has reported it
         record, payload = read_record(body)
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
@@ -278,7 +278,7 @@ class BucketPlaces:
         if record.actor and bundle.logprobs is None:
             return None, f"the actor {record.actor} left out their log-probs"
         why = unfit(bundle)
-        may_lie = record.actor and (not why or isinstance(why, TooFar))  # wrong weights are far away, too
+        may_lie = record.actor and (not why or isinstance(why, TooFar))  # rollouts of wrong weights are also too far
         if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
-            return None, ""  # the door has told of it
+            return None, ""  # the door has reported it
         return bundle, why

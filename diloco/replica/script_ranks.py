@@ -1,4 +1,4 @@
-"""How the ranks of a replica learn of the script that they run, and where it lets them meet.
+"""The way in which a replica's ranks learn which script to run, and the store where the script's ranks meet.
 
     rank 0   script ─▶ a file beside MEET's ─▶ rank 1 …   each runs the script, in the same folder
              a store at MASTER_ADDR:MASTER_PORT ◀── dist.init_process_group(), as under torchrun
@@ -40,7 +40,7 @@ class ScriptJob:
 
 
 def tell_script(script: Script, folder: Path) -> None:
-    """Let the other ranks run the script; set the variables by which it finds them, here and there."""
+    """Let the other ranks run the script; set the variables by which its ranks find each other, on all ranks."""
     variables = {name: os.environ[name] for name in VARIABLES} | open_store()
     os.environ.update(variables)
     told = Path(os.environ[MEET]).with_name(TOLD)
@@ -59,7 +59,7 @@ def open_store() -> dict[str, str]:
 
 
 def told_script() -> ScriptJob | None:
-    """Wait for rank 0's word. Return the script that it runs, or None if it begins the ranks' group itself."""
+    """Wait for rank 0's message. Return the script that it runs, or None if it begins the ranks' group itself."""
     meet = Path(os.environ[MEET])
     told = meet.with_name(TOLD)
     while not (told.exists() or meet.exists()):

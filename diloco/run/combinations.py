@@ -1,4 +1,4 @@
-"""The settings that a run over a lighthouse cannot have, those that actors need, and columns of no file.
+"""Checks of settings: those that a lighthouse does not support, those that actors need, columns without a file.
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
@@ -48,7 +48,7 @@ def check_rendezvous(rendezvous: str, outer: "OuterConfig", usual: "OuterConfig"
     if broadcasts:
         raise ConfigError(
             "fleet.broadcast_weights = true writes into the bucket, and a run over a lighthouse has none. Leave the "
-            "line away, or use the bucket"
+            "line out, or use the bucket"
         )
     check_lighthouse(outer, usual)
 

@@ -63,7 +63,7 @@ class OuterConfig(Table):
     codec: str = setting(
         "fp32",
         "Format of pseudogradients: fp32, bf16, int8, int4, topk or bf16-gate, lossy ones with error feedback; "
-        "auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.",
+        "auto: the first of them whose sync takes at most a tenth of the time between syncs, chosen once for the run.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(

@@ -12,7 +12,7 @@
     with [inner.lora] P is the adapter's; the base is on the device and, if it is not on the Hub, in the bucket
 
     device  weights + gradients + Adam's two moments, each in the model's dtype  (not: activations, generation engine)
-            a replica of K devices: all weights + a K-th of weights and moments, while it generates; adapters: each all
+            K devices: each has all weights while it generates + a K-th of weights and moments; adapters: all of it
     host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
 Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
@@ -183,7 +183,7 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
 
 
 def kept_text(found: Footprint, steps: int, keep: int) -> str:
-    """Say what stays if fleet.keep is smaller than the run, how often snapshots are, and how far back they reach."""
+    """Return the text about the blobs that stay if fleet.keep is smaller than the run, and about the snapshots."""
     of_all = f"of {byte_size(found.in_all)} in {steps} steps"
     every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
     if keep >= found.needed:

@@ -211,7 +211,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; use "
             f"another --run URL for this {kind}, or the {kind} that the run was started with."
             + (go_on if kind == "config" else "")
-            + (" Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
+            + (" Nothing was trained there yet: the same command with --again replaces it" if untouched else "")
         )
 
 

@@ -61,7 +61,7 @@ class ScriptConfig(RunConfig):
         return self.own_script
 
     def mathematics(self) -> dict[str, Any]:
-        """The script's name and arguments; its files count by their digests, the outer step by script.json."""
+        """Return the script's name and arguments; its files count by their digests, the outer step by script.json."""
         own = asdict(self.own_script)
         return {"outer": {}, "script": {**own, "arguments": list(own["arguments"]), "packages": list(own["packages"])}}
 
@@ -74,7 +74,7 @@ class ScriptConfig(RunConfig):
 
     @classmethod
     def stored(cls, raw: Mapping[str, Any], script: Script) -> "ScriptConfig":
-        """Read it from run.json's config, with script.json's outer settings where they are known."""
+        """Read the config from run.json's, with script.json's outer settings where they are known."""
         known = {f.name for f in fields(OuterConfig)}
         outer = {k: v for k, v in raw["outer"].items() if k in known and (k, v) != ("sync_seconds", 0)}
         fleet = {k: v for k, v in raw["fleet"].items() if v is not None}

@@ -49,12 +49,12 @@ class FleetConfig(Table):
     replicas: int = setting(3, "Number of replicas that the supervisor keeps running.", least=1, most=MOST_SLOTS)
     steps: int = setting(10, "Outer steps in all.", least=1)
     min_replicas: int | None = setting(
-        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1
+        None, "Least number of fresh pseudogradients for an outer step (default: min(2, replicas)).", least=1
     )
     keep: int | str = setting(
         "20 GB",
         'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
-        '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
+        '"window": only the blobs that the last two snapshots need, which always stay (default with [inner.lora]: "all").',
     )
     broadcast_weights: bool = setting(False, "Write each step's weights in bf16 for rollout engines (docs/weights.md).")
     give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)
@@ -164,7 +164,7 @@ class EvalConfig(Table):
         None, "Task that replaces `prompts`, like `inner.data.task`; rows of the training data are left out."
     )
     task_options: dict | None = setting(
-        None, "Its options (default: `inner.data.task_options`, where the task is the same)."
+        None, "The task's options (default: `inner.data.task_options`, if the task is the same)."
     )
     task_size: int = setting(200, "Rows of the task.", above=0, most=100_000)
     task_seed: int = setting(1, "Seed of the task's rows.", least=0, most=4000)

@@ -6,7 +6,7 @@
 The standard error is over prompts: the samples of one prompt are similar, so only their mean counts.
 Pure functions, without torch.
 
-Not promised: that a log is true; logs are not signed (diloco/process/journal.py).
+Not promised: that a log is true (diloco/process/journal.py).
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
-WHOLE = 0.9  # an evaluation with this part of the most prompts is not cut short
+WHOLE = 0.9  # an evaluation with at least this share of the most prompts counts as complete
 KINDS = ("greedy", "sampled")  # the first one that was measured is the headline
 
 
@@ -76,7 +76,7 @@ def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """Return the evaluation with the highest headline, the earliest of equal ones; None if there are none.
 
-    One that was cut short does not count beside whole ones: its few prompts may be the easy ones.
+    An evaluation that was cut short does not count beside complete ones: its few prompts may be the easy ones.
     """
     most = max((e.headline[1].prompts for e in evaluations), default=0)
     whole = [e for e in evaluations if e.headline[1].prompts >= WHOLE * most]

@@ -49,7 +49,7 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series.   low: at least so many exist.   high: this one does not.   reach: number of keys of the galloping.
+    """A series of numbered records.   low: at least so many exist.   high: this one does not.   reach: keys of a gallop.
     then(n): called when the length n is known."""
 
     key: Numbered

@@ -150,7 +150,7 @@ def read_report(store: Readable, scope: Scope = EVERYTHING, cache: "Cache | None
 class Reader:
     """A reader of a bucket for repeated looks; it reads write-once records only once.
 
-    scope: the records that the view needs.   cache: records that were read earlier (runlog/cache.py).
+    scope: the records that the view needs.   cache: records that were read earlier (rendezvous/stores/cache.py).
     answers: to the requests that opened the run (runlog/opening.py).
     """
 
@@ -275,7 +275,7 @@ class Reader:
         if commit is None or body is None:
             return None
         if commit.t != t:
-            self._damage = f"commit {t} speaks of step {commit.t}"
+            self._damage = f"commit {t} names step {commit.t}"
             return None
         return commit, body
 

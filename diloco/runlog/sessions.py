@@ -30,7 +30,7 @@ BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS
 class SessionSummary:
     """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
 
-    seen, said: the reason of its end by its supervisor, and by itself.
+    seen, said: the reasons for its end that its supervisor saw, and that the session itself logged.
     device: the name of the training device, "" if unknown.
     restarted_by: the platform that restarted the same launch, "" if none did.
     """
@@ -75,7 +75,7 @@ class SessionSummary:
 
 
 def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
-    """Note what an event says of a session."""
+    """Note an event in the session that it is about."""
     if e["event"] in LAUNCH_ENDS:
         session = _find_ended(sessions, e)
         if session is not None and (e["event"] == "killed" or session.how == "running"):

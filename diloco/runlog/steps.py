@@ -1,6 +1,6 @@
 """Outer steps as views show them: the facts of their commits, and the numbers that replicas log.
 
-    bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records/records.py)
+    bytes ── read_commit ──▶ Decision        its fields are checked, not the chain (rendezvous/records/records.py)
     bytes from the cache ── kept_commit ──▶  the same without checks, because the cache has only checked bytes: a
                                              second read of 1,000 outer steps decodes 1,000 commits
     Decision ──▶ Step ◀── offers, "step" events of logs

@@ -56,7 +56,7 @@ class Chain:
         refuse_gap(self._store, t)
 
     def anchors(self, t: int) -> dict[str, str]:
-        """Return the commits that must still exist when commit t is written: key -> digest of the body that was read."""
+        """Return the commits that must still exist when commit t is written: key -> digest of the bytes read before."""
         return {layout.commit_key(u): self._digests[u] for u in range(t - ANCHORS, t) if u in self._digests}
 
     def accept_commit(self, t: int, body: bytes) -> Commit:

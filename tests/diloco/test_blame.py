@@ -360,7 +360,7 @@ def test_a_number_by_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     run = planted(tmp_path / "run", since=1, steps=3)
     assert main(["blame", run.url, "--from", "1", "--", "sh", "-c", "wc -c < {model}/model.safetensors"]) == 0
     out = capfd.readouterr().out
-    assert "moved it most" in out and "not known: what the others would have given" in out
+    assert "moved it most" in out and "not known: the others' pseudogradients" in out
 
 
 def test_only_bisect_and_blame_take_a_command() -> None:

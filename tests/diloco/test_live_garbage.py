@@ -156,7 +156,7 @@ def test_the_budgets_lease_holds_among_garbage(fleet: Fleet) -> None:
         assert all(session.exitcode is None for lives in fleet.sessions.values() for session in lives), fleet.logs()
         time.sleep(0.2)
     assert fleet.wait() == {slot: [exitcodes.LEFT] for slot in SLOTS}
-    assert all("the end that the budget sets was not put off" in fleet.log(slot).read_text() for slot in SLOTS)
+    assert all("the supervisor did not extend the budget's lease" in fleet.log(slot).read_text() for slot in SLOTS)
     sound(fleet)
 
 

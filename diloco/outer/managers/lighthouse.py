@@ -125,7 +125,7 @@ class LighthouseManager:
 
 
 class LighthouseRounds:
-    """The OuterRounds (diloco/outer/loop.py) of a torchft.Manager."""
+    """The OuterRounds (diloco/outer/managers/protocol.py) of a torchft.Manager."""
 
     done_with_delta = False  # an aborted collective may still write to Δ
     alone = False

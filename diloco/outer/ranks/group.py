@@ -1,13 +1,13 @@
 """The ranks of one replica: K processes that train one model together.
 
     rank 0     claims the slot; holds θ, m and Δ; decides
-    rank 1 …   train, and follow rank 0's word
+    rank 1 …   train, and follow rank 0's decisions
 
     training's own group (NCCL, Gloo)    gradients and shards
-    this group (Gloo, on the CPU)        agree: rank 0's word    spread: its weights    gather: numbers for it
+    this group (Gloo, on the CPU)        agree: rank 0's numbers    spread: its tensors    gather: messages to it
 
-This group is beside the training's, so no word waits behind a stuck GPU.  `launched_ranks` counts the processes that a
-launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
+This group is beside the training's, so no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
+a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 
 Not promised: several hosts; a rank that waits for a stopped one ends only after PATIENCE.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from diloco.process.ranks import MEET, RankLost
 from diloco.run.config import OuterError
 
-PATIENCE = timedelta(hours=2)  # rank 0 may wait for other replicas, and the ranks wait for its word
+PATIENCE = timedelta(hours=2)  # rank 0 may wait for other replicas, and the ranks wait for rank 0
 LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets them beside WORLD_SIZE
 
 
@@ -45,7 +45,7 @@ class Group:
         return self.index == 0
 
     def agree(self, *words: int) -> tuple[int, ...]:
-        """Return rank 0's words, on every rank."""
+        """Return rank 0's numbers, on every rank."""
         told = torch.tensor(words, dtype=torch.int64)
         self.spread(told)
         return tuple(told.tolist())
@@ -56,7 +56,7 @@ class Group:
             dist.broadcast(values, 0, group=self._group)
 
     def tell(self, message: Any) -> Any:
-        """Return rank 0's message, any object that pickle knows."""
+        """Return rank 0's message, any object that pickle can send, on every rank."""
         box = [message]
         with self._with_peers():
             dist.broadcast_object_list(box, 0, group=self._group)

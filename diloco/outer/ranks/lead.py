@@ -1,4 +1,4 @@
-"""Which manager a process has: its own, or one that follows rank 0.
+"""The choice of a process's manager: its own, or one that follows rank 0.
 
     manager = lead(lambda: StoreManager("s3://bucket/run", slot="r00"))
                  │ one process: that manager
@@ -32,7 +32,7 @@ def lead(make: "Callable[[], StoreManager]") -> "StoreManager | Led":
 
 
 def tell(manager: "StoreManager | Led", message: T) -> T:
-    """Return rank 0's message; without ranks, the message."""
+    """Return rank 0's message on every rank; in a process without ranks, return `message`."""
     group: Group | None = getattr(manager, "group", None)
     return message if group is None else group.tell(message)
 

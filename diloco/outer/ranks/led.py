@@ -1,7 +1,7 @@
 """The manager of a replica of K ranks: rank 0 acts, and every rank knows the outcome.
 
     OuterLoop, torchft  ──▶  Led  ──▶  rank 0: StoreManager (claim, offer, settle, commit, leave)
-    on every rank             └──────  all: agree on a Word: the outcome, the value, and what rank 0 sees now
+    on every rank             └──────  all: get rank 0's Word: the outcome, the value, and its present state
 
     once per inner step   progress ─▶ Word: leaving, fenced, behind, h_cap, done, the replica's pace
     once per sync         allreduce, wait, finish_round, catch_up ─▶ a Word each
@@ -63,7 +63,7 @@ class Word(NamedTuple):
 class Led:
     """torchft's names and the OuterRounds of a replica of several ranks.
 
-    make: called on rank 0; the other ranks need none.   Raises what `make` raises; Followed on the other ranks."""
+    make: called on rank 0; the other ranks need none.   Raises an error of `make` on rank 0, Followed on the others."""
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
     done_with_delta = True
@@ -78,7 +78,7 @@ class Led:
         self.round_began = 0.0  # seconds by which rank 0's round begins later, after an evaluation
         self._merged: dict[str, float] = {}
         self._fragments: list[SharedFragment] = []  # until the first sync, which compares the ranks
-        self._told: BaseException | None = None  # the other ranks know of it
+        self._told: BaseException | None = None  # the error that the other ranks already know
         self._hear(Word())
         self._lead(lambda: self._begin(make))
 
@@ -94,7 +94,7 @@ class Led:
         return None if self.leader is None else self.leader.session
 
     def ask_to_leave(self, why: str = "asked to leave") -> None:
-        """Let the replica leave. A launcher asks every rank, and rank 0 answers for all."""
+        """Let the replica leave. A launcher asks every rank, and rank 0 acts for all."""
         if self.leader is not None:
             self.leader.ask_to_leave(why)
 
@@ -105,7 +105,7 @@ class Led:
     # ---------------------------------------------------------------- rank 0's word
 
     def _lead(self, act: Callable[[], int | None]) -> int:
-        """Act on rank 0. Return its value on every rank; raise there, too, what it raised."""
+        """Act on rank 0. Return its value on every rank; if it raises an error, raise one on every rank."""
         outcome, value, error = DONE, 0, None
         if self.group.is_main:
             try:
@@ -145,7 +145,7 @@ class Led:
 
     @property
     def _rounds(self) -> Any:
-        """Rank 0's rounds; called inside `_lead` alone."""
+        """Rank 0's rounds; used only inside `_lead`."""
         return cast("StoreManager", self.leader).rounds
 
     def current_step(self) -> int:
