@@ -1,4 +1,4 @@
-"""Numbers: those that a reader can add, those in a log, and durations, sizes and money as text, the same in every view.
+"""Checks and rounding of logged numbers; durations, sizes and money as text, the same in every view.
 
     0.21 s · 9.5 s · 95 s · 5 min 30 s · 42 min · 3 h 05 min · 2 d 03 h      3 digits: 512 B · 9.83 MB · 2.2 TB
     $12.30 · $0.0031                                                     below a cent: two significant digits

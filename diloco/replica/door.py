@@ -69,7 +69,7 @@ Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights,
 
 
 class RolloutDoor:
-    """The verdicts on actors' bundles of one slot.   by: generation of the session; later sessions' verdicts do not count.
+    """The verdicts on actors' bundles of one slot.   by: the session's generation; later verdicts do not count.
 
     check: None: read verdicts only (an audit).   parent: outer steps of the runs before this one.
     """

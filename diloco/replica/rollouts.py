@@ -96,7 +96,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
 class OldBundles:
     """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
 
-    background: runs the deletions.   emit: called for failed deletions.   ahead: outer steps by which actors sample ahead.
+    background: runs the deletions.   emit: called for failures.   ahead: outer steps by which actors sample ahead.
     parent: outer steps of the run that this one continues; places count them, too.
     """
 

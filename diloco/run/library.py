@@ -36,7 +36,7 @@ def open_session(
 ) -> Session:
     """Return the session of a program's replica.   slot: r00, r01, … or AUTO.
 
-    desired: replicas, min_replicas and steps of a new run.   settings: of Session; a launched script's session has its own.
+    desired: replicas, min_replicas and steps of a new run.   settings: of Session, unless `diloco launch` set them.
     """
     if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held

@@ -54,7 +54,7 @@ class FleetConfig(Table):
     keep: int | str = setting(
         "20 GB",
         'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
-        '"window": only the blobs that the last two snapshots need, which always stay (default with [inner.lora]: "all").',
+        '"window": only blobs that the last two snapshots need, which always stay (default with [inner.lora]: "all").',
     )
     broadcast_weights: bool = setting(False, "Write each step's weights in bf16 for rollout engines (docs/weights.md).")
     give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)

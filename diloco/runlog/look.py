@@ -49,7 +49,7 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series of numbered records.   low: at least so many exist.   high: this one does not.   reach: keys of a gallop.
+    """A series of numbered records.   low: at least so many exist.   high: this one does not.   reach: keys to probe.
     then(n): called when the length n is known."""
 
     key: Numbered

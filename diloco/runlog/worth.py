@@ -50,7 +50,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """A reward's gain per such hour; None if unknown, and for a loss, which has no meaningful zero."""
+        """A reward's gain per hour of `unit`; None if unknown, and for a loss, which has no meaningful zero."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours

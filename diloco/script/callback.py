@@ -12,8 +12,8 @@ max_steps counts the steps of one replica, as with accelerate. In an epoch, each
 
 Under torchrun or accelerate launch, each rank runs the script, and rank 0 joins for all (diloco/outer/ranks/).
 
-Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training; to
-notice a save that hangs.
+Not promised: callbacks that step the optimizer themselves; a pace that leaves out evaluations inside the training;
+detection of a save that hangs.
 """
 
 import atexit
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 BEGUN_TWICE = (
-    "the training began again after it had raised inside this training, whose place in the run it still holds. Let the "
+    "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
     "error end the script, and start the script again: it goes on at the run's position"
 )
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
@@ -78,7 +78,7 @@ class DiLoCoCallback(TrainerCallback):
         self.manager: StoreManager | Led | None = None
         self.loop: OuterLoop | None = None
         self.asked_to_go = self._stepped = False
-        self._skipping: Any = None  # a loader, in its first pass, whose front this slot has used
+        self._skipping: Any = None  # a loader, in its first pass, whose first batches this slot has used
         self._handlers: dict[int, Any] = {}
         self._on_join: Callable[[Session | None, Callable[[Any], Any]], object] = lambda session, tell: None
         if self.slot != AUTO and not is_slot(self.slot):
@@ -151,9 +151,9 @@ class DiLoCoCallback(TrainerCallback):
         self.watch()
 
     def watch(self, saves: bool = False) -> None:
-        """Tell the watchdog that the trainer goes on: each step of an evaluation counts for itself, and no save does.
+        """Tell the watchdog that the trainer goes on: it times each step of an evaluation separately, and no save.
 
-        saves: the trainer saves next, which may last as long as it likes."""
+        saves: the trainer saves next, which may take any time."""
         if self.loop is not None and saves:
             self.loop.rounds.watchdog.rest()
         elif self.loop is not None:
@@ -192,7 +192,7 @@ class DiLoCoCallback(TrainerCallback):
         boundary: int = 1,
         most: float = math.inf,
     ) -> int:
-        """Join the run. Return the optimizer steps of one replica.   planned: replicas -> these steps, by the trainer.
+        """Join the run. Return the optimizer steps of one replica.   planned: replicas -> the trainer's count.
 
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         if self.loop is not None:
@@ -215,7 +215,7 @@ class DiLoCoCallback(TrainerCallback):
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
         if tell(manager, self.run in LAUNCHED):  # rank 0 alone knows
             self._on_join(manager.session, partial(tell, manager))  # for `diloco export`
-        elif manager.session is not None:  # a launched replica's process tells its end itself
+        elif manager.session is not None:  # a launched replica's process reports its end itself
             atexit.register(self._leave_after_error)
         self._catch_leaving(optimizer)
         self._listen()
@@ -226,8 +226,8 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
 
-        schedulers: each with its optimizer steps per step of its own.   planned: optimizer steps of the trainer's
-        plan.   steps: those of one replica."""
+        schedulers: scheduler -> optimizer steps per step of it.   planned: optimizer steps of the trainer's plan.
+        steps: optimizer steps of one replica."""
         assert self.loop is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
@@ -268,7 +268,7 @@ class DiLoCoCallback(TrainerCallback):
                 self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave("got a signal to end"))
 
     def _leave_after_error(self) -> None:
-        """Log in the run that the trainer raised, so on_train_end was not called."""
+        """Log the trainer's error in the run, because on_train_end was not called."""
         if self.loop is None or self.manager is None or self.manager.session is None:
             return
         error = getattr(sys, "last_value", None)
@@ -351,9 +351,9 @@ def most_steps(args: Any, state: Any, loader: Any) -> float:
 
 
 def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
-    """Return the outer steps of `steps` optimizer steps, and of more, up to `most`, if the last round were shorter.
+    """Return the number of outer steps in `steps` optimizer steps; a short last round is filled up if `most` allows it.
 
-    interval: optimizer steps between two outer steps."""
+    interval: optimizer steps between two outer steps.   most: the largest number of optimizer steps."""
     if steps < interval:
         raise OuterError(
             f"{steps} optimizer steps are fewer than one round of {interval}, so nothing would be averaged. Use more "

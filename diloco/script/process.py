@@ -38,7 +38,7 @@ ENDED_EARLY = "{script} ended after outer step {step} of {steps}, before the run
 
 
 def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], object] | None = None) -> int:
-    """Run the script to its end; -> the exit code of the replica.   folder: of this session, empty.
+    """Run the script to its end. Return the replica's exit code.   folder: of this session, empty.
 
     tell: called with the folder when its files and the variables are there (diloco/replica/ranks.py).
     Raises ConfigError for a script that cannot run anywhere, and errors of the rendezvous."""
@@ -70,7 +70,7 @@ def write_files(run: Run, folder: Path) -> None:
 
 
 def start(script: Script, folder: Path) -> None:
-    """Run it as `python train.py …`, or `python -m module …`, in its folder."""
+    """Run the script as `python train.py …`, or `python -m module …`, in its folder."""
     os.chdir(folder)
     sys.argv = [script.path, *script.arguments]
     sys.path.insert(0, str(folder if script.is_module else (folder / script.path).parent))
@@ -93,7 +93,7 @@ def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
 
 
 def code_of_end(session: Session, script: Script) -> int:
-    """The exit code for a script that ended by itself.   Raises ConfigError if it never joined the run."""
+    """Return the exit code for a script that ended by itself.   Raises ConfigError if it never joined the run."""
     store = session.rv.store
     wanted = read_control(store)
     if is_finished(store, wanted):
@@ -114,5 +114,5 @@ def _has_begun(session: Session) -> bool:
 
 
 def has_joined(session: Session) -> bool:
-    """Whether the script has met DiLoCoCallback or make_diloco."""
+    """Whether the script has reached DiLoCoCallback or make_diloco."""
     return session.rv.members.status.phase != "boot"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def log_rollouts(trainer: Any, manager: "StoreManager | Led", session: Session) -> None:
-    """Let each offer of this replica come with some of its rollouts."""
+    """Log a few of this replica's rollouts with each of its offers."""
     if "completion" not in getattr(trainer, "_logs", {}):
         return
     others = manager.rounds.stats

@@ -1,7 +1,7 @@
 """Give each replica its own rows of a trainer's dataset, from the run's position on.
 
     trainer's sampler ─▶ positions 0 … m−1 of a share, pass after pass ─▶ order(pass · m + position) ─▶ row
-    (its repeats, its batches)                                              dealt to the replicas anew in every pass
+    (its repeats, its batches)                                              dealt to the replicas, differently each pass
 
     one pass of the trainer      as many indices as before, so its step counts stay right
     a session that joins late    begins after the indices that its slot has used
@@ -126,7 +126,7 @@ def unshared_words(loader: Any, *, is_alone: bool, begins_again: bool) -> str:
     sampler = getattr(batches_of(loader)[0], "sampler", None)
     why = f"{type(sampler).__name__} draws rows by itself" if _has_length(loader) else "the dataset has no length"
     equal = f"all replicas read the same rows in the same order. Shuffle them with a seed from {SLOT}"
-    again = "a session that goes on for another one begins at the first row again. Use a dataset with a length"
+    again = "a session that replaces another one begins at the first row again. Use a dataset with a length"
     told = [*([] if is_alone else [equal]), *([again] if begins_again else [])]
     return f"{why}, so {'; and '.join(told)}" if told else ""
 

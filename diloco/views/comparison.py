@@ -4,7 +4,7 @@
     inner.rewards.function  rewards.py:score (contents 3f2a09c1) → rewards.py:score (contents 9c1d77e0)
     outer step              0      1      2      3
     OLD                reward  0.114  0.202  0.306  0.495
-    NEW                reward                0.306  0.611      a fork of OLD stands at OLD's steps
+    NEW                reward                0.306  0.611      a fork of OLD is shown at OLD's steps
 
 Not promised: that the settings cause the difference of the curves; one seed of each proves little.
 """

@@ -138,7 +138,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _no_number_at(report: Report, session: SessionSummary) -> float | None:
-    """Return the time of the last report of a NaN or infinity of this session, by itself or by others; None if none."""
+    """Return the time of the last report of a NaN or infinity of this session, by itself or by others, or None."""
     own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], default=None)
@@ -262,5 +262,5 @@ def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Tr
         return []
     troubles = [str(e["trouble"]) for e in report.of_kind("not_written") if e.get("trouble")][-1:]
     text = f"the newest snapshot is of outer step {newest}, {behind} steps ago, where one is due every {every}"
-    advice = "`diloco doctor URL` tries whether large objects can be written"
+    advice = "`diloco doctor URL` tests whether large objects can be written"
     return [trouble("snapshot_late", "; ".join([text, *troubles]), advice, step=newest + every)]

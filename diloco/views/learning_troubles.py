@@ -61,7 +61,7 @@ def no_signal(report: Report, now: float, spent: Spending | None) -> list[Troubl
         return []
     level = known[-1][0].mean_reward
     of = "" if level is None else f" (mean {level:.3g})"
-    text = f"all completions of each prompt have got equal rewards{of} in the newest {same} outer steps: no advantage"
+    text = f"all completions of each prompt have equal rewards{of} in the newest {same} outer steps: no advantage"
     return [_no_signal(text, known[-same][0].t)]
 
 

@@ -102,7 +102,7 @@ class Shifted(MemoryStore):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Stale, "read-after-write"), (Blind, "past the end"), (Liar, "the key has another object"), (Shifted, "wrong bytes")],
+    [(Stale, "read-after-write"), (Blind, "past the end"), (Liar, "has another object"), (Shifted, "wrong bytes")],
 )
 def test_every_other_flaw_has_its_reason(kind: type[MemoryStore], reason: str) -> None:
     assert reason in (probe_store(kind(), SystemClock(), SMALL).why_unfit() or "")

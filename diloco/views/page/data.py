@@ -53,8 +53,8 @@ OUTER = (*NUMBERS, "outer_lr")
 class Beside:
     """Data that a page shows beside its report.   costs: as in `diloco costs --json`.   early, late: rollouts.
 
-    troubles: found in the report, worst first.   read_at: slot -> time of its heartbeat's read.   partial: not all
-    was read yet.   poll_s: seconds until a page requests again, 0: never.
+    troubles: found in the report, worst first.   read_at: slot -> time of its heartbeat's read.   partial: some
+    records are not read yet.   poll_s: seconds until a page requests again, 0: never.
     """
 
     costs: Mapping[str, Any] | None = None

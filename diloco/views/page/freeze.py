@@ -49,7 +49,7 @@ def write_frozen(data: Mapping[str, Any], folder: Path) -> Path:
 
 
 def frozen_page(data: Mapping[str, Any]) -> bytes:
-    """Return the frozen page.   data: of page_data, with all chunks."""
+    """Return the frozen page.   data: the result of page_data, with all chunks."""
     return _page(str(data["head"]["name"]), json_bytes(data), connect="'none'")
 
 

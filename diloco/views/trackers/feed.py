@@ -49,8 +49,8 @@ class Feed:
     states: list[TrackerState] = field(init=False)
     waiting: int = 0  # number of committed rows with missing logs
     _over: frozenset[str] = frozenset()
-    _newest: float = 0.0  # sign of life of the run, by its own clocks
-    _heard_at: float = 0.0  # when we first saw it, by our clock's now()
+    _newest: float = 0.0  # time of the run's newest step or heartbeat, by the run's clocks
+    _heard_at: float = 0.0  # when this process first saw `_newest`, by its clock's now()
 
     def __post_init__(self) -> None:
         self.states = [TrackerState(tracker) for tracker in self.trackers]

@@ -1,6 +1,6 @@
 """Make a tracker by its name, and check before any write that this machine can use it.
 
-    check_tracker   its package and its login, before it is opened       make_tracker   imports it
+    check_tracker   tests its package and its login before it is opened       make_tracker   imports it
 
     wandb         WANDB_API_KEY · WANDB_IDENTITY_TOKEN_FILE · a line in ~/.netrc · api_key in wandb's settings
     trackio       for a Space: HF_TOKEN, or `hf auth login`; for your own server: a write token
@@ -39,7 +39,7 @@ def make_tracker(name: str, folder: Path) -> CurveTracker:
 
 
 def check_tracker(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise TrackerError if its package or its login is missing on this machine.  Imports nothing, sends nothing."""
+    """Raise TrackerError if the tracker's package or login is missing on this machine.  Imports and sends nothing."""
     if name not in TRACKERS:
         raise TrackerError(f"there is no tracker {name!r}. Use one of: {', '.join(TRACKERS)}")
     if find_spec(name) is None:
