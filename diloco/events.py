@@ -95,7 +95,7 @@ KINDS: Mapping[str, EventKind] = {
         "its supervisor starts it again",
     ),
     "lost": EventKind(
-        LOSS, "The platform says that the launch ended. The supervisor starts the slot again.",
+        LOSS, "The platform reports that the launch ended. The supervisor starts the slot again.",
         "its supervisor starts it again; l shows its last lines",
     ),
     "crashed": EventKind(
@@ -104,7 +104,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "hung": EventKind(
         LOSS, "The replica's own watchdog saw no progress and ended it.",
-        "its supervisor starts it again; l shows where it stood",
+        "its supervisor starts it again; l shows where it hung",
     ),
     "diverged": EventKind(
         LOSS, "The replica's weights had another digest than the run's. It ended, and its next session heals.",

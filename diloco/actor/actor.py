@@ -3,7 +3,7 @@
     python -m diloco.actor RUN_URL          by hand, on any machine
     diloco train CONFIG --actors 4          a supervisor keeps them
 
-    newest weights (weights/{t}) ──▶ an open place near its slot ──▶ sample ──▶ put, if none was faster
+    newest weights (weights/{t}) ──▶ an open place near its slot ──▶ sample ──▶ put, if still open
          ▲                                                                             │
          └─────────────────────────────────────────────────────────────────────────────┘
 
@@ -132,7 +132,7 @@ class Actor:
         generation, rank = divmod(number, ranks)
         made = self._sampler.sample(share_of(self._run.config, slot), number)
         self._session.watchdog.rest()
-        bucket = self._session.rv.store.store  # the session's own store waits longer than a bundle is worth
+        bucket = self._session.rv.store.store  # without retries, which outlast the use of a bundle
         places = BucketPlaces(
             bucket, clock, self._session.emit, run=self._run.record.nonce, slot=slot, by=0,
             engine=self._sampler.engine, staleness=staleness_of(self._run.config), actor=self._session.rv.slot,
@@ -169,7 +169,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
     while True:
         session.rv.members.refuse_if_fenced()
         if session.rv.is_leaving:
-            return exitcodes.LEFT, f"{session.why}; all bundles that it delivered stand"
+            return exitcodes.LEFT, f"{session.why}; all bundles that it delivered stay valid"
         if session.clock.now() - looked > FLUSH_S:
             session.flush_soon()
             steps = session.rv.wanted.steps

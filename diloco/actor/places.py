@@ -100,7 +100,7 @@ def open_places(
 def chosen_place(
     places: Sequence[tuple[int, str, int]], name: str, names: Collection[str] = (), overdue: Collection[Any] = ()
 ) -> tuple[str, int] | None:
-    """Return this actor's place: the nearest of its own that it can fill in time; without one, an overdue one.
+    """Return this actor's place: the nearest of its own that it can fill in time; else one of the nearest overdue ones.
 
     names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
     """

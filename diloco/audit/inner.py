@@ -201,7 +201,7 @@ class _Session:
             loop.train(lambda: False)
 
     def _threads(self) -> int:
-        """Return the number of threads of the session's process, as its bundles tell; else the present number."""
+        """Return the thread count that the session's bundles record; without such a bundle, this process's count."""
         keys = self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/")
         for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
             with suppress(RendezvousError):

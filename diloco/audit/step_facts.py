@@ -190,7 +190,7 @@ def _events_of(
 
 
 def _log_between(store: Store, prefix: str, since: float, until: float) -> Iterable[dict[str, Any]]:
-    """Yield the events of the log objects that may be of that time; each outer step adds one object, in order."""
+    """Yield the events of the log objects that may have events from `since` to `until`; objects are in time order."""
     keys = sorted(key for key in store.list(prefix) if layout.log_owner(key) and not layout.is_rollouts(key))
     begins: dict[str, float] = {}
 

@@ -182,7 +182,7 @@ class _Verification:
     # ---------------------------------------------------------------- records
 
     def _read_chain(self, first: int, head: int) -> int:
-        """Read and check the commits from `first` on. Return the first unreadable one, or `head`."""
+        """Read and check the commits from `first` on. Return the first step whose commit is unreadable, or `head`."""
         chain = Chain(self._ahead, 2)
         listed = set[tuple[int, str]]()
         for start in range(first, head, STEPS_AT_ONCE):
@@ -198,7 +198,7 @@ class _Verification:
         return head
 
     def _read_commits(self, chain: Chain, first: int, last: int) -> int:
-        """Read the commits. Return the first unreadable one, or `last`."""
+        """Read the commits. Return the first step whose commit is unreadable, or `last`."""
         self._ahead.ask(map(layout.commit_key, range(first, last)))
         for t in range(first, last):
             try:

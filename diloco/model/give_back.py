@@ -101,7 +101,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
 
 
 def collect(run: Run, plan: Plan, clock: Clock) -> None:
-    """Write `keep` to a control record, then delete the plan's blobs.   Replicas still use fleet.keep."""
+    """Write `keep` to a control record, then delete the plan's blobs.   Replicas still obey fleet.keep."""
     write_control(run.store, clock, keep=plan.keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
     for at in range(0, len(plan.keys), AT_ONCE):

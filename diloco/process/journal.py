@@ -179,7 +179,7 @@ def _whole(text: str) -> int:
 
 
 def _check_numbers(step: dict[str, Any]) -> None:
-    """Raise ValueError unless a "step" event has only numbers, apart from θ's digest and the device."""
+    """Raise ValueError unless a "step" event has numbers; only names and digests are text; reward may be null."""
     for name, value in step.items():
         if name not in ("event", "slot", "theta", "device", "reward") and not isinstance(value, int | float):
             raise ValueError(f"its {name} is not a number")

@@ -45,7 +45,7 @@ class RankLost(RuntimeError):
 
 
 class Followed(RuntimeError):
-    """Rank 0 has ended its replica and says why; this rank ends with it."""
+    """Rank 0 has ended its replica, for the reason in this error's text; so this rank ends, too."""
 
 
 class Followers:
@@ -106,7 +106,7 @@ class Followers:
                 return self._end_like(*failed)
 
     def _first_failure(self) -> tuple[str, int] | None:
-        """Return the words about the rank whose end explains the others', and its exit code; None if all go on."""
+        """Return a message about the rank whose end explains the others', and its exit code; None if all still run."""
         found: list[tuple[bool, bool, int, int]] = []
         for index, (process, pipe) in enumerate(self._ranks, 1):
             if wait([process.sentinel], 0):  # it closes a moment before the exit code is there

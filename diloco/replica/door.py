@@ -13,8 +13,8 @@ earlier one.  All else depends on the chain and on verdicts of earlier places, s
 sums on another machine could differ, and the first verdict stands.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
-puts a bundle after commit T−1 can find out whether it will be drawn.  A bundle that says that a session made it is not
-checked: only a writer of the bucket can say that, and a run key keeps others out.
+puts a bundle after commit T−1 can find out whether it will be drawn.  A bundle that names a session as its maker is not
+checked: only a writer of the bucket can write such a bundle, and a run key keeps others out.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class RolloutDoor:
         self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py), and the model is one
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
-        """Whether the slot may train on an actor's bundle.   key: the bundle's.   Raise RendezvousError."""
+        """Whether the slot may train on an actor's bundle.   key: the bundle's.   Raises RendezvousError."""
         with self._one_at_a_time:
             return self._lets_in(place, key, record, bundle)
 
@@ -113,7 +113,7 @@ class RolloutDoor:
     def _judge(
         self, check: Check, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle, seed: int
     ) -> RolloutVerdict:
-        """Check, and return the verdict that stands."""
+        """Check the bundle, and return the recorded verdict: this one, or a verdict recorded before."""
         found = check(record.step - self._parent, bundle, seed)
         made = RolloutVerdict(
             of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),

@@ -2,7 +2,7 @@
 
     config, K ─▶ "" or one sentence, before anything is started
 
-Not promised: that the rest has been seen on GPUs.  No torch here.
+Not promised: that the other settings have been tried on GPUs.  No torch here.
 """
 
 from diloco.run.config import BUCKET, RunConfig

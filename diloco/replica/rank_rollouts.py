@@ -75,7 +75,7 @@ class LeadingPlaces:
         return self._side_by_side(lambda k, fits: self._places[k].find(_of_rank(place, k), fits), unfit)
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
-        """Record what the ranks made. Return the bundle that stands in this rank's place."""
+        """Record the ranks' new bundles. Return the bundle that counts for this rank's place."""
         parts: list[Bundle] = self._group.gather(made)
         stand = self._side_by_side(lambda k, fits: self._places[k].put(_of_rank(place, k), parts[k], fits), unfit)
         as_made = all(one is part for one, part in zip(stand, parts, strict=True))
@@ -144,7 +144,7 @@ class FollowingPlaces:
         return self._follow(unfit) or made
 
     def _follow(self, unfit: Unfit) -> Bundle | None:
-        """Check the bundles that rank 0 sends. Return the one that rank 0 then deals to this rank."""
+        """Check the bundles that rank 0 sends. Return the bundle that rank 0 then deals to this rank."""
         while isinstance(asked := self._group.tell(None), Candidates):
             self._group.gather(_why(unfit, asked.bundles.get(self._group.index)))
         return asked.bundles[self._group.index]

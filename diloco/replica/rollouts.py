@@ -196,7 +196,7 @@ class BucketPlaces:
         return None
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
-        """Record `made`. Return the bundle that stands in this place."""
+        """Record `made`. Return the bundle that counts for this place."""
         try:
             stands = self._put(place, made, unfit)
             self.after_put(place)
@@ -206,7 +206,7 @@ class BucketPlaces:
             return made
 
     def deliver(self, place: BundlePlace, made: Bundle) -> bool:
-        """Record an actor's bundle, if its place has none yet.   Return whether it stands.
+        """Record an actor's bundle, if its place has none yet.   Return whether this bundle counts.
 
         Raise StoreRefused if the actor may not write, because then all that it samples is lost.
         """

@@ -87,7 +87,7 @@ class OuterConfig(Table):
             raise OuterConfigError(f'outer.lr = {self.lr!r} is not a number. "auto" is the only word for it')
         if 0 < self.norm_gate < 2:
             raise OuterConfigError(
-                f"outer.norm_gate = {self.norm_gate} would damp honest replicas: it is a multiple of the typical "
+                f"outer.norm_gate = {self.norm_gate} would damp sound replicas, too: it is a multiple of the typical "
                 "length. Use at least 2, or 0 for no gate"
             )
 

@@ -153,7 +153,7 @@ def _limits_text(bounds: Bounds) -> str:
 
 
 def missing_sentences() -> list[str]:
-    """Return the dotted names of settings without a sentence."""
+    """Return the dotted names of settings that have no description."""
     missing = []
     for path, cls in list_tables(RunConfig):
         for f in fields(cls):

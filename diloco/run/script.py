@@ -1,7 +1,7 @@
 """The user's own script as a run's inner loop: `diloco launch train.py`, in the place of [inner] of a run.toml.
 
     diloco launch     run.json       files, arguments, the desired fleet; its outer settings are not known yet
-    the first replica whose script meets DiLoCoCallback or make_diloco
+    the first replica whose script reaches DiLoCoCallback or make_diloco
                       script.json    outer settings and layout of the parameters; the others compare theirs
 
 Readers take both as one record, so H, codec and other settings are in the same place as in every other run.

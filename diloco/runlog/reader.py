@@ -70,7 +70,7 @@ class Report:
 
     @property
     def progress(self) -> str:
-        """Return the outer steps taken and wanted: "3 of 20"; "0" if the script has not said yet how many it wants."""
+        """Return the outer steps taken and wanted: "3 of 20"; "3" while the wanted number is unknown."""
         return f"{self.head} of {self.wanted.steps}" if self.wanted.steps else f"{self.head}"
 
     @property

@@ -151,7 +151,7 @@ class DiLoCoCallback(TrainerCallback):
         self.watch()
 
     def watch(self, saves: bool = False) -> None:
-        """Tell the watchdog that the trainer goes on: it times each step of an evaluation separately, and no save.
+        """Tell the watchdog that the trainer goes on: it times each step of an evaluation, but not a save.
 
         saves: the trainer saves next, which may take any time."""
         if self.loop is not None and saves:
@@ -259,7 +259,7 @@ class DiLoCoCallback(TrainerCallback):
         optimizer.step = step  # type: ignore[method-assign]
 
     def _listen(self) -> None:
-        """Offer this round's work and leave if the platform signals. A signal handler of the script stays."""
+        """Offer this round's work and leave if a signal asks for it. A signal handler of the script stays."""
         if threading.current_thread() is not threading.main_thread() or self.manager is None:
             return
         manager = self.manager

@@ -341,7 +341,7 @@ class Membership:
     emit: Emit = no_emit
     status: BeatStatus = field(default_factory=BeatStatus)
     wanted: Wanted = field(default_factory=Wanted)
-    owed: set[str] = field(default_factory=set[str])  # slots that may need this replica's body of the step before
+    owed: set[str] = field(default_factory=set[str])  # slots that may still read this replica's body of the last step
     peers: dict[str, Peer] = field(default_factory=dict[str, Peer])  # each is replaced as a whole: threads read them
     fenced_by: int = 0  # the later generation that claimed the slot; 0 while none is known
     decided: int = -1  # highest step whose commit a tick has seen
@@ -401,7 +401,7 @@ class Membership:
         """Note that this replica begins to train for the open step.
 
         pace: expected seconds of an outer step, 0 if unknown.
-        owed: slots that may still need this replica's body of the step before.
+        owed: slots that may still read this replica's body of the last step.
         """
         self._opened = self.awake_s
         self._pace = pace

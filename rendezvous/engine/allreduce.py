@@ -6,7 +6,7 @@ It uses the agreement of a run's outer steps (rendezvous.py) with strict rules: 
 are equal, and no late value counts.  A rank that dies can be started again.  The values that it has written count, and
 it continues with the first step that it has not written (`step`).
 
-Sums are fp32 for every dtype, and are rounded in rank order, so all ranks get the same bits.
+Sums are in fp32 for every dtype, and values are added in rank order, so all ranks get the same bits.
 Not promised: speed (an object store answers in milliseconds); progress with fewer ranks.
 """
 

@@ -111,9 +111,9 @@ class ShardedMean:
         return max(_LEAST, 4 * self.timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:
-        """Whether that slot will not announce a part of step t any more.
+        """Whether that slot will announce no more parts of step t.
 
-        It will not if it is dead, nor if it is at a later step: it has announced its parts, or has replayed step t.
+        So it is if the slot is dead, or is at a later step: it has announced its parts, or has replayed step t.
         """
         peer = self.members.peers.get(slot)
         return peer is not None and (peer.is_dead(self.timing.dead_after) or peer.beat.step > t)

@@ -43,7 +43,7 @@ class Announcements:
         put_once(self.store, self.clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """Return whether the record's key is taken, and the record; None, and report it, if another object is there."""
+        """Return whether the key is taken, and the record; report any other object there, and return (True, None)."""
         register = self.store.get(layout.mean_key(t, j))
         if register is None:
             return False, None

@@ -1,4 +1,4 @@
-"""Writer of a snapshot while the next round trains, directly from the memory of θ and momentum, piece by piece.
+"""Write a snapshot while the next round trains, directly from the memory of θ and momentum, piece by piece.
 
     commit t−1 ─▶ advance ───── inner steps of round t ─────▶ offer ─▶ commit t ─▶ mean ─▶ step t
                     │ start                                              │          │

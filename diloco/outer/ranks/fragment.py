@@ -75,7 +75,7 @@ class SharedFragment(FlatFragment):
 
 
 def refuse_offload(live: Sequence[nn.Parameter]) -> None:
-    """Raise OuterError for shards that lie on the CPU while their ranks meet on GPUs: they could not be gathered."""
+    """Raise OuterError for shards on the CPU if their ranks communicate by GPU: such shards could not be gathered."""
     if any(isinstance(p, DTensor) and p.device.type != p.device_mesh.device_type for p in live):
         raise OuterError(
             "FSDP2 keeps this model's shards on the CPU (cpu_offload), where its GPUs cannot gather them. Leave "

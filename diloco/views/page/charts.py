@@ -130,7 +130,7 @@ def _unit_scale(ax: "Axes", line: Curve) -> None:
 
 
 def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
-    """Return (place on the axis of outer steps, text, side) of losses and returns; without texts if there are many."""
+    """Return (place on the outer steps' axis, text, side) for sessions that were lost or came back; no text if many."""
     found: list[tuple[float, str, str]] = []
     ends = [step.at for step in report.steps]
     for session in report.sessions:

@@ -196,7 +196,7 @@ def _live_numbers(row: SessionRow) -> dict[str, Any]:
 
 
 def _marks(report: Report, began: float) -> list[dict[str, Any]]:
-    """Return the losses and returns that are marked on the curves, by time."""
+    """Return the marks on the curves, by time: sessions that were lost, and slots that came back."""
     found = list[tuple[float, str, str]]()
     for session in report.sessions:
         if session.how in BAD_ENDS and session.ended is not None:
