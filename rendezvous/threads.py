@@ -8,7 +8,7 @@
 Each pass starts its own threads (0.1 ms), so none waits between passes, where a fork would lose it.  Python's lock is
 free while C code (the codecs' kernels, xxhash, the copy of a file) works on a piece.
 
-Not promised: a gain.  A pass takes as long as its memory, and threads of other processes may have the cores.
+Not promised: a gain.  The memory may limit a pass, and threads of other processes may have the cores.
 """
 
 import os

@@ -10,8 +10,8 @@
     an open place, and its owner: places.py
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
-it.  An actor without an open place of its own takes another's after a while; if two take the same one, the slower one's
-work is lost.
+it.  An actor without an open place of its own takes another actor's after a while.  If two actors fill the same place,
+the slower one's work is lost.
 
 An actor has a session as a replica has: a name (a00, a01, …) in place of a slot, with claim, heartbeat and log.  It
 makes no offer, and no replica waits for it.
@@ -62,7 +62,7 @@ class Actor:
 
     session: its name stands in place of a slot.  Its heartbeat has the weights' step, the number of bundles that it
     delivered (inner), the number of those that came too late (data), and the seconds per bundle (rate).
-    engine: as typed (inner/extras/engines/choose.py); "": as the replicas sample.
+    engine: the text that the user typed (inner/extras/engines/choose.py); "": the replicas' own way to sample.
     """
 
     def __init__(self, run: Run, session: Session, scratch: Path, engine: str = "") -> None:

@@ -80,8 +80,8 @@ def open_places(
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
-    takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position at that time to the
-    place; below 0: the slot will probably fill the place itself, so it comes last.
+    takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
+    the place; below 0: the slot will probably fill the place itself, so the place comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness

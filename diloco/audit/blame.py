@@ -9,8 +9,8 @@ A replica's late work is left out in the step that counted it.  If a mean has no
 metrics.py has a number for a θ.
 
 Not promised: the result of a real run: from another θ, the other replicas would have computed other pseudogradients.
-The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Shares that add up; the cause
-if two replicas do the same harm, because leaving out one changes little.
+The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Nor: shares that add up; the
+cause if two replicas do the same harm, because leaving out one changes little.
 """
 
 import math

@@ -258,7 +258,7 @@ class _Session:
         return 0
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """Apply the steps without an offer of this session, up to its next one."""
+        """Apply the steps without an offer of this session, up to its next offer."""
         while self._step not in self._offers:
             late(self._step)
             commit = self._chain.read(self._step)
@@ -327,7 +327,7 @@ class _Session:
 
 
 class _Recorded(BucketPlaces):
-    """The bundles of a session, without writing."""
+    """The bundles of a session, for reading only."""
 
     def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed) -> None:
         slot, generation = holder

@@ -59,7 +59,7 @@ class Effect:
     """The mean's effect on its fragment of θ.   Numbers are None if their blobs are gone.
 
     parts: (step, slot) of each readable listed offer -> its length, and its cosine to the mean.
-    rho: cosine to the mean of the fragment's step before.   momentum: length before and after.
+    rho: cosine to the mean of the fragment's previous step.   momentum: length before and after.
     gone: one text for each object that could not be read.
     """
 

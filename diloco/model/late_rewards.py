@@ -3,7 +3,7 @@
     r00/42/7/0.0.3 = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}      as in `diloco traces`, without the turn
         │
         ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
-          rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name stands
+          rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name counts
 
 No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The
 record has the reward that was trained on beside the late one.  Readers: `diloco traces` (and its pairs), `report`.
@@ -38,7 +38,7 @@ _ROLLOUT = re.compile(r"(r[0-9]{2,5})/([0-9]{1,10})/([0-9]{1,10})/([0-9]{1,9})\.
 
 
 def give_reward(run: Run, clock: Clock, rollout: str, value: float, name: str) -> LateReward:
-    """Record a reward of a recorded rollout.   Return the record that stands under this name.
+    """Record a reward of a recorded rollout.   Return the record that counts for this name.
 
     rollout: the state_id of `diloco traces`, with or without its turn.   name: of the judge.
     Raise ConfigError if the rollout is missing, the value is not finite, or `name` gave another one before.

@@ -10,10 +10,10 @@
              torchft's fragment are replaced (diloco/outer/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
-Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. It has tied weights once and
-no frozen weights. Each has its own outer optimizer (a shared one would apply stale inner gradients).
+Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Tied weights are in it once,
+frozen weights are not. Each has its own outer optimizer (a shared one would apply stale inner gradients).
 
-Not promised: to share the inner steps after the last sync. If the `with` ends before the run, only this model has them.
+Not promised: that inner steps after the last sync are shared. If the `with` ends early, only this model has them.
 """
 
 import math

@@ -64,7 +64,7 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
 
 
 def _step_device(optimizer: Optimizer, p: torch.Tensor) -> torch.device | str:
-    """Return where AdamW keeps the number of steps: beside the parameter if a kernel counts it, else on the CPU."""
+    """Return the device of AdamW's step counts: the parameter's for a fused or capturable AdamW, else the CPU."""
     group = next(group for group in optimizer.param_groups if any(p is one for one in group["params"]))
     return p.device if group.get("fused") or group.get("capturable") else "cpu"
 

@@ -9,7 +9,7 @@
 So claim, heartbeat, signals, exit code and log are those of one process, on each platform.  `MEET` names the file in
 which the ranks find each other, so no port has to be free.
 
-Not promised: ranks on several machines; words of a rank that is killed.
+Not promised: ranks on several machines; the reason of a rank that is killed.
 """
 
 import multiprocessing

@@ -2,7 +2,7 @@
 
     Session(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
 
-In each turn, the thread ticks the membership (agreement/membership.py) and checks three reasons to end the session:
+In each turn, the beat thread ticks the membership (agreement/membership.py) and checks three reasons to end:
 
     control: until ──▶ passed, not extended ─────▶ leave, with the work done so far; by force after ORPHAN_GRACE_S
     launcher gone ───────────────────────────────▶ the same, and its inner step may end first

@@ -9,8 +9,8 @@
     drawn    SHA-256(commit T−1 ‖ key ‖ nonce) is below the share; T: the outer step that trains it
 
 A verdict binds this session, its replacements and an audit.  A later session's verdict does not bind an audit of an
-earlier one.  All else depends on the chain and on verdicts of earlier places, so every session decides alike; only
-sums on another machine could differ, and the first verdict stands.
+earlier one.  The rest depends on the chain and on verdicts of earlier places, so every session decides alike.  Only
+sums on another machine could differ; so the first verdict counts.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
 puts a bundle after commit T−1 can find out whether it will be drawn.  A bundle that names a session as its maker is not

@@ -9,8 +9,8 @@
 
 So an actor samples for one rank at a time, and a bundle is as large as with one process.
 
-Either all ranks train on actors' rollouts, or none does; either all read bundles, or none: TRL gathers over the ranks
-in both. A rank's own bundle then stands in a later attempt beside the actor's, and a replacement decides alike.
+Either all ranks train on actors' rollouts, or none does; either all read bundles, or none: in each case TRL gathers
+over all ranks. A rank's own bundle is then a later attempt beside the actor's, and a replacement decides alike.
 
 Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the others.
 """
@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The bundles that the ranks train on.   None: the one that the rank makes, or has made."""
+    """The bundles that the ranks train on.   None: the bundle that the rank itself makes, or has made."""
 
     bundles: Sequence[Bundle | None]
 

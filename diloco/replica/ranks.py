@@ -179,7 +179,7 @@ class LeadingLoop:
 
 
 class LeadingEvaluator:
-    """Rank 0's Evaluator.  Each of its calls meets a call of `_follow_evaluation` in the other ranks."""
+    """Rank 0's Evaluator.  For each of its calls, the other ranks call `_follow_evaluation`."""
 
     def __init__(self, evaluator: "Evaluator", group: "Group") -> None:
         self._evaluator = evaluator

@@ -5,7 +5,7 @@
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
     SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
 
-The exit code says why the process ended (diloco/process/exitcodes.py).  Not promised: several devices (ranks.py).
+The exit code shows why the process ended (diloco/process/exitcodes.py).  Not promised: several devices (ranks.py).
 """
 
 import math

@@ -239,7 +239,7 @@ class BucketPlaces:
         return seal_bundle(payload, record)
 
     def _create(self, key: str, body: bytes) -> bytes:
-        """Return the object that stands under `key`.  `find` has seen none there, so no GET comes first."""
+        """Create the object unless it exists; return the existing one.  `find` saw none, so no GET comes first."""
         try:
             self.store.create(key, body)
             return body

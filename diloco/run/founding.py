@@ -240,7 +240,7 @@ def _spelling(record: RunRecord, setting: str) -> Any:
 
 
 def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
-    """Raise WrongRun if two layouts of flat vectors differ.   stands, mine: [name, shape, dtype] in flat order."""
+    """Raise WrongRun if the run's layout and ours differ.   stands, mine: [name, shape, dtype] in flat order."""
     for at in range(max(len(stands), len(mine))):
         there, here = ([*parameters[at : at + 1], ["nothing", []]][0][:2] for parameters in (stands, mine))
         if there != here:

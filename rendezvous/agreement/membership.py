@@ -410,7 +410,7 @@ class Membership:
 
     @property
     def awake_s(self) -> float:
-        """Seconds since this replica began, without suspensions: at most four beats are counted per tick."""
+        """Seconds since this replica began, without suspensions: each tick counts at most four beats' time."""
         awake, ticked = self._ticked
         return awake + min(self.clock.now() - ticked, 4 * self.timing.beat)
 

@@ -8,7 +8,7 @@
     a later generation holds the slot              Fenced, at the next pause
 
 The leave record names a file with the codec's residual and the owner's baggage, which only the next generation of the
-slot reads (residuals.py).  The owner is the engine's caller; baggage is arrays of it that the engine only stores.  The
+slot reads (residuals.py).  The owner is the engine's caller; its baggage is arrays that the engine only stores.  The
 record also has the digest of the state: two leave records with the same digest confirm the last snapshot.
 
 Not promised: a leave record.  A replica that is killed writes none, and the run continues without it.

@@ -83,7 +83,7 @@ class SnapshotDuty:
     ) -> None:
         """Begin to write θ_step during the next inner steps, if a snapshot is due.
 
-        closed: this replica wrote the commit before.   idle: this replica is not behind, and the run is not done.
+        closed: this replica wrote the last commit.   idle: this replica is not behind, and the run is not done.
         """
         due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
         if due and idle and not self.writer.is_busy:

@@ -96,7 +96,7 @@ class RolloutVerdict(Record):
 class LateReward(Record):
     """A reward that came after its rollout, beside the bundle.   of: the bundle's nonce.   rollout: its number in it.
 
-    name: of the judge; the first reward of a name stands.   recorded: the reward in the bundle, which was trained on;
+    name: of the judge; the first reward of a name counts.   recorded: the reward in the bundle, which was trained on;
     None: it had none.   at: when it came.
     """
 

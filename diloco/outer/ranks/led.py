@@ -7,7 +7,7 @@
     once per sync         allreduce, wait, finish_round, catch_up ─▶ a Word each
 
 So the ranks take each branch of the outer loop together, and no hook asks which rank it is.  If rank 0 raises, the
-others raise at the same call. Leaving stays Leaving, and ends the loop of all; any other error becomes Followed.
+others raise at the same call. Leaving stays Leaving, and ends every rank's loop; any other error becomes Followed.
 
 The numbers of all ranks are in rank 0's log: their means, and the sum of "samples".
 
@@ -45,7 +45,7 @@ NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """The message of rank 0 after a call.   value: the call's own.   step, participants, h_cap: of the run, now."""
+    """The message of rank 0 after a call.   value: the call's result.   step, participants, h_cap: the run's, now."""
 
     outcome: int = DONE
     value: int = 0

@@ -18,7 +18,7 @@ The contributors to each outer step, one letter per slot:
 
 A session trained in a step if it ran for more than half of the step's time, or was cut off in it.
 
-Not promised: that x is exact, because times of different machines are compared; every event and all of a rollout
+Not promised: that "x" is exact, because times of different machines are compared; every event and all of a rollout
 (NEWEST_EVENTS, LONGEST).
 """
 
