@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
 FLUSH_S = 10.0  # between two checks whether the run is over, and between two log objects
-MOST_AHEAD = 100  # the name that you choose may be so many numbers after the used ones
-SLOW = 3.0  # an owner that has not filled its place after so many times an actor's seconds may be dead
+MOST_AHEAD = 100  # an actor's name that you choose may have a number at most this far above the used ones
+SLOW = 3.0  # an owner that has not filled its place after this many times a bundle's seconds may be dead
 
 
 class Actor:

@@ -32,7 +32,7 @@ class AutoLR:
         self.target = target
         self.mu = mu
         self.memory = Memory(size)
-        self.learned = np.array([1.0, 1.0])  # ρ̂, and of how many values it is the average
+        self.learned = np.array([1.0, 1.0])  # ρ̂, and the number of values in this average
 
     @property
     def rho_hat(self) -> float:

@@ -114,7 +114,7 @@ class Followers:
             if process.exitcode or (process.exitcode == 0 and self._is_missed(index)):
                 while index not in self._said and self._hear(index, pipe):
                     pass
-                _, follows = self._said.setdefault(index, ("", False))  # killed, it had no time for words
+                _, follows = self._said.setdefault(index, ("", False))  # a killed rank sends no message
                 found.append((follows, process.exitcode > 0, index, process.exitcode))
         if not found:
             return None

@@ -66,7 +66,7 @@ def run_ranks(url: str, slot: str, parent: str, devices: int) -> int:
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
-        os.environ[DEVICE_ENV] = f"{devices} × {name}"  # as the run's log and GPU-hours have it
+        os.environ[DEVICE_ENV] = f"{devices} × {name}"  # the name in the run's log and in its GPU-hours
     followers = Followers(devices, follow)
     code = exitcodes.CRASHED
     try:

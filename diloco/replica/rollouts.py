@@ -55,7 +55,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     trainer: Any = getattr(loop, "trainer", None)
     if trainer is None:
         return lambda: None
-    bucket = session.rv.store.store  # the session's own store waits for a full disk, and bundles are not worth that
+    bucket = session.rv.store.store  # without retries: the session's own store waits out a full disk
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
     group: Group | None = getattr(loop, "group", None)  # of the ranks (ranks.py)

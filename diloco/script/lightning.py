@@ -39,7 +39,7 @@ class DiLoCoLightningCallback(Callback):
             return warnings.warn(ALONE, stacklevel=2)
         refuse_fights(trainer, pl_module)
         for number, handler in trainer._signal_connector._original_handlers.items():
-            if number in asking_signals():  # Lightning's own would raise inside this round
+            if number in asking_signals():  # Lightning's own handler would raise inside this round
                 signal.signal(number, handler or signal.SIG_DFL)
         replica, loader, plan = self._replica, trainer.train_dataloader, trainer.estimated_stepping_batches
         steps = replica.join(pl_module, trainer.optimizers[0], loader, lambda n: total_steps(trainer, plan, n))
@@ -52,7 +52,7 @@ class DiLoCoLightningCallback(Callback):
         replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan, steps)
         if used or replica.replicas > 1 or slot_index(replica.slot):
             iter(trainer.fit_loop._data_fetcher)  # it was made before the rows were this replica's
-        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1  # the run ends it
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1  # the run ends the training
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         replica = self._replica

@@ -44,7 +44,7 @@ class AskedSoFar:
 
 def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) -> Focus | None:
     """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that are allowed now."""
-    left = budget - 1  # the newest commit
+    left = budget - 1  # one request reads the newest commit
     if left < 0:
         return None
     chosen = set[tuple[str, str]]()

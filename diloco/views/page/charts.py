@@ -39,7 +39,7 @@ BOOT = "#9aa4ae"
 
 def write_picture(report: Report, folder: Path) -> Path:
     """Draw report.png into `folder` and return its path."""
-    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's own, perhaps not installed here; a file needs none
+    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's backend may not be installed here; a file needs none
     try:
         import matplotlib
     except ModuleNotFoundError:
