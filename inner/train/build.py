@@ -95,7 +95,7 @@ def load_start(
 ) -> tuple[Any, list[str]]:
     """Load the start model as `build_inner` does; return (model, names of weights in no file, drawn at random).
 
-    lora: if given, also load the adapter in that folder, on its base.   base: how to load a base without an adapter ("nf4")."""
+    lora: if given, also load the adapter in that folder, on its base.   base: "nf4" for 4 bits without an adapter."""
     silence_transformers()
     try:
         loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
